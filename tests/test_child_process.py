@@ -52,49 +52,58 @@ def child(tmp_path: Path) -> Iterator[Child]:
         yield process
 
 
-def test_results_items_and_errors_come_back_in_their_order(child: Child, tmp_path: Path) -> None:
+def test_a_result_is_the_value_of_the_method(child: Child) -> None:
     value = {"text": "\u2028\ud83c" + "x" * 200_000, "list": [1, None, 2.5]}
     assert child.call("echo", value=value) == value
-    assert list(child.replies("count", most=3)) == [
-        {"item": 0},
-        {"item": 1},
-        {"item": 2},
-        {"done": None},
-    ]
-    for method in ("fail", "nothing_like_it"):  # an error does not end it
+
+
+def test_items_of_a_generator_are_replies_in_order(child: Child) -> None:
+    replies = list(child.replies("count", most=3))
+    assert replies == [{"item": 0}, {"item": 1}, {"item": 2}, {"done": None}]
+
+
+def test_errors_of_a_method_do_not_end_the_process(child: Child) -> None:
+    for method in ("fail", "nothing_like_it"):
         with pytest.raises(Refused) as refused:
             child.call(method)
         assert refused.value.kind == "KeyError" or method in str(refused.value)
         assert "\n" not in str(refused.value)
+
+
+def test_replies_that_are_not_read_end_the_process(child: Child, tmp_path: Path) -> None:
     replies = child.replies("count", most=3)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert child.process.returncode is not None and (tmp_path / "ended").exists(), (
-        "replies that nobody takes end it"
-    )
+    assert child.process.returncode is not None and (tmp_path / "ended").exists()
+
+
+def test_output_and_tracebacks_are_in_the_log(child: Child) -> None:
+    child.call("echo", value=1)
+    with pytest.raises(Refused):
+        child.call("fail")
     assert "said on standard output" in child.log() and "Traceback" in child.log()
 
 
 @pytest.mark.parametrize(
-    ("method", "seconds", "says"),
+    ("method", "seconds", "messages"),
     [
         ("die", None, "killed by SIGKILL: last words"),
         ("hang", 0.5, "no reply within 0.5 s: thinking"),
     ],
 )
-def test_the_last_words_of_a_process_that_ends_or_hangs(
-    child: Child, method: str, seconds: Any, says: str
+def test_output_of_a_process_that_ends_or_hangs_is_in_the_error(
+    child: Child, method: str, seconds: Any, messages: str
 ) -> None:
     sleeper = child.call("sleeper")
     with pytest.raises(TimeoutError if method == "hang" else Ended) as ended:
         child.call(method, seconds)
-    assert all(part in str(ended.value) for part in says.split(": "))
+    assert all(part in str(ended.value) for part in messages.split(": "))
     until(lambda: not is_running(sleeper))
     with pytest.raises(Ended):
         child.call("echo", value=1)
 
 
-def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     """Also when that is killed, and with all that it has started."""
     program = (
         "import os, sys; from moe_lab.child_process import Child\n"

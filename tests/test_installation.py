@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import preloaded
 import pytest
@@ -45,81 +44,94 @@ suite.benchmarks=[pocket_boolq]
 suite.limit=4 launcher.processes=1 store=store"""
 
 
+def write_plugin(folder: Path) -> Path:
+    """Write the package my_methods, whose module `scores` is a plugin, into a folder."""
+    (folder / "my_methods").mkdir()
+    (folder / "my_methods" / "__init__.py").touch()
+    (folder / "my_methods" / "scores.py").write_text(MODULE)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the package my_methods, whose module `scores` is a plugin."""
-    (tmp_path / "my_methods").mkdir()
-    (tmp_path / "my_methods" / "__init__.py").touch()
-    (tmp_path / "my_methods" / "scores.py").write_text(MODULE)
-    return tmp_path
+    return write_plugin(tmp_path)
 
 
 def moe_lab(
-    folder: Path, *words: str, package: str = "moe_lab"
+    folder: Path, *arguments: str, package: str = "moe_lab"
 ) -> subprocess.CompletedProcess[str]:
-    return preloaded.run(folder, package, *words, PYTHONPATH=str(folder))
+    return preloaded.run(folder, package, *arguments, PYTHONPATH=str(folder))
 
 
-def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) -> None:
-    words = [
-        "plugins=[my_methods.scores]",
-        "criterion=cres*,man",
-        "allocation=like_uniform",
-        *TINY.split(),
-    ]
-    done = moe_lab(folder, *words)
-    assert done.returncode == 0, done.stderr
-    record = read_record(folder / "store", "study") or {}
+@pytest.fixture(scope="module")
+def plugin_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a plugin and of the store of a study with its criterion and allocation."""
+    folder = write_plugin(tmp_path_factory.mktemp("plugin"))
+    settings = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform"]
+    result = moe_lab(folder, *settings, *TINY.split())
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_a_study_has_cells_of_a_plugin(plugin_study: Path) -> None:
+    record = read_record(plugin_study / "store", "study") or {}
     pruned = [entry["cell"] for entry in record["cells"] if entry["plan"]]
     assert {(cell["criterion"], cell["granularity"], cell["allocation"]) for cell in pruned} == {
         ("crest", "expert", "like_uniform"),
         ("man", "expert", "like_uniform"),
     }
-    tables = list((folder / "store/reports/study").rglob("*.csv"))
+
+
+def test_tables_show_the_criterion_of_a_plugin(plugin_study: Path) -> None:
+    tables = list((plugin_study / "store/reports/study").rglob("*.csv"))
     assert sum("crest" in table.read_text() for table in tables) >= 5
-    steps = [json.loads(file.read_text()) for file in folder.glob("store/*/*/step.json")]
-    scored = [step["settings"]["criterion"] for step in steps if step["kind"] == "scores"]
-    assert {one["name"]: bool(one["source"]) for one in scored} == {"crest": True, "man": False}
+
+
+def test_steps_of_a_plugin_record_its_source(plugin_study: Path) -> None:
+    steps = [json.loads(file.read_text()) for file in plugin_study.glob("store/*/*/step.json")]
+    criteria = [step["settings"]["criterion"] for step in steps if step["kind"] == "scores"]
+    sources = {criterion["name"]: bool(criterion["source"]) for criterion in criteria}
+    assert sources == {"crest": True, "man": False}
     assert all(step["settings"]["allocation"]["source"] for step in steps if step["kind"] == "plan")
 
 
-def test_equal_scores_are_named_when_a_study_ends(folder: Path) -> None:
+def test_equal_scores_are_reported_at_the_end_of_a_study(folder: Path) -> None:
     """Each time, as the plan is of ids; and of plans without any nothing is said."""
     (folder / "my_methods" / "scores.py").write_text(
         MODULE.replace("return mean_square.max(axis=1) ** power", "return layer.tokens * 0")
     )
-    words = [
+    arguments = [
         "plugins=[my_methods.scores]",
         "criterion=crest,man",
         "suite.benchmarks=[]",
         *TINY.split()[:2],
     ]
     for _ in range(2):
-        done = moe_lab(folder, *words, "store=store", "launcher.processes=1")
-        [sentence] = [line for line in done.stderr.splitlines() if "equal scores" in line]
-        assert done.returncode == 0
+        result = moe_lab(folder, *arguments, "store=store", "launcher.processes=1")
+        [sentence] = [line for line in result.stderr.splitlines() if "equal scores" in line]
+        assert result.returncode == 0
         assert "128 in 4 layers" in sentence
         assert "crest" in sentence
         assert "-man-" not in sentence
 
 
-def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
-    about = folder / "my_methods-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[moe_lab.plugins]\nscores = my_methods.scores\n")
-    done = moe_lab(
+def test_an_installed_plugin_needs_no_setting(folder: Path) -> None:
+    metadata = folder / "my_methods-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[moe_lab.plugins]\nscores = my_methods.scores\n")
+    result = moe_lab(
         folder, "criterion=crest", "criterion.parameters.power=2", "dry_run=true", *TINY.split()
     )
-    assert done.returncode == 0 and "study: 2 cells" in done.stderr, done.stderr
-    wrong = moe_lab(folder, "criterion=crets", "store=store")
-    assert wrong.returncode == 2 and "did you mean crest?" in wrong.stderr
+    assert result.returncode == 0 and "study: 2 cells" in result.stderr, result.stderr
+    refused = moe_lab(folder, "criterion=crets", "store=store")
+    assert refused.returncode == 2 and "did you mean crest?" in refused.stderr
     listed = moe_lab(folder, "model=pocket_olmoe", package="moe_lab.inspect")
     assert "crest" in listed.stdout, listed.stderr
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "message"),
     [
         ("raise KeyError('a')", "plugins: broken cannot be imported (KeyError: 'a')"),
         ("value = 1", "plugins: broken registers nothing"),
@@ -130,8 +142,8 @@ def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
         (MODULE.replace('"like_uniform"', '"uniform"'), "allocation=uniform is registered already"),
     ],
 )
-def test_wrong_plugins_are_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, says: str
+def test_invalid_plugins_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, message: str
 ) -> None:
     (tmp_path / "broken.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
@@ -140,11 +152,11 @@ def test_wrong_plugins_are_a_sentence(
     with pytest.raises(UserError) as error:
         plugins.load(["broken"])
     sys.modules.pop("broken", None)
-    assert says in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert message in str(error.value) and len(str(error.value).splitlines()) == 1
     assert set(known) >= set(criteria.CRITERIA)
 
 
-def test_a_criterion_that_needs_a_step_there_is_not_is_refused() -> None:
+def test_a_criterion_that_needs_an_unknown_step_is_refused() -> None:
     with pytest.raises(UserError, match=r"statistic .*did you mean statistics\?"):
         needed_kind("statistic")
 
@@ -175,68 +187,69 @@ def hostile(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "output"),
+    [(["-u", "-m", RUNNER, "limited"], ""), (["-m", "analysis", "help"], "unified.table1")],
+)
+@pytest.mark.parametrize(
     "variables", [{}, {"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "packages"}], ids=str
 )
-def test_what_is_started_is_this_installation(variables: dict[str, str], hostile: Path) -> None:
-    """Whatever the current folder holds, and a folder of PYTHONPATH that holds packages called like
-    ours."""
+def test_programs_start_from_this_installation(
+    variables: dict[str, str], arguments: list[str], output: str, hostile: Path
+) -> None:
+    """Whatever the current folder holds, and whatever packages of our names are on PYTHONPATH."""
     for name in ("moe_lab", "analysis"):
         shutil.copytree(hostile / name, hostile / "packages" / name)
-    about: Any = {"cwd": hostile, "env": {**os.environ, **variables}, "stdin": subprocess.DEVNULL}
-    for words, says in (
-        (["-u", "-m", RUNNER, "limited"], ""),
-        (["-m", "analysis", "help"], "unified.table1"),
-    ):
-        done = subprocess.run(
-            [sys.executable, FILE, *words], **about, capture_output=True, text=True
-        )
-        assert done.returncode == 0 and says in done.stdout and (says or not done.stdout), (
-            done.stderr
-        )
+    result = subprocess.run(
+        [sys.executable, FILE, *arguments],
+        cwd=hostile,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert output in result.stdout and bool(output) == bool(result.stdout)
 
 
-def test_a_study_of_the_wheel_is_reported_by_the_wheel(hostile: Path, tmp_path: Path) -> None:
-    """Installed in an environment of its own; the workers and the report are started in the hostile
-    folder."""
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    options = [
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "-w",
-        str(environment),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True)
-    (wheel,) = environment.glob("*.whl")
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment in which the wheel of this repository is installed."""
+    folder = tmp_path_factory.mktemp("wheel") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = packages_of(folder)
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT)]
+    subprocess.run(command, check=True)
+    (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(packages)
-    # but not what their .pth files add
-    others = [folder for folder in sys.path if folder.endswith("site-packages")]
-    (packages / "others.pth").write_text("\n".join(others))
-    words = [
-        "-m",
-        "criterion=random",
-        "suite.benchmarks=[]",
-        "study=s",
-        "store=store",
-        "launcher.processes=1",
-    ]
-    done = subprocess.run(
-        [
-            environment / "bin" / "python",
-            packages / "moe_lab" / "start.py",
-            "-m",
-            "moe_lab",
-            *words,
-        ],
+    # the packages of this environment, but not what their .pth files add
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(dependencies))
+    return folder
+
+
+def packages_of(environment: Path) -> Path:
+    (folder,) = environment.glob("lib/python*/site-packages")
+    return folder
+
+
+def test_a_study_of_the_wheel_is_reported_by_the_wheel(hostile: Path, environment: Path) -> None:
+    """Workers and report are started in the hostile folder."""
+    start_file = packages_of(environment) / "moe_lab" / "start.py"
+    settings = ["criterion=random", "suite.benchmarks=[]", "study=s", "store=store"]
+    arguments = ["-m", "moe_lab", "-m", *settings, "launcher.processes=1"]
+    result = subprocess.run(
+        [environment / "bin" / "python", start_file, *arguments],
         cwd=hostile,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert (hostile / "store/reports/s/report.html").exists()
-    assert "a module of the current folder" not in done.stderr
-    assert not (packages / "tools").exists(), "what trains the shipped models needs a checkout"
+    assert "a module of the current folder" not in result.stderr
+
+
+def test_the_wheel_has_no_tools(environment: Path) -> None:
+    """The programs that train the shipped models need a checkout."""
+    assert not (packages_of(environment) / "tools").exists()

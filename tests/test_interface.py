@@ -44,26 +44,30 @@ def statistics(model: tuple[Any, Any]) -> moe_lab.ModelStatistics:
     )
 
 
+Replacing = Callable[[str], tuple[moe_lab.ModelStatistics, Any]]
+
+
 @pytest.fixture(scope="module")
-def replacing(model: tuple[Any, Any]) -> Callable[[str], tuple[moe_lab.ModelStatistics, Any]]:
+def replacing(model: tuple[Any, Any]) -> Replacing:
     """Name of a replacement -> the statistics that it needs, and scores."""
 
     @cache
-    def seen(name: str) -> tuple[moe_lab.ModelStatistics, Any]:
-        found = moe_lab.calibrate(
+    def statistics_and_scores(name: str) -> tuple[moe_lab.ModelStatistics, Any]:
+        statistics = moe_lab.calibrate(
             *model, GENERAL, criteria=["reap"], replacement=name, **{**POCKET, "tokens": 2048}
         )
-        return found, moe_lab.score("reap", found)
+        return statistics, moe_lab.score("reap", statistics)
 
-    return seen
+    return statistics_and_scores
 
 
-def run(example: str, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", [example, *map(str, words)])
+def run(example: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
+    """The variables of an example after it has run."""
+    monkeypatch.setattr(sys, "argv", [example, *map(str, arguments)])
     return runpy.run_path(str(ROOT / "examples" / example))
 
 
-def test_the_functions_need_no_hydra_and_their_names_and_plans_no_torch() -> None:
+def test_functions_need_no_hydra_and_plans_no_torch() -> None:
     """What they call is imported where neither Hydra nor OmegaConf is, as in a notebook or on a
     machine for timings."""
     names = (
@@ -80,8 +84,8 @@ sys.modules.update(hydra=None, omegaconf=None)
 for name in {names!r}.split():
     importlib.import_module('moe_lab.' + name)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,128 +93,178 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
     (tmp_path / "notes.txt").write_text("\n".join(json.loads(line)["text"] for line in lines))
-    names: dict[str, Any] = {}
-    exec(block, names)
-    found = names["model"]
-    plan = names["plan"]
+    variables: dict[str, Any] = {}
+    exec(block, variables)
+    model, plan = variables["model"], variables["plan"]
     pruned, _ = moe_lab.load(str(tmp_path / "pruned"))
     ids = torch.arange(3, 40)[None]
-    with moe_lab.mask(found, plan), torch.no_grad():
-        assert torch.equal(found(ids).logits, pruned(ids).logits)
+    with moe_lab.mask(model, plan), torch.no_grad():
+        assert torch.equal(model(ids).logits, pruned(ids).logits)
 
 
-def test_an_example_prunes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run("prune.py", monkeypatch, "pocket:qwen3_moe", GENERAL, tmp_path / "out")
-    assert Plan.load(tmp_path / "out/plan.json") == found["plan"]
-    assert found["whole"] < found["pruned"]
+def test_the_example_of_pruning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = run("prune.py", monkeypatch, "pocket:qwen3_moe", GENERAL, tmp_path / "out")
+    assert Plan.load(tmp_path / "out/plan.json") == statistics["plan"]
+    assert statistics["whole"] < statistics["pruned"]
 
 
-def test_an_example_has_its_own_criterion(
+def test_the_example_of_an_own_criterion_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from moe_lab.criteria import CRITERIA
 
     monkeypatch.setattr("moe_lab.criteria.CRITERIA", {**CRITERIA})
-    found = run("own_criterion.py", monkeypatch)
-    loudest, reap = found["dropped"].values()
+    statistics = run("own_criterion.py", monkeypatch)
+    loudest, reap = statistics["dropped"].values()
     assert len(loudest) == len(reap) == 32
     assert f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
 
 
-def test_an_example_reads_a_sweep(
+def test_the_example_of_a_sweep_runs(
     tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(preloaded.python()))
-    found = run("read_sweep.py", monkeypatch, tmp_path)
-    cells = found["study"].cells
-    assert found["table"].notna().all().all() and len(cells) == 5
+    statistics = run("read_sweep.py", monkeypatch, tmp_path)
+    cells = statistics["study"].cells
+    assert statistics["table"].notna().all().all() and len(cells) == 5
     statistics = moe_lab.calibrate(*model, GENERAL, criteria=["reap", "man"], **POCKET)
     for cell in cells[cells["criterion"] != "none"].itertuples():
         plan = moe_lab.plan(moe_lab.score(cell.criterion, statistics), cell.ratio)
         assert plan.retained == Plan.load(tmp_path / cell.plan_folder / "plan.json").retained
 
 
-def test_a_model_that_transformers_loaded_is_left_as_it_was(
-    statistics: moe_lab.ModelStatistics,
-) -> None:
-    """Trainable, in train mode, with experts by grouped_mm; the text is a list of documents."""
-    folder = resolve("pocket:olmoe")
-    own = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="grouped_mm"
+CRITERIA = ["reap", "heapr", "aimer"]
+
+
+@pytest.fixture(scope="module")
+def own_model() -> Any:
+    """A model that transformers loaded: trainable, in train mode, with experts by grouped_mm."""
+    return AutoModelForCausalLM.from_pretrained(
+        resolve("pocket:olmoe"), dtype=torch.float32, experts_implementation="grouped_mm"
     ).train()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def own_statistics(own_model: Any) -> moe_lab.ModelStatistics:
+    """Its statistics of a list of documents."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
     lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    criteria = ["reap", "heapr", "aimer"]
-    found = moe_lab.calibrate(
-        own, tokenizer, texts, criteria=criteria, **{**POCKET, "tokens": 4096}
+    settings = {**POCKET, "tokens": 4096}
+    return moe_lab.calibrate(own_model, tokenizer, texts, criteria=CRITERIA, **settings)
+
+
+@pytest.mark.usefixtures("own_statistics")
+def test_a_model_that_transformers_loaded_is_left_as_it_was(own_model: Any) -> None:
+    assert own_model.training
+    assert all(weight.requires_grad for weight in own_model.parameters())
+    assert own_model.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_scores_of_a_model_that_transformers_loaded(
+    criterion: str,
+    own_statistics: moe_lab.ModelStatistics,
+    statistics: moe_lab.ModelStatistics,
+) -> None:
+    own_scores, scores = (
+        torch.tensor(moe_lab.score(criterion, sums)["score"].values)
+        for sums in (own_statistics, statistics)
     )
-    assert own.training and all(weight.requires_grad for weight in own.parameters())
-    assert own.config._experts_implementation == "grouped_mm"
-    for name in criteria:
-        first, second = (moe_lab.score(name, one)["score"] for one in (found, statistics))
-        assert torch.allclose(
-            torch.tensor(first.values), torch.tensor(second.values), rtol=1e-4, atol=1e-7
-        )
+    assert torch.allclose(own_scores, scores, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("replacement", [name for name in REPLACEMENTS if name != "none"])
 def test_dropped_experts_can_be_replaced(replacement: str, replacing: Any) -> None:
-    seen, scores = replacing(replacement)
+    statistics, scores = replacing(replacement)
     plan = moe_lab.plan(scores, 0.5, replacement=replacement)
     for layer in plan.layers.values():
         constants = layer.null_experts if replacement == "mean_output" else []
         assert len(layer.merged_away) + len(constants) == 16
         assert len(layer.retained) == (16 if replacement == "ream" else 32)
     for need in {*REPLACEMENTS[replacement]} - {"statistics"}:
-        fewer = replace(seen, sums={key: sums for key, sums in seen.sums.items() if key != need})
+        fewer = replace(
+            statistics, sums={key: sums for key, sums in statistics.sums.items() if key != need}
+        )
         with pytest.raises(UserError, match=need):
             moe_lab.plan(scores, 0.5, statistics=fewer, replacement=replacement)
 
 
-@pytest.mark.parametrize("replacement", ["m_smoe", "ream", "m_smoe_unaligned", "hc_smoe"])
-def test_unaligned_plans_are_refused(
-    model: tuple[Any, Any], replacement: str, replacing: Any, tmp_path: Path
-) -> None:
-    """Weights of channels that do not belong together would be added up, unless that is meant."""
-    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
-    uses: list[Callable[[Plan], object]] = [
-        lambda plan: moe_lab.mask(model[0], plan).__enter__(),
-        lambda plan: moe_lab.prune(model[0], plan),
-        lambda plan: moe_lab.export("pocket:olmoe", plan, tmp_path / "out"),
+def uses(model: Any, folder: Path) -> list[Callable[[Plan], object]]:
+    """Functions that mask, prune and export a model under a plan."""
+
+    def enter_mask(plan: Plan) -> None:
+        with moe_lab.mask(model, plan):
+            pass
+
+    return [
+        enter_mask,
+        lambda plan: moe_lab.prune(model, plan),
+        lambda plan: moe_lab.export("pocket:olmoe", plan, folder),
     ]
-    if replacement in ("m_smoe", "ream"):
-        plan.save(tmp_path / "plan.json")
-        assert json.loads((tmp_path / "plan.json").read_text())["aligned"] is False
-        unaligned = replace(plan, provenance={})
-        plan = moe_lab.align(model[0], plan)
-        plan.save(tmp_path / "aligned.json")
-        assert Plan.load(tmp_path / "aligned.json").aligned
-        for of, use in product((unaligned, Plan.load(tmp_path / "plan.json")), uses):
-            with pytest.raises(UserError, match=r"plan: aligned="):
-                use(of)
-        assert not (tmp_path / "out").exists()
-    with moe_lab.mask(model[0], plan):
-        pass
-    for use in uses[1:]:
+
+
+@pytest.mark.parametrize("replacement", ["m_smoe", "ream"])
+def test_unaligned_plans_are_refused(
+    model: tuple[Any, Any], replacement: str, replacing: Replacing, tmp_path: Path
+) -> None:
+    """Weights of channels that do not belong together would be added up."""
+    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
+    plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["aligned"] is False
+    unaligned = (replace(plan, provenance={}), Plan.load(tmp_path / "plan.json"))
+    for refused, use in product(unaligned, uses(model[0], tmp_path / "out")):
+        with pytest.raises(UserError, match=r"plan: aligned="):
+            use(refused)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("replacement", ["m_smoe", "ream"])
+def test_aligned_plans_are_used(
+    model: tuple[Any, Any], replacement: str, replacing: Replacing, tmp_path: Path
+) -> None:
+    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
+    aligned = moe_lab.align(model[0], plan)
+    aligned.save(tmp_path / "aligned.json")
+    assert Plan.load(tmp_path / "aligned.json").aligned
+    for use in uses(model[0], tmp_path / "out"):
+        use(aligned)
+
+
+@pytest.mark.parametrize("replacement", ["m_smoe_unaligned", "hc_smoe"])
+def test_replacements_without_alignment_are_used(
+    model: tuple[Any, Any], replacement: str, replacing: Replacing, tmp_path: Path
+) -> None:
+    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
+    for use in uses(model[0], tmp_path / "out"):
         use(plan)
 
 
-def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:
+def test_scores_of_the_user_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:
     scores = moe_lab.score("reap", statistics)
     shuffled = scores.sample(frac=1, random_state=0)[["score", "expert", "layer"]]
     shuffled.attrs = {}
     plan = moe_lab.plan(shuffled, 0.25, statistics=statistics)
-    worst = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
+    lowest = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
     assert plan.retained == moe_lab.plan(scores, 0.25).retained
-    assert set(worst) == set(range(32)) - set(plan.layers[0].retained)
+    assert set(lowest) == set(range(32)) - set(plan.layers[0].retained)
+
+
+def test_scores_with_ids_as_texts_are_planned_in_any_order(
+    statistics: moe_lab.ModelStatistics,
+) -> None:
     scores = moe_lab.score("heapr", statistics)
-    texts = scores.astype({"layer": str, "expert": str, "channel": str}).sample(
-        frac=1, random_state=0
-    )
-    texts.attrs = scores.attrs
-    assert moe_lab.plan(texts, 0.5) == moe_lab.plan(scores, 0.5)
-    plan = moe_lab.plan(scores, 0.5, "coverage")  # which reads the statistics
+    texts = scores.astype({"layer": str, "expert": str, "channel": str})
+    shuffled = texts.sample(frac=1, random_state=0)
+    shuffled.attrs = scores.attrs
+    assert moe_lab.plan(shuffled, 0.5) == moe_lab.plan(scores, 0.5)
+
+
+def test_an_allocation_reads_the_statistics_of_the_scores(
+    statistics: moe_lab.ModelStatistics,
+) -> None:
+    scores = moe_lab.score("heapr", statistics)
+    plan = moe_lab.plan(scores, 0.5, "coverage")
     assert plan.has_channels and list(scores) == ["layer", "expert", "channel", "score"]
     assert plan.removed == pytest.approx(0.5, abs=0.01)
 
@@ -234,7 +288,7 @@ NUMBERED = ("layer 0", "from 0 to")
 
 @pytest.mark.parametrize("criterion", ["reap", "heapr"])
 @pytest.mark.parametrize(
-    "change, words",
+    "change, parts",
     [
         (lambda scores: scores.assign(**{scores.columns[-2]: scores.iloc[:, -2] + 1}), NUMBERED),
         (
@@ -263,45 +317,55 @@ def test_scores_that_are_not_one_for_each_expert_are_refused(
     statistics: moe_lab.ModelStatistics,
     criterion: str,
     change: Callable[[Any], Any],
-    words: tuple[str, ...],
+    parts: tuple[str, ...],
 ) -> None:
     with pytest.raises(UserError) as error:
         moe_lab.plan(change(moe_lab.score(criterion, statistics)), 0.25, statistics=statistics)
-    assert all(word in str(error.value) for word in words), error.value
+    assert all(part in str(error.value) for part in parts), error.value
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "wrong, parts",
     [
-        (lambda model, found: moe_lab.load("pocket:olmoe", dtyp="float16"), ("dtyp", "dtype")),
-        (lambda model, found: moe_lab.calibrate(*model, GENERAL, token=9), ("token", "tokens")),
-        (lambda model, found: moe_lab.calibrate(*model, ["short"]), ("too short",)),
+        (lambda model, statistics: moe_lab.load("pocket:olmoe", dtyp="float16"), ("dtyp", "dtype")),
         (
-            lambda model, found: moe_lab.calibrate(torch.nn.Linear(2, 2), model[1], GENERAL),
+            lambda model, statistics: moe_lab.calibrate(*model, GENERAL, token=9),
+            ("token", "tokens"),
+        ),
+        (lambda model, statistics: moe_lab.calibrate(*model, ["short"]), ("too short",)),
+        (
+            lambda model, statistics: moe_lab.calibrate(torch.nn.Linear(2, 2), model[1], GENERAL),
             ("Linear",),
         ),
-        (lambda model, found: moe_lab.score("snip", found), ("snip", "weight_gradients")),
-        (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 1.5), ("1.5", "0.906")),
+        (lambda model, statistics: moe_lab.score("snip", statistics), ("snip", "weight_gradients")),
         (
-            lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "evolutionary"),
+            lambda model, statistics: moe_lab.plan(moe_lab.score("reap", statistics), 1.5),
+            ("1.5", "0.906"),
+        ),
+        (
+            lambda model, statistics: moe_lab.plan(
+                moe_lab.score("reap", statistics), 0.25, "evolutionary"
+            ),
             ("evolutionary",),
         ),
         (
-            lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "coverage"),
+            lambda model, statistics: moe_lab.plan(
+                moe_lab.score("reap", statistics), 0.25, "coverage"
+            ),
             ("coverage",),
         ),
         (
-            lambda model, found: moe_lab.plan(moe_lab.score("reap", found)[:40], 0.25),
+            lambda model, statistics: moe_lab.plan(moe_lab.score("reap", statistics)[:40], 0.25),
             ("another model",),
         ),
     ],
 )
-def test_a_mistake_is_a_sentence(
+def test_wrong_arguments_are_refused_in_one_sentence(
     model: tuple[Any, Any],
     statistics: moe_lab.ModelStatistics,
-    wrong: Callable[..., Any],
-    words: tuple[str, ...],
+    call: Callable[..., Any],
+    parts: tuple[str, ...],
 ) -> None:
     with pytest.raises(UserError) as error:
-        wrong(model, statistics)
-    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+        call(model, statistics)
+    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)

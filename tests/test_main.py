@@ -1,6 +1,5 @@
-"""The command line as a stranger meets it: what it prints, how fast, what a mistake gets, and that
-a choice means the same in every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file
-is made."""
+"""The command line: its output, its speed, its error messages; and a choice gives the same steps in
+every form: `GROUP=x`, a list in a file, `-m GROUP=x,y`, however its file is composed."""
 
 import os
 import re
@@ -32,45 +31,47 @@ LIMIT = 1.5
 the configuration. Importing torch alone takes longer."""
 
 
-def moe_lab(*words: str, store: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_lab", *words]
-    if words and words[0] != "--help":
+def moe_lab(*arguments: str, store: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moe_lab", *arguments]
+    if arguments and arguments[0] != "--help":
         command.append(f"store={store}")
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
 
 
 @pytest.mark.slow
-def test_help_lists_every_group_quickly_and_alone_it_says_how_to_start(tmp_path: Path) -> None:
+def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
     with within(LIMIT, of_children):
-        done = moe_lab("--help", store=tmp_path / "store")
-    assert all(
-        group in done.stdout
-        for group in ("criterion:", "calibration:", "model:", "suite:", "experiment:")
-    )
-    done = moe_lab(store=tmp_path / "store")
-    assert done.returncode == 0 and done.stdout.count("python -m moe_lab ") >= 3
+        result = moe_lab("--help", store=tmp_path / "store")
+    groups = ("criterion:", "calibration:", "model:", "suite:", "experiment:")
+    assert all(group in result.stdout for group in groups)
+
+
+@pytest.mark.slow
+def test_a_command_without_arguments_shows_examples(tmp_path: Path) -> None:
+    result = moe_lab(store=tmp_path / "store")
+    assert result.returncode == 0 and result.stdout.count("python -m moe_lab ") >= 3
 
 
 # a process takes seconds: tests/campaign makes the others in one
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*MISTAKES][::5])
-def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_path: Path) -> None:
-    words, sentence = MISTAKES[mistake]
+def test_a_mistake_is_reported_quickly(mistake: str, tmp_path: Path) -> None:
+    arguments, sentence = MISTAKES[mistake]
     with within(LIMIT, of_children):
-        done = moe_lab(*words, store=tmp_path / "store")
-    assert done.returncode == 2 and sentence in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        result = moe_lab(*arguments, store=tmp_path / "store")
+    assert result.returncode == 2 and sentence in result.stderr, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 @pytest.mark.parametrize("mistake", [*MISTAKES][:2])
-def test_a_mistake_ends_the_command_with_2_and_one_sentence(
+def test_a_mistake_ends_the_command_with_code_2(
     mistake: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words, sentence = MISTAKES[mistake]
-    monkeypatch.setattr(sys, "argv", ["moe_lab", *words, f"store={tmp_path / 'store'}"])
+    arguments, sentence = MISTAKES[mistake]
+    monkeypatch.setattr(sys, "argv", ["moe_lab", *arguments, f"store={tmp_path / 'store'}"])
     with pytest.raises(SystemExit) as ended:
         end_with(command_line.main)
     errors = capsys.readouterr().err.strip().splitlines()
@@ -80,10 +81,10 @@ def test_a_mistake_ends_the_command_with_2_and_one_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("typed", ["2026_11_25", "7e3", "true", "'a'"])
-def test_a_text_keeps_what_was_typed(typed: str) -> None:
+@pytest.mark.parametrize("text", ["2026_11_25", "7e3", "true", "'a'"])
+def test_texts_like_numbers_stay_texts(text: str) -> None:
     with started():
-        assert compose([f"study={typed}"])[0].study == typed.strip("'")
+        assert compose([f"study={text}"])[0].study == text.strip("'")
         assert compose(["objective=1234e56"])[0].objective == "1234e56"
         (cells, _), *_ = compose(["model.revision=1234e56", "calibration.subset=007"])[1]
     assert (cells[0].model.revision, cells[0].calibration.subset) == ("1234e56", "007")
@@ -91,19 +92,24 @@ def test_a_text_keeps_what_was_typed(typed: str) -> None:
 
 @pytest.mark.slow
 def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
+    comma_lists = ["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"]
+    ranges = ["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"]
     with started():
-        listed = compose(["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"])[
-            1
-        ]
-        ranged = compose(
-            ["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"]
-        )[1]
+        cells, cells_of_ranges = (
+            [cell for part, _ in compose(settings)[1] for cell in part]
+            for settings in (comma_lists, ranges)
+        )
+    assert cells == cells_of_ranges
+    assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3} and len(cells) % 6 == 0
+
+
+@pytest.mark.slow
+def test_a_setting_without_axis_suggests_quotes_for_its_comma() -> None:
+    with started():
         with pytest.raises(SettingsError) as error:
             compose(["store=a,b"])
-        assert compose([str(error.value).split('"')[1]])[0].store == "a,b", "what is advised works"
-    cells = [cell for part, _ in listed for cell in part]
-    assert cells == [cell for part, _ in ranged for cell in part]
-    assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3} and len(cells) % 6 == 0
+        suggestion = str(error.value).split('"')[1]
+        assert compose([suggestion])[0].store == "a,b"
 
 
 @pytest.mark.slow
@@ -111,13 +117,13 @@ def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
 def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: Path) -> None:
     (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt\n")  # which our errors import
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr.strip()) == (130, "stopped")
+    assert (result.returncode, result.stderr.strip()) == (130, "stopped")
 
 
-def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(
+def test_an_interrupt_inside_a_library_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted() -> None:
@@ -132,7 +138,7 @@ def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
+    ("override", "value"),
     [
         ("a=/höme/of c", "/höme/of c"),
         ("a='/höme/of, c'", "/höme/of, c"),
@@ -140,13 +146,12 @@ def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(
         ("a={b: höme, c: 3}", {"b": "höme", "c": 3}),
     ],
 )
-def test_a_value_may_have_letters_outside_ascii(word: str, value: object) -> None:
-    assert OverridesParser.create().parse_override(quote_letters(word)).value() == value, (
-        quote_letters(word)
-    )
+def test_a_value_may_have_letters_outside_ascii(override: str, value: object) -> None:
+    quoted = quote_letters(override)
+    assert OverridesParser.create().parse_override(quoted).value() == value, quoted
 
 
-FILES: dict[str, dict[str, Any]] = {
+CONFIG_FILES: dict[str, dict[str, Any]] = {
     "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
     "model/second": {"defaults": ["pocket_qwen3_moe", "_self_"], "name": "second"},
     "criterion/first": {
@@ -184,29 +189,30 @@ FILES: dict[str, dict[str, Any]] = {
 """Group and name -> content; each needs more than its own file."""
 GROUPS = ["model", "criterion", "calibration", "allocation", "recovery", "protocol"]
 ALWAYS = ["suite=first", "flops_text=first", "seed=2"]
-Asked = Callable[..., set[str]]
+StepIds = Callable[..., set[str]]
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The ids of the steps that a command line asks for, with FILES in a folder of the user's."""
+def step_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepIds:
+    """Arguments of a command line -> ids of the steps of its study. The user has CONFIG_FILES."""
     folder = tmp_path / "configs"
-    for name, content in FILES.items():
+    for name, content in CONFIG_FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     steps: set[str] = set()
 
-    def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> Any:
+    def note_steps(config: Config, requests: Sequence[grid.Request], **_: Any) -> Any:
         steps.update(step.id for step in build(config, requests).steps)
         return run.Ended(0, SimpleNamespace(config=config))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run, "run", noting)
+    monkeypatch.setattr(run, "run", note_steps)
 
-    def ids(*words: str, found_by: Sequence[str] = ("--config-dir", str(folder))) -> set[str]:
+    def ids(
+        *arguments: str, search_path: Sequence[str] = ("--config-dir", str(folder))
+    ) -> set[str]:
         steps.clear()
-        monkeypatch.setattr(
-            sys, "argv", ["moe_lab", *found_by, *words, *ALWAYS, f"store={tmp_path / 'store'}"]
-        )
+        command = ["moe_lab", *search_path, *arguments, *ALWAYS, f"store={tmp_path / 'store'}"]
+        monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as ended:
             command_line.main()
         assert ended.value.code == 0
@@ -217,42 +223,46 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str, tmp_path: Path) -> None:
+def test_a_choice_gives_the_same_steps_in_every_form(
+    step_ids: StepIds, name: str, tmp_path: Path
+) -> None:
     alone = [f"{group}={name}" for group in GROUPS]
     text = "# @package _global_\n" + yaml.safe_dump({"grid": {group: [name] for group in GROUPS}})
     (tmp_path / "configs" / "experiment").mkdir()
     (tmp_path / "configs" / "experiment" / "listed.yaml").write_text(text)
-    assert asked(*alone) == asked("+experiment=listed") == asked("-m", *alone)
+    assert step_ids(*alone) == step_ids("+experiment=listed") == step_ids("-m", *alone)
 
 
 @pytest.mark.slow
-def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(
-    asked: Asked, tmp_path: Path
+def test_a_list_of_choices_is_a_multirun_also_on_hydras_search_path(
+    step_ids: StepIds, tmp_path: Path
 ) -> None:
-    words = ("protocol=first,second", "allocation=first,second")
+    choices = ("protocol=first,second", "allocation=first,second")
     path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
-    assert asked(*words) == asked("-m", *words) == asked(path, *words, found_by=())
+    ids = step_ids(*choices)
+    assert ids == step_ids("-m", *choices) == step_ids(path, *choices, search_path=())
 
 
 @pytest.mark.slow
-def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:
+def test_settings_beside_a_choice_hold_for_every_choice(step_ids: StepIds, tmp_path: Path) -> None:
     (tmp_path / "configs" / "experiment").mkdir()
-    body = {"calibration": {"tokens": 4096}, "criterion": {"parameters": {"b": 0}}}
-    text = "# @package _global_\n" + yaml.safe_dump(
-        {"defaults": [{"override /criterion": "first"}], **body}
-    )
+    experiment = {
+        "defaults": [{"override /criterion": "first"}],
+        "calibration": {"tokens": 4096},
+        "criterion": {"parameters": {"b": 0}},
+    }
+    text = "# @package _global_\n" + yaml.safe_dump(experiment)
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
-    words = ("+experiment=mine", "calibration.gap=zero")
-    chosen = ("calibration=second", "criterion=second")
-    assert asked(*words, *chosen) != asked(*chosen)
-    assert asked(*words, "calibration=second", "calibration.tokens=8192") != asked(
-        *words, "calibration=second"
-    )
+    settings = ("+experiment=mine", "calibration.gap=zero")
+    choices = ("calibration=second", "criterion=second")
+    assert step_ids(*settings, *choices) != step_ids(*choices)
+    ids = step_ids(*settings, "calibration=second")
+    assert step_ids(*settings, "calibration=second", "calibration.tokens=8192") != ids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({"defaults": ["nobody"]}, "criterion=wrong: .*nobody"),
         ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, "criterion=wrong"),
@@ -268,55 +278,60 @@ def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path
         ({"nam": "man"}, r"criterion=wrong: criterion.nam .*criterion.name\?"),
     ],
 )
-def test_a_file_that_cannot_be_a_choice_is_one_sentence(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, says: str
+def test_an_invalid_group_file_is_one_sentence(
+    step_ids: StepIds,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: Any,
+    message: str,
 ) -> None:
     (tmp_path / "configs" / "criterion" / "wrong.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(AssertionError):
-        asked("criterion=man,wrong")
-    assert re.search(says, said := capsys.readouterr().err), said
+        step_ids("criterion=man,wrong")
+    errors = capsys.readouterr().err
+    assert re.search(message, errors), errors
 
 
 @pytest.mark.slow
-def test_choices_are_composed_together_and_alone_alike() -> None:
+def test_choices_are_composed_together_as_alone() -> None:
+    choices = [
+        ("criterion", "man"),
+        ("criterion", "reap"),
+        ("benchmark", "rte"),
+        ("calibration", "pocket_code"),
+    ]
     with started():
-        together = Groups()
-        alone = Groups()
-        choices = [
-            ("criterion", "man"),
-            ("criterion", "reap"),
-            ("benchmark", "rte"),
-            ("calibration", "pocket_code"),
-        ]
+        groups = Groups()
         with pytest.raises(UserError, match="criterion=nobody"):
-            together.load([*choices, ("criterion", "nobody")])
-        assert together.load(choices) == {
-            choice: alone.load([choice])[choice] for choice in choices
-        }
+            groups.load([*choices, ("criterion", "nobody")])
+        contents = groups.load(choices)
+        single = Groups()
+        assert contents == {choice: single.load([choice])[choice] for choice in choices}
 
 
 @pytest.mark.slow
-def test_paths_are_of_the_folder_in_which_a_command_is_typed(tmp_path: Path) -> None:
-    """Also where Hydra changes into another one; and a folder that was removed is named."""
+def test_paths_are_relative_to_the_working_directory(tmp_path: Path) -> None:
+    """Also where Hydra changes into another folder."""
     (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)
-    words = [
+    result = moe_lab(
         "calibration=text",
         "calibration.path=notes.txt",
         "hydra.job.chdir=true",
         "hydra.run.dir=other/${now:%M}",
-    ]
-    done = moe_lab(
-        *words,
         "suite.benchmarks=[]",
         "calibration.tokens=512",
         "dry_run=true",
         store=tmp_path / "store",
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_removed_working_directory_is_reported(tmp_path: Path) -> None:
     script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m moe_lab dry_run=true'
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", script, sys.executable], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.returncode == 2
-    assert "folder was removed" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert "folder was removed" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -36,84 +36,86 @@ from moe_lab.criteria import check as check_criterion
 from moe_lab.grid import benchmarks
 
 GROUPS = Group.__subclasses__()
-NEEDED: dict[str, Any] = {
+REQUIRED: dict[str, Any] = {
     group: choices.OWN[group] for group in ("model", "criterion", "calibration")
 }
-NEEDED["judge"] = {"model": "m", "url": "http://localhost:1"}
-"""Group -> what it must have, for Config and CellConfig."""
+REQUIRED["judge"] = {"model": "m", "url": "http://localhost:1"}
+"""Group -> required settings, for Config and CellConfig."""
 
 
-def wrong(kind: Any) -> list[Any]:
+def invalid_values(kind: Any) -> list[Any]:
     """Values that a setting of this type cannot have: of another type, and on the other side of
     each bound."""
     schema = TypeAdapter(kind).json_schema()
-    options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
-    one = options[0]
-    if "enum" in one:
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    option = options[0]
+    if "enum" in option:
         return ["nonesuch", 7.5]
-    found: list[Any] = {
+    values: list[Any] = {
         "integer": ["word", 1.5, [1]],
         "number": ["word", float("nan"), float("inf")],
         "string": [7, 1.5, ["a"]],
         "boolean": ["maybe", 2],
         "array": ["word", 3],
         "object": ["word", 3],
-    }.get(one.get("type", "object"), ["word"])
+    }.get(option.get("type", "object"), ["word"])
     bounds = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1, "exclusiveMaximum": 0}
-    return found + [one[bound] + beyond for bound, beyond in bounds.items() if bound in one]
+    return values + [option[name] + step for name, step in bounds.items() if name in option]
 
 
-def settable(kind: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, type) of every setting that a word can name."""
+def settable(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, type) of every setting that a command line can set."""
     for name, hint in fields_of(kind).items():
         inner = without_none(hint)
         if name == "expected":  # given whole, or not at all
             continue
         if fields_of(inner):
-            yield from settable(inner, f"{above}{name}.")
+            yield from settable(inner, f"{prefix}{name}.")
         elif inner is not Any:
-            yield f"{above}{name}", hint
+            yield f"{prefix}{name}", hint
 
 
+DOCS = Path(__file__).parents[1] / "docs"
 ALL = {
     **{path: (Config, hint) for path, hint in settable(Config)},
     **{path: (CellConfig, hint) for path, hint in settable(CellConfig)},
 }
 
 
+@pytest.mark.parametrize("kind", [Config, CellConfig])
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_every_value_out_of_place_is_one_sentence_and_all_are_told_at_once(
-    data: st.DataObject,
-) -> None:
-    for kind in (Config, CellConfig):
-        paths = [path for path, (owner, _) in ALL.items() if owner is kind]
-        asked = data.draw(st.sets(st.sampled_from(paths), min_size=1, max_size=6))
-        content = {name: dict(needed) for name, needed in NEEDED.items() if name in fields_of(kind)}
-        for path in asked:
-            *groups, last = path.split(".")
-            place: Any = content
-            for group in groups:
-                place = place.setdefault(group, {})
-            place[last] = data.draw(st.sampled_from(wrong(ALL[path][1])), label=path)
-        with pytest.raises(SettingsError) as error:
-            valid(kind, content, "")
-        named = [
-            next((path for path in asked if one.startswith(f"{path}=")), one)
-            for one in error.value.sentences
-        ]
-        assert sorted(named) == sorted(asked), error.value.sentences
+def test_all_invalid_values_are_reported_at_once(kind: Any, data: st.DataObject) -> None:
+    """In one sentence each."""
+    known_paths = [path for path, (owner, _) in ALL.items() if owner is kind]
+    paths = data.draw(st.sets(st.sampled_from(known_paths), min_size=1, max_size=6))
+    content = {name: dict(needed) for name, needed in REQUIRED.items() if name in fields_of(kind)}
+    for path in paths:
+        *groups, name = path.split(".")
+        group: Any = content
+        for group_name in groups:
+            group = group.setdefault(group_name, {})
+        group[name] = data.draw(st.sampled_from(invalid_values(ALL[path][1])), label=path)
+    with pytest.raises(SettingsError) as error:
+        valid(kind, content, "")
+    sentences = error.value.sentences
+    reported = [
+        next((path for path in paths if sentence.startswith(f"{path}=")), sentence)
+        for sentence in sentences
+    ]
+    assert sorted(reported) == sorted(paths), sentences
 
 
 @pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.__name__)
-def test_an_unknown_setting_has_a_nearest_one_and_a_class_names_settings_of_its_own(
-    kind: Any,
-) -> None:
-    first = next(iter(fields_of(kind)))
-    with pytest.raises(
-        SettingsError, match=rf"group\.{re.escape(first)}x .*group\.{re.escape(first)}"
-    ):
-        valid(kind, {f"{first}x": 1}, "group")
+def test_an_unknown_setting_suggests_the_nearest(kind: Any) -> None:
+    name = next(iter(fields_of(kind)))
+    message = rf"group\.{re.escape(name)}x .*group\.{re.escape(name)}"
+    with pytest.raises(SettingsError, match=message):
+        valid(kind, {f"{name}x": 1}, "group")
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.__name__)
+def test_lists_of_settings_of_a_class_name_its_own(kind: Any) -> None:
     basic, internal, runtime = (
         set(getattr(kind, names, ())) for names in ("basic", "internal", "runtime")
     )
@@ -121,32 +123,42 @@ def test_an_unknown_setting_has_a_nearest_one_and_a_class_names_settings_of_its_
     assert not basic & internal and not set(fields_of(kind)) & internal
 
 
-def test_what_other_settings_set_is_refused_and_what_must_be_given_is_asked_for() -> None:
+def test_settings_are_frozen() -> None:
     with pytest.raises((AttributeError, TypeError, ValidationError)):
         setattr(TimingConfig(), fields(TimingConfig)[0].name, 1)
-    for name in BenchmarkConfig.internal:
-        with pytest.raises(
-            SettingsError, match=f"^group.{re.escape(name)} is set by other settings"
-        ):
-            valid(
-                BenchmarkConfig,
-                {"name": "b", "harness": "lm_eval", "task": "t", name: None},
-                "group",
-            )
-    for kind in (JudgeConfig, BenchmarkConfig):
-        with pytest.raises(SettingsError) as error:
-            valid(kind, {}, "group")
-        assert all("add group." in sentence for sentence in error.value.sentences)
 
 
-def test_the_page_of_settings_is_that_of_the_classes_and_basic_ones_come_first() -> None:
-    docs = Path(__file__).parents[1] / "docs"
-    page = runpy.run_path(str(docs / "settings_page.py"))["page"]()
-    assert (docs / "settings.md").read_text("utf-8") == page, "python docs/settings_page.py"
-    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+@pytest.mark.parametrize("name", sorted(BenchmarkConfig.internal))
+def test_an_internal_setting_is_refused(name: str) -> None:
+    benchmark = {"name": "b", "harness": "lm_eval", "task": "t", name: None}
+    with pytest.raises(SettingsError, match=f"^group.{re.escape(name)} is set by other settings"):
+        valid(BenchmarkConfig, benchmark, "group")
+
+
+@pytest.mark.parametrize("kind", [JudgeConfig, BenchmarkConfig])
+def test_missing_settings_are_requested(kind: Any) -> None:
+    with pytest.raises(SettingsError) as error:
+        valid(kind, {}, "group")
+    assert all("add group." in sentence for sentence in error.value.sentences)
+
+
+@pytest.fixture(scope="module")
+def settings_page() -> str:
+    """docs/settings.md as it is generated."""
+    page: str = runpy.run_path(str(DOCS / "settings_page.py"))["page"]()
+    return page
+
+
+def test_the_page_of_settings_is_up_to_date(settings_page: str) -> None:
+    assert (DOCS / "settings.md").read_text("utf-8") == settings_page, (
+        "python docs/settings_page.py"
+    )
+
+
+def test_the_page_of_settings_has_all_settings_once_basic_ones_first(settings_page: str) -> None:
+    rows = [line.split("`")[1] for line in settings_page.splitlines() if line.startswith("| `")]
     basic = [line.split("=")[0] for line in basic_lines().splitlines()]
-    assert len(basic) > 30
-    assert rows[: len(basic)] == basic
+    assert len(basic) > 30 and rows[: len(basic)] == basic
     assert len(set(rows)) == len(rows) == len(table())
     assert {path for path in ALL if not path.startswith("resources.")} <= set(rows)
 
@@ -156,38 +168,53 @@ SCHEMAS: dict[str, Any] = {
     for folder in CONF.iterdir()
     if folder.is_dir() and folder.name != "experiment"
 }
-GIVEN: dict[str, Any] = {
+EXAMPLES: dict[str, Any] = {
     "path": "some/set",
     "sources": [{"calibration": "c4", "share": 0.5}, {"calibration": "tulu_math", "share": 0.5}],
 }
-"""What a file may leave to the user, and an example of it."""
+"""Setting that a file may leave to the user -> example of it."""
 FILES = sorted(file for group in SCHEMAS for file in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> None:
+def load_group(file: Path) -> Any:
+    """The settings of a file under conf/, with examples for those that a user must give."""
+    content = OmegaConf.load(file)
+    examples = {name: EXAMPLES[name] for name in content if OmegaConf.is_missing(content, name)}
     group = file.parent.name
-    loaded = OmegaConf.load(file)
-    given = {name: GIVEN[name] for name in loaded if OmegaConf.is_missing(loaded, name)}
-    found = valid(SCHEMAS[group], {**choices.content(group, file.stem), **given}, group)
-    named = (found.shape or "none") if group == "export" else getattr(found, "name", file.stem)
-    is_a_choice_of_parameters = group == "criterion" or {"label", "replacement", "protect"} & set(
-        loaded
-    )
-    assert named == file.stem or is_a_choice_of_parameters
-    if group == "criterion":
-        check_criterion(found.name, found.parameters)
-    if group == "calibration":
-        settings = grid.mixed(found, choices.Files())
-        assert settings.tokens % settings.length == 0
-        assert all(
-            locate(part.path) is None or part.path.startswith("pocket:")
-            for _, part in shares_and_sets(settings)
-        )
+    return valid(SCHEMAS[group], {**choices.content(group, file.stem), **examples}, group)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_group_file_is_valid_and_named_after_its_content(file: Path) -> None:
+    """But for files that give parameters to a criterion or an allocation."""
+    group_settings = load_group(file)
+    name = getattr(group_settings, "name", file.stem)
+    if file.parent.name == "export":
+        name = group_settings.shape or "none"
+    has_parameters = {"label", "replacement", "protect"} & set(OmegaConf.load(file))
+    assert name == file.stem or file.parent.name == "criterion" or has_parameters
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CONF / "criterion").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_a_criterion_file_has_valid_parameters(file: Path) -> None:
+    criterion = load_group(file)
+    check_criterion(criterion.name, criterion.parameters)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CONF / "calibration").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_a_calibration_file_has_whole_rows_and_no_local_path(file: Path) -> None:
+    text = grid.mixed(load_group(file), choices.Files())
+    assert text.tokens % text.length == 0
+    for _, part in shares_and_sets(text):
+        assert locate(part.path) is None or part.path.startswith("pocket:")
 
 
 HALF = {"calibration": "a", "share": 0.5}
-CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
+INVALID_COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("calibration", {"path": "a.txt", "length": 8, "tokens": 7}, "tokens"),
     ("calibration", {"path": ""}, "path"),
     (
@@ -272,60 +299,63 @@ CANNOT_BE: list[tuple[str, dict[str, Any], str]] = [
     ("judge", {"model": " "}, "model="),
     ("judge", {"extra": {"stream": 1}}, "extra.stream"),
 ]
-"""Group, settings beside what it must have, and how the sentence goes on after the group."""
+"""Group, its settings without the required ones, and the sentence after the group."""
 
 
-@pytest.mark.parametrize(("group", "given", "says"), CANNOT_BE)
-def test_settings_that_cannot_be_together_are_one_sentence(
-    group: str, given: dict[str, Any], says: str
+@pytest.mark.parametrize(("group", "content", "message"), INVALID_COMBINATIONS)
+def test_invalid_combinations_are_one_sentence(
+    group: str, content: dict[str, Any], message: str
 ) -> None:
-    needed = {"calibration": {"name": "c"}, "judge": NEEDED["judge"]}.get(group, {})
+    needed = {"calibration": {"name": "c"}, "judge": REQUIRED["judge"]}.get(group, {})
     with pytest.raises(SettingsError) as error:
-        valid(SCHEMAS[group], {**needed, **given}, group)
+        valid(SCHEMAS[group], {**needed, **content}, group)
     (sentence,) = error.value.sentences
-    assert re.match(rf"{group}\.{says}", sentence), sentence
+    assert re.match(rf"{group}\.{message}", sentence), sentence
 
 
-def test_suites_name_benchmarks_that_exist() -> None:
-    for name in Files().names("suite"):
-        listed = choices.content("suite", name)["benchmarks"]
-        assert (
-            listed
-            and set(listed) <= set(Files().names("benchmark"))
-            and len(set(listed)) == len(listed)
-        ), name
+@pytest.mark.parametrize("name", Files().names("suite"))
+def test_a_suite_names_known_benchmarks_once(name: str) -> None:
+    names = choices.content("suite", name)["benchmarks"]
+    assert names and set(names) <= set(Files().names("benchmark"))
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("name", Files().names("protocol"))
-def test_a_protocol_measures_results_of_benchmarks_that_exist_otherwise(name: str) -> None:
-    for benchmark, differing in choices.content("protocol", name).get("benchmarks", {}).items():
-        own = choices.choose(config.BenchmarkConfig, "benchmark", benchmark)
-        assert set(replace(own, **differing).reports) == set(own.reports)
-        assert set(differing) <= {"reports", "shots", "max_length", "max_new_tokens"}
+def test_a_protocol_changes_settings_of_known_benchmarks(name: str) -> None:
+    for benchmark, changes in choices.content("protocol", name).get("benchmarks", {}).items():
+        unchanged = choices.choose(config.BenchmarkConfig, "benchmark", benchmark)
+        assert set(replace(unchanged, **changes).reports) == set(unchanged.reports)
+        assert set(changes) <= {"reports", "shots", "max_length", "max_new_tokens"}
 
 
-def test_the_product_of_axes_reads_each_file_and_makes_each_choice_once() -> None:
+def test_a_cell_has_its_settings() -> None:
     (cell,) = cells(ratio=0.5, seed=7, gate="renormalized")
-    assert (cell.criterion.name, cell.ratio, cell.gate, cell.seed) == (
-        "man",
-        0.5,
-        "renormalized",
-        7,
-    )
+    values = (cell.criterion.name, cell.ratio, cell.gate, cell.seed)
+    assert values == ("man", 0.5, "renormalized", 7)
+
+
+GRID = {
+    "criterion": ["man", "reap"],
+    "calibration": ["pocket_code", "pocket_math"],
+    "ratio": [0.25, 0.5],
+    "seed": [1, 2],
+}
+
+
+def test_a_grid_is_the_product_of_its_axes() -> None:
+    grid_cells = cells(None, GRID)
+    axes = {(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in grid_cells}
+    assert len(grid_cells) == len(axes) == 16
+
+
+def test_a_grid_reads_each_file_and_makes_each_choice_once() -> None:
     files = Files()
-    lists = {
-        "criterion": ["man", "reap"],
-        "calibration": ["pocket_code", "pocket_math"],
-        "ratio": [0.25, 0.5],
-    }
-    found = cells(None, {**lists, "seed": [1, 2]}, files=files)
-    assert (
-        len(found)
-        == len({(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in found})
-        == 16
-    )
+    grid_cells = cells(None, GRID, files=files)
     assert len(files.reads) == len(set(files.reads)) == 5  # and flops_text
-    assert len({id(cell.calibration) for cell in found}) == 2
+    assert len({id(cell.calibration) for cell in grid_cells}) == 2
+
+
+def test_patterns_add_choices_once() -> None:
     names = [cell.criterion.name for cell in cells(None, {"criterion": ["man", "m*", "man"]})]
     assert names[0] == "man" and len(names) == len(set(names)) and {"mone", "msan"} <= set(names)
 
@@ -338,35 +368,31 @@ def test_a_ratio_is_a_decimal_however_it_was_computed(shares: list[Any]) -> None
     }
 
 
-def test_every_model_is_a_model_of_its_own_with_every_number_of_experts_a_token() -> None:
+def test_each_top_k_is_a_model_of_its_own() -> None:
     files = Files()
-    found = cells(
-        None,
-        {"model": ["pocket_olmoe"], "model.top_k": [None, 2, 1], "ratio": [0.25, 0.5]},
-        files=files,
-    )
-    assert [cell.model.name for cell in found[::2]] == [
-        "pocket_olmoe",
-        "pocket_olmoe_top2",
-        "pocket_olmoe_top1",
+    lists = {"model": ["pocket_olmoe"], "model.top_k": [None, 2, 1], "ratio": [0.25, 0.5]}
+    grid_cells = cells(None, lists, files=files)
+    assert [(cell.model.name, cell.model.top_k) for cell in grid_cells[::2]] == [
+        ("pocket_olmoe", None),
+        ("pocket_olmoe_top2", 2),
+        ("pocket_olmoe_top1", 1),
     ]
-    assert [cell.model.top_k for cell in found[::2]] == [None, 2, 1]
-    assert len({id(cell.model) for cell in found}) == 3
+    assert len({id(cell.model) for cell in grid_cells}) == 3
     assert files.reads.count("model/pocket_olmoe") == 1
 
 
-def test_a_list_of_a_setting_makes_choices_that_are_told_apart_by_their_names() -> None:
-    found = cells(
+def test_a_list_of_a_setting_gives_choices_with_names_of_their_own() -> None:
+    grid_cells = cells(
         None, {"calibration": ["pocket_code"]}, typed={"calibration.tokens": [1024, 2048]}
     )
-    names = {cell.calibration.name: cell.calibration.tokens for cell in found}
+    names = {cell.calibration.name: cell.calibration.tokens for cell in grid_cells}
     assert names == {"pocket_code_tokens1024": 1024, "pocket_code_tokens2048": 2048}
 
 
-def test_further_grids_add_cells_and_take_missing_axes_from_the_first() -> None:
+def test_further_grids_take_missing_axes_from_the_first() -> None:
     more = ({"criterion": ["heapr"], "allocation": ["global"]}, {"ratio": [0.5, 0.75]})
-    found = cells(None, {"criterion": ["man"], "ratio": [0.25, 0.5]}, *more)
-    assert [(c.criterion.name, c.allocation.name, c.ratio) for c in found] == [
+    grid_cells = cells(None, {"criterion": ["man"], "ratio": [0.25, 0.5]}, *more)
+    assert [(c.criterion.name, c.allocation.name, c.ratio) for c in grid_cells] == [
         ("man", "uniform", 0.25),
         ("man", "uniform", 0.5),
         ("heapr", "global", 0.25),
@@ -375,36 +401,43 @@ def test_further_grids_add_cells_and_take_missing_axes_from_the_first() -> None:
     ]
 
 
-def test_what_is_typed_stands_above_every_grid() -> None:
-    lists = {"model": ["pocket_olmoe"], "criterion": ["man", "reap"], "ratio": [0.25, 0.5]}
-    more = {"model": ["pocket_qwen3_moe"]}
-    found = cells(None, lists, more, typed={"model": ["pocket_qwen3_moe"], "criterion": ["aimer"]})
-    assert {(cell.model.name, cell.criterion.name) for cell in found} == {
-        ("pocket_qwen3_moe", "aimer")
-    }
-    assert [cell.ratio for cell in found] == [0.25, 0.5]
-    assert len(cells(None, lists, more)) == 8
-    assert {
-        cell.criterion.name for cell in cells(None, lists, typed={"criterion": ["ean", "seer"]})
-    } == {"ean", "seer"}
+LISTS = {"model": ["pocket_olmoe"], "criterion": ["man", "reap"], "ratio": [0.25, 0.5]}
+MORE = {"model": ["pocket_qwen3_moe"]}
 
 
-def test_settings_that_are_typed_hold_for_every_choice_but_not_for_other_texts() -> None:
-    words = [("calibration.tokens", 1024), ("recovery.rows_per_step", 7)]
+def test_further_lists_multiply_the_cells() -> None:
+    assert len(cells(None, LISTS, MORE)) == 8
+
+
+def test_the_command_line_overrides_every_grid() -> None:
+    typed = {"model": ["pocket_qwen3_moe"], "criterion": ["aimer"]}
+    grid_cells = cells(None, LISTS, MORE, typed=typed)
+    names = {(cell.model.name, cell.criterion.name) for cell in grid_cells}
+    assert names == {("pocket_qwen3_moe", "aimer")}
+    assert [cell.ratio for cell in grid_cells] == [0.25, 0.5]
+
+
+def test_a_list_on_the_command_line_replaces_an_axis() -> None:
+    grid_cells = cells(None, LISTS, typed={"criterion": ["ean", "seer"]})
+    assert {cell.criterion.name for cell in grid_cells} == {"ean", "seer"}
+
+
+def test_settings_of_the_command_line_hold_for_every_choice_but_not_for_other_texts() -> None:
+    settings = [("calibration.tokens", 1024), ("recovery.rows_per_step", 7)]
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
-    found = cells(None, {**lists, "recovery": ["pocket_dora"]}, words=words)
-    assert {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in found} == {(1024, 7)}
-    assert len(found) == 2
-    roles = {
+    grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, words=settings)
+    values = {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in grid_cells}
+    assert values == {(1024, 7)} and len(grid_cells) == 2
+    texts = grid_cells[0].texts
+    assert {role: text.name for role, text in texts.items()} == {
         "search": "pocket_math_search",
         "instructions": "pocket_math_search",
         "flops": "pocket_excerpt",
     }
-    assert {role: text.name for role, text in found[0].texts.items()} == roles
-    assert all(text.tokens != 1024 for text in found[0].texts.values())
+    assert all(text.tokens != 1024 for text in texts.values())
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_LISTS: dict[str, tuple[dict[str, Any], str]] = {
     "grid.criterion=reep": ({"criterion": ["reep"]}, "reap"),
     "grid.model=poket_olmoe": ({"model": ["poket_olmoe"]}, "pocket_olmoe"),
     "grid.criterion=zz*": ({"criterion": ["zz*"]}, "known"),
@@ -415,48 +448,56 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grid.ratio=0.5": ({"ratio": 0.5}, "list"),
     "critereon": ({"critereon": ["man"]}, "criterion"),
 }
-"""How a sentence begins, or a word of it -> lists, and what is expected in it."""
+"""Part of a sentence -> the lists that it is about, and the expectation in it."""
 
 
-@given(st.sets(st.sampled_from(sorted(WRONG)), min_size=1))
-def test_every_wrong_list_is_one_sentence_and_all_are_told_at_once(begins: set[str]) -> None:
-    lists = {key: values for begin in sorted(begins) for key, values in WRONG[begin][0].items()}
-    told = {key: begin for begin in sorted(begins) for key in WRONG[begin][0]}
+@given(st.sets(st.sampled_from(sorted(INVALID_LISTS)), min_size=1))
+def test_all_invalid_lists_are_reported_at_once(beginnings: set[str]) -> None:
+    """In one sentence each; of two values for one key, the last counts."""
+    lists: dict[str, Any] = {}
+    beginning_of: dict[str, str] = {}
+    for beginning in sorted(beginnings):
+        for key, values in INVALID_LISTS[beginning][0].items():
+            lists[key] = values
+            beginning_of[key] = beginning
     with pytest.raises(SettingsError) as error:
         cells(None, lists)
-    assert len(error.value.sentences) == len(lists)
-    for begin in told.values():
-        assert any(begin in one and WRONG[begin][1] in one for one in error.value.sentences), begin
+    sentences = error.value.sentences
+    assert len(sentences) == len(lists)
+    for beginning in beginning_of.values():
+        expected = INVALID_LISTS[beginning][1]
+        assert any(beginning in text and expected in text for text in sentences), beginning
 
 
-def asked(suite: SuiteConfig, protocol: ProtocolConfig | None = None) -> Any:
+def suite_benchmarks(suite: SuiteConfig, protocol: ProtocolConfig | None = None) -> Any:
     return benchmarks(Config(suite=suite, data_root="there"), protocol or ProtocolConfig(), Files())
 
 
 def test_a_suite_gives_its_text_and_limit_to_its_benchmarks() -> None:
-    (benchmark,) = asked(SuiteConfig(["perplexity"], path="text.txt", limit=3))
+    (benchmark,) = suite_benchmarks(SuiteConfig(["perplexity"], path="text.txt", limit=3))
     assert (benchmark.task, benchmark.limit) == ("text.txt", 3)
     with pytest.raises(SettingsError, match=r"suite\.path=text"):
-        asked(SuiteConfig(["pocket_boolq"], path="text.txt"))
+        suite_benchmarks(SuiteConfig(["pocket_boolq"], path="text.txt"))
 
 
-def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> None:
-    published = ProtocolConfig("p", {"every": {"max_length": 99}, "mmlu": {"shots": 5}})
-    own, easy, mmlu = asked(
-        SuiteConfig(["pocket_arc_easy", "arc_easy", "mmlu"], limit=3), published
-    )
-    assert (own.max_length, own.root) == (None, None) and {easy.max_length, mmlu.max_length} == {99}
-    assert (easy.shots, mmlu.shots) == (0, 5) and easy.root == "there"
-    assert {own.limit, easy.limit, mmlu.limit} == {3}
-    (added,) = asked(
-        SuiteConfig(["wildbench"]),
-        ProtocolConfig("p", {"wildbench": {"parameters": {"template": "t"}}}),
-    )
-    assert added.parameters == {"tag": "Creative Writing", "template": "t"}
+def test_a_protocol_changes_published_benchmarks() -> None:
+    protocol = ProtocolConfig("p", {"every": {"max_length": 99}, "mmlu": {"shots": 5}})
+    suite = SuiteConfig(["pocket_arc_easy", "arc_easy", "mmlu"], limit=3)
+    pocket, arc_easy, mmlu = suite_benchmarks(suite, protocol)
+    assert (pocket.max_length, pocket.root) == (None, None)
+    assert {arc_easy.max_length, mmlu.max_length} == {99}
+    assert (arc_easy.shots, mmlu.shots) == (0, 5) and arc_easy.root == "there"
+    assert {pocket.limit, arc_easy.limit, mmlu.limit} == {3}
+
+
+def test_parameters_of_a_protocol_are_added() -> None:
+    protocol = ProtocolConfig("p", {"wildbench": {"parameters": {"template": "t"}}})
+    (benchmark,) = suite_benchmarks(SuiteConfig(["wildbench"]), protocol)
+    assert benchmark.parameters == {"tag": "Creative Writing", "template": "t"}
 
 
 @pytest.mark.parametrize(
-    ("differing", "says"),
+    ("changes", "message"),
     [
         ({"mmul": {"shots": 5}}, "mmlu"),
         ({"mmlu": {"shot": 5}}, "shots"),
@@ -464,9 +505,9 @@ def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> Non
         ({"mmlu": {"limit": 5}}, "limit"),
     ],
 )
-def test_a_wrong_protocol_is_one_sentence(
-    differing: dict[str, dict[str, object]], says: str
+def test_an_invalid_protocol_is_one_sentence(
+    changes: dict[str, dict[str, object]], message: str
 ) -> None:
-    with pytest.raises(SettingsError, match=f"protocol=p.*{re.escape(says)}") as error:
-        asked(SuiteConfig(["mmlu"]), ProtocolConfig("p", differing))
+    with pytest.raises(SettingsError, match=f"protocol=p.*{re.escape(message)}") as error:
+        suite_benchmarks(SuiteConfig(["mmlu"]), ProtocolConfig("p", changes))
     assert len(error.value.sentences) == 1

@@ -1,9 +1,10 @@
-"""What counts as the code of a plugin: all local modules that it imports, and versions of installed
+"""The digest of a plugin: of all local modules that it imports, and of versions of installed
 packages."""
 
 import importlib
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from example_steps import cell_of
@@ -161,7 +162,7 @@ def test_installed_and_local_parts_of_a_namespace_package(
     assert versions == {"installed": "1.0"}
 
 
-def test_where_the_code_lies_does_not_count(tmp_path: Path) -> None:
+def test_the_path_of_the_code_does_not_change_the_digest(tmp_path: Path) -> None:
     digests = set()
     for folder in (tmp_path / "one", tmp_path / "two"):
         write(
@@ -171,43 +172,62 @@ def test_where_the_code_lies_does_not_count(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("plugin", ["plugin.py", "site-packages/mine/plugin.py"])
-def test_an_installed_package_counts_by_its_version(
-    plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an editable install, which lies elsewhere, the code counts; and of the package that the
-    plugin is in."""
-    site = tmp_path / "site-packages"
-    digests = []
-    monkeypatch.setattr(
-        sys, "path", [str(folder) for folder in (tmp_path, tmp_path / "project", site)]
-    )
+class Project(NamedTuple):
+    """A folder with a plugin that imports `installed`, an installed package, and `editable`, an
+    editable install."""
+
+    folder: Path
+    plugin: str
+
+    @property
+    def site_packages(self) -> Path:
+        return self.folder / "site-packages"
+
+    def digest(self) -> str:
+        name = ".".join(Path(self.plugin).with_suffix("").parts).removeprefix("site-packages.")
+        return source_code.digest_of(name, self.folder / self.plugin)
+
+    def install(self, name: str, package: str, version: str) -> None:
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        files = {"METADATA": metadata, "top_level.txt": package}
+        write(self.site_packages / f"{name}-1.dist-info", files)
+
+
+@pytest.fixture(params=["plugin.py", "site-packages/mine/plugin.py"])
+def project(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Project:
+    project = Project(tmp_path, request.param)
+    folders = (tmp_path, tmp_path / "project", project.site_packages)
+    monkeypatch.setattr(sys, "path", [str(folder) for folder in folders])
     monkeypatch.setattr(source_code, "_distributions", importlib.metadata.packages_distributions)
-    write(tmp_path, {plugin: "import json, numpy, editable, installed", "project/editable.py": ""})
-    write(site, {"installed/__init__.py": "", "mine/__init__.py": ""})
-    name = ".".join(Path(plugin).with_suffix("").parts).removeprefix("site-packages.")
+    plugin = "import json, numpy, editable, installed"
+    write(tmp_path, {request.param: plugin, "project/editable.py": ""})
+    write(project.site_packages, {"installed/__init__.py": "", "mine/__init__.py": ""})
+    project.install("its_name", "installed", "1.0")
+    project.install("editable", "editable", "1.0")
+    return project
 
-    def digest(changed: str = "", text: str = "x = 1") -> str:
-        write(tmp_path, {changed: text} if changed else {})
-        return source_code.digest_of(name, tmp_path / plugin)
 
-    def version(package: str, number: str) -> str:
-        names = {"installed": "its_name", "editable": "editable"}
-        about = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {names[package]}\nVersion: {number}\n",
-            "top_level.txt": package,
-        }
-        write(site / f"{names[package]}-1.dist-info", about)
-        return digest()
+def test_the_version_of_an_installed_package_changes_the_digest(project: Project) -> None:
+    """And its code does not."""
+    digest = project.digest()
+    write(project.site_packages, {"installed/__init__.py": "x = 1"})
+    assert project.digest() == digest
+    project.install("its_name", "installed", "1.1")
+    assert project.digest() != digest
 
-    for package in ("installed", "editable"):
-        version(package, "1.0")
-    before = digest()
-    assert digest("site-packages/installed/__init__.py") == before
-    digests = [before, version("installed", "1.1"), digest("project/editable.py")]
-    if "mine" in plugin:
-        digests.append(digest("site-packages/mine/__init__.py"))
-    assert len(set(digests)) == len(digests)
+
+def test_the_code_of_an_editable_install_changes_the_digest(project: Project) -> None:
+    digest = project.digest()
+    write(project.folder, {"project/editable.py": "x = 1"})
+    assert project.digest() != digest
+
+
+def test_the_code_of_the_package_of_a_plugin_changes_the_digest(project: Project) -> None:
+    digest = project.digest()
+    write(project.site_packages, {"mine/__init__.py": "x = 1"})
+    assert (project.digest() != digest) == ("mine" in project.plugin)
 
 
 PLUGIN = """
@@ -231,54 +251,79 @@ register(Allocation("as_uniform", {"expert": as_uniform}))
 """
 
 
-def test_steps_of_a_plugin_are_named_by_its_code_and_refuse_another(
+PLUGINS = {
+    "plugin_one": PLUGIN,
+    "plugin_two": PLUGIN.replace("signed", "signed_too").replace("as_uniform", "as_uniform_too"),
+}
+"""Module -> content of two plugins that share a helper."""
+ALLOCATION_OF = {
+    "signed": "uniform",
+    "signed_too": "uniform",
+    "random": "as_uniform",
+    "frequency": "uniform",
+}
+"""Criterion -> allocation of some plans; the last plan needs no plugin."""
+
+
+def step_by_criterion() -> dict[str, FromScores]:
+    steps = {}
+    for name, shape in ALLOCATION_OF.items():
+        cell = cell_of(
+            MODEL,
+            TEXT,
+            criterion=CriterionConfig(name=name),
+            allocation=AllocationConfig(name=shape),
+        )
+        steps[name] = FromScores.of(cell)
+    return steps
+
+
+@pytest.fixture
+def edited_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two plugins share a helper, and a criterion of moe_lab has nothing to do with it."""
+) -> tuple[dict[str, FromScores], dict[str, FromScores]]:
+    """The plans before and after a change of the helper of two plugins."""
     monkeypatch.syspath_prepend(tmp_path)
-    second = PLUGIN.replace("signed", "signed_too").replace("as_uniform", "as_uniform_too")
-    write(tmp_path, {"plugin_one.py": PLUGIN, "plugin_two.py": second})
-    modules = ("plugin_one", "plugin_two")
-    assert not any(criterion.source for criterion in criteria.CRITERIA.values())
-    assert not any(chosen.source for chosen in allocation.ALLOCATIONS.values())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write(tmp_path, {f"{name}.py": content for name, content in PLUGINS.items()})
+    known_criteria = criteria.CRITERIA
+    known_allocations = allocation.ALLOCATIONS
 
     def steps(sign: int) -> dict[str, FromScores]:
         write(tmp_path, {"shared_helper.py": f"sign = {sign:+d}"})
-        monkeypatch.setattr(criteria, "CRITERIA", dict(known))
+        monkeypatch.setattr(criteria, "CRITERIA", dict(known_criteria))
         monkeypatch.setattr(plugins, "CRITERIA", criteria.CRITERIA)
-        monkeypatch.setattr(allocation, "ALLOCATIONS", dict(allocations))
+        monkeypatch.setattr(allocation, "ALLOCATIONS", dict(known_allocations))
         monkeypatch.setattr(plugins, "ALLOCATIONS", allocation.ALLOCATIONS)
-        for name in ("shared_helper", *modules):
+        for name in ("shared_helper", *PLUGINS):
             sys.modules.pop(name, None)
         source_code.module_digest.cache_clear()
-        plugins.load(modules)
-        chosen = {
-            "signed": "uniform",
-            "signed_too": "uniform",
-            "random": "as_uniform",
-            "frequency": "uniform",
-        }
-        return {
-            name: FromScores.of(
-                cell_of(
-                    MODEL,
-                    TEXT,
-                    criterion=CriterionConfig(name=name),
-                    allocation=AllocationConfig(name=shape),
-                )
-            )
-            for name, shape in chosen.items()
-        }
+        plugins.load(list(PLUGINS))
+        return step_by_criterion()
 
-    known = criteria.CRITERIA
-    allocations = allocation.ALLOCATIONS
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before = steps(1)
-    after = steps(-1)
-    same = {name for name in before if before[name].id == after[name].id}
-    assert same == {"frequency"} and before["random"].scores.id == after["random"].scores.id
-    assert all(before[name].scores.id != after[name].scores.id for name in ("signed", "signed_too"))
+    return steps(1), steps(-1)
+
+
+def test_criteria_and_allocations_of_moe_lab_have_no_source() -> None:
+    assert not any(criterion.source for criterion in criteria.CRITERIA.values())
+    assert not any(shape.source for shape in allocation.ALLOCATIONS.values())
+
+
+def test_ids_of_steps_depend_on_the_code_of_their_plugin(
+    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
+) -> None:
+    before, after = edited_plugins
+    assert {name for name in before if before[name].id == after[name].id} == {"frequency"}
+    unchanged = {name for name in before if before[name].scores.id == after[name].scores.id}
+    assert unchanged == {"random", "frequency"}
+
+
+def test_steps_refuse_another_version_of_their_plugin(
+    edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
+) -> None:
+    """Each time, not only at the first step."""
+    before, after = edited_plugins
     plugins.import_modules_at(after["signed"].scores.plugins)
-    for _ in range(2):  # and not at its first step alone
+    for _ in range(2):
         with pytest.raises(UserError, match="plugin_one"):
             plugins.import_modules_at(before["signed"].scores.plugins)

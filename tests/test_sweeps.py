@@ -79,59 +79,62 @@ def test_a_sweep_can_start(name: str) -> None:
     assert settings.study == name and preflight(settings, requests) == []
 
 
-def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(
+@pytest.fixture
+def slurm_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> dict[tuple[str, str], list[str]]:
+    """Kind and number of the steps of a dry run for Slurm -> resources of their jobs. The study
+    cannot start for lack of data and of a judge."""
     settings, [(cells, benchmarks)] = composed("evoesap_table1")
     job = config.JobConfig(gpus=2, partition="long", minutes=77)
-    cluster = config.ResourcesConfig(models={"ernie_21b_a3b": job})
-    slurm = config.LauncherConfig(name="slurm")
-    dry = replace(
-        settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster
+    dry_run = replace(
+        settings,
+        dry_run=True,
+        store=str(tmp_path / "store"),
+        launcher=config.LauncherConfig(name="slurm"),
+        resources=config.ResourcesConfig(models={"ernie_21b_a3b": job}),
     )
+    without_data = [replace(benchmark, root=str(tmp_path)) for benchmark in benchmarks]
     with pytest.raises(UserError, match=r"allow_judge=false(.|\n)*has no mirror of it"):
-        run.run(
-            dry, [(cells, [replace(benchmark, root=str(tmp_path)) for benchmark in benchmarks])]
-        )
-    rows = [
-        line.replace("│", " ").split()
-        for line in capsys.readouterr().err.splitlines()
-        if "│" in line
-    ]
-    asks = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
-    assert asks["search", "8"][:3] == ["8", "2", "16"]
-    assert asks["search", "8"][-2:] == [
-        "77",
-        "long",
-    ]
-    assert asks["search", "4"][:2] == ["4", "1"]
-    assert asks["search", "4"][-2:] == [
-        "1440?",
-        "default",
-    ]
-    assert asks["scores", "1"][:2] == ["8", "0"]
-    assert not (tmp_path / "store" / "runs").exists(), "nothing is submitted"
+        run.run(dry_run, [(cells, without_data)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "│" in line]
+    rows = [line.replace("│", " ").split() for line in lines]
+    return {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
+
+
+def test_a_dry_run_for_slurm_prints_resources_of_jobs(
+    slurm_table: dict[tuple[str, str], list[str]],
+) -> None:
+    configured, estimated = slurm_table["search", "8"], slurm_table["search", "4"]
+    assert configured[:3] == ["8", "2", "16"] and configured[-2:] == ["77", "long"]
+    assert estimated[:2] == ["4", "1"] and estimated[-2:] == ["1440?", "default"]
+    assert slurm_table["scores", "1"][:2] == ["8", "0"]
+
+
+@pytest.mark.usefixtures("slurm_table")
+def test_a_dry_run_for_slurm_submits_nothing(tmp_path: Path) -> None:
+    assert not (tmp_path / "store" / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "resource"),
     [("aimer_fig2", "baidu/ERNIE-4.5-21B-A3B-PT"), ("coverage_table2", "model.device=balanced")],
 )
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
-    name: str, says: str, dry_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_missing_models_and_gpus_are_reported_after_the_table(
+    name: str, resource: str, dry_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And before any step."""
     settings, requests = composed(name)
-    here = replace(settings, dry_run=dry_run, store=str(tmp_path / "store"))
+    store = tmp_path / "store"
     with pytest.raises(Unavailable) as raised:
-        run.run(here, requests)
+        run.run(replace(settings, dry_run=dry_run, store=str(store)), requests)
     models = {cell.model.path for cells, _ in requests for cell in cells}
-    said = str(raised.value)
     assert raised.value.code == 3
-    assert all(path in said for path in {"missing here: ", *models, says})
+    assert all(text in str(raised.value) for text in {"missing here: ", *models, resource})
     table = capsys.readouterr().err
     assert all(kind in table for kind in {step.kind for step in graph(name).steps})
-    assert not (tmp_path / "store").exists()
+    assert not store.exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,15 +155,14 @@ def test_cells_are_those_of_the_published_protocols(name: str) -> None:
             )
 
 
-def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it() -> None:
+def test_models_of_heapr_table_2_have_the_metrics_of_the_paper() -> None:
     """acc for Qwen, acc_norm where lm-eval has it for DeepSeekMoE."""
-    asked: dict[str, set[str]] = {}
+    metrics: dict[str, set[str]] = {}
     for cell in graph("heapr_table2").cells:
-        metrics = {
+        metrics.setdefault(cell.cell.model.name, set()).update(
             step.settings["benchmark"]["reports"][name] for name, step in cell.evaluate.items()
-        }
-        asked.setdefault(cell.cell.model.name, set()).update(metrics)
-    assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
+        )
+    assert metrics == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
     protocols = {(cell.model.name, cell.protocol.name) for cell in cells_of("heapr_table2")}
     assert protocols == {("qwen1_5_moe_chat", "heapr"), ("deepseek_moe_16b", "heapr_norm")}
 
@@ -176,7 +178,7 @@ def step_ids(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [*EXPERIMENTS, *NAMES])
-def test_steps_have_the_ids_they_had(name: str) -> None:
+def test_step_ids_are_the_recorded_ones(name: str) -> None:
     """So that what stores hold is found again. A change that must alter ids says why."""
     recorded = json.loads(IDS.read_text(encoding="utf-8"))
     assert recorded.keys() == {*EXPERIMENTS, *NAMES} and step_ids(name) == recorded[name]

@@ -1,4 +1,4 @@
-"""What the tracker is told, read back from what it wrote offline."""
+"""Runs of the tracker, read from the files that it writes offline."""
 
 import json
 import os
@@ -33,49 +33,48 @@ LOSSES = [2.5, 2.0, 1.75]
 
 def cell(axes: dict[str, Any], evaluate: str | None, **steps: str) -> dict[str, Any]:
     """A cell in a record, with one benchmark."""
-    places = {**dict.fromkeys(STEPS), "cost": COST, **steps}
-    return {"cell": axes, "protocol": "unified", "evaluate": {"arc": evaluate}, **places}
+    folders = {**dict.fromkeys(STEPS), "cost": COST, **steps}
+    return {"cell": axes, "protocol": "unified", "evaluate": {"arc": evaluate}, **folders}
 
 
-WHOLE = cell(UNPRUNED, EVALUATE[0])
-TUNED = cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
+UNPRUNED_CELL = cell(UNPRUNED, EVALUATE[0])
+TUNED_CELL = cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
 STUDY: dict[str, Any] = {
     "study": "demo",
-    "cells": [WHOLE, TUNED, cell({**PRUNED, "seed": 1}, None)],
+    "cells": [UNPRUNED_CELL, TUNED_CELL, cell({**PRUNED, "seed": 1}, None)],
 }
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A store with the results of the study."""
-    made = Store(tmp_path / "store").create()
+    store = Store(tmp_path / "store").create()
     documents = {COST: {"parameters": 100, "by_part": {}}, PLAN: {}, FINETUNE: {"loss": LOSSES}}
-    for place, score in zip(EVALUATE, (0.75, 0.5), strict=True):
-        documents[place] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
+    for step, score in zip(EVALUATE, (0.75, 0.5), strict=True):
+        documents[step] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
     samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
-    for place, document in documents.items():
-        name = "result" if place in EVALUATE else place.partition("/")[0]
-        with made.receive(place, {"id": place[-DIGITS:]}) as scratch:
+    for step, document in documents.items():
+        name = "result" if step in EVALUATE else step.partition("/")[0]
+        with store.receive(step, {"id": step[-DIGITS:]}) as scratch:
             assert scratch
             (scratch / f"{name}.json").write_text(json.dumps(document))
             samples.to_parquet(scratch / "samples.parquet")
-    return made
+    return store
 
 
 def records(run: Path) -> dict[str, list[Any]]:
-    """What wandb's own reader finds in an offline run, by type."""
-    read = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
-    found: dict[str, list[Any]] = defaultdict(list)
-    for line in subprocess.run(
-        read, capture_output=True, text=True, check=True
-    ).stdout.splitlines():
+    """Type -> records of an offline run, as wandb's own reader prints them."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    by_type: dict[str, list[Any]] = defaultdict(list)
+    for line in result.stdout.splitlines():
         record = json.loads(line)
-        found[record["type"]].append(record.get(record["type"]))
-    return found
+        by_type[record["type"]].append(record.get(record["type"]))
+    return by_type
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home without a key, and a folder for what the tracker writes."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -87,8 +86,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "WANDB_DATA_DIR",
         "WANDB_ARTIFACT_DIR",
     ):
-        monkeypatch.setenv(name, str(tmp_path / "told"))
-    (tmp_path / "told").mkdir()
+        monkeypatch.setenv(name, str(tmp_path / "logs"))
+    (tmp_path / "logs").mkdir()
     monkeypatch.chdir(tmp_path)
     forget_environment()
     yield tmp_path
@@ -103,40 +102,57 @@ def forget_environment() -> None:
         wandb.teardown()
 
 
-def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def log_folder(
+    isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Path:
+    """The folder in which the study is logged twice offline; nothing is printed."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for _ in range(2):
-        assert str(alone / "told/wandb") in tracker.log(SETTINGS, store, STUDY)
+        assert str(isolated / "logs/wandb") in tracker.log(SETTINGS, store, STUDY)
     assert "".join(capfd.readouterr()) == ""
-    first, second = map(records, alone.glob("told/wandb/offline-run-*"))
-    unpruned, tuned = (second, first) if first["history"] else (first, second)
-    for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
-        (about,), summary = run["run"], ChainMap(*(changes["update"] for changes in run["summary"]))
-        assert (about["run_group"], about["display_name"], about["resume"]) == (
-            "demo",
-            "tiny",
-            True,
-        )
-        assert axes.items() <= about["config"]["update"].items()
-        assert {
-            "scores/arc/acc": score,
-            "answer_loss/arc": 1.5,
-            "cost/parameters": 100,
-        }.items() <= summary.items()
+    return isolated
+
+
+@pytest.fixture
+def logged_runs(log_folder: Path) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """The records of the unpruned model and of the tuned one, each in one run."""
+    first, second = map(records, log_folder.glob("logs/wandb/offline-run-*"))
+    return (second, first) if first["history"] else (first, second)
+
+
+@pytest.mark.parametrize(("number", "axes", "score"), [(0, UNPRUNED, 0.75), (1, PRUNED, 0.5)])
+def test_a_run_has_axes_and_results_of_its_cell(
+    logged_runs: tuple[dict[str, list[Any]], ...], number: int, axes: dict[str, Any], score: float
+) -> None:
+    run = logged_runs[number]
+    (settings,) = run["run"]
+    names = ("run_group", "display_name", "resume")
+    assert tuple(settings[name] for name in names) == ("demo", "tiny", True)
+    assert axes.items() <= settings["config"]["update"].items()
+    results = {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}
+    summary = ChainMap(*(changes["update"] for changes in run["summary"]))
+    assert results.items() <= summary.items()
+
+
+def test_a_run_has_losses_and_plan_of_a_tuned_model(
+    logged_runs: tuple[dict[str, list[Any]], ...],
+) -> None:
+    unpruned, tuned = logged_runs
     assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
     assert len(tuned["artifact"]) == 1 and not unpruned["artifact"]
-    written = [file for file in alone.rglob("*") if file.is_file()]
-    assert not [file for file in written if KEY.encode() in file.read_bytes()]
-    assert not any(
-        sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")
-    ), "a command line"
 
 
-def test_runs_in_the_shell_of_an_agent_are_those_of_the_cells(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+def test_neither_keys_nor_command_lines_are_logged(log_folder: Path) -> None:
+    files = [file for file in log_folder.rglob("*") if file.is_file()]
+    assert not [file for file in files if KEY.encode() in file.read_bytes()]
+    logs = list(log_folder.rglob("*.wandb"))
+    assert not any(sys.executable.encode() in file.read_bytes() for file in logs)
+
+
+def test_variables_of_a_wandb_agent_do_not_name_runs(
+    isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What wandb is told to do with all runs, such as their project, counts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -145,7 +161,7 @@ def test_runs_in_the_shell_of_an_agent_are_those_of_the_cells(
         monkeypatch.setenv(f"WANDB_{name}", "abcd1234")
     monkeypatch.setenv("WANDB_RESUME", "must")
     tracker.log(SETTINGS, store, STUDY)
-    runs = [records(run)["run"][0] for run in alone.glob("told/wandb/offline-run-*")]
+    runs = [records(run)["run"][0] for run in isolated.glob("logs/wandb/offline-run-*")]
     assert len({run["run_id"] for run in runs}) == 2 and os.environ["WANDB_RUN_ID"] == "abcd1234"
     assert {(run["project"], run["run_group"], run["display_name"]) for run in runs} == {
         ("of_the_shell", "demo", "tiny")
@@ -153,20 +169,32 @@ def test_runs_in_the_shell_of_an_agent_are_those_of_the_cells(
     assert not any(run.get("sweep_id") for run in runs)
 
 
-def test_a_continued_run_gets_the_steps_that_it_lacks_and_is_of_one_study(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """wandb.init, which continues a run that has two steps."""
+    mock = MagicMock()
+    mock.return_value.__enter__.return_value = MagicMock(step=2)
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setattr("wandb.init", init := MagicMock())
-    init.return_value.__enter__.return_value = run = MagicMock(step=2)
-    tracker.log(SETTINGS, store, {**STUDY, "cells": [TUNED]})
+    monkeypatch.setattr("wandb.init", mock)
+    return mock
+
+
+def test_a_resumed_run_gets_its_missing_steps(
+    isolated: Path, store: Store, init: MagicMock
+) -> None:
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [TUNED_CELL]})
+    run = init.return_value.__enter__.return_value
     run.log.assert_called_once_with({"recovery/loss": LOSSES[2]}, step=2)
-    tracker.log(SETTINGS, store, {"study": "other", "cells": [TUNED]})
+
+
+def test_a_cell_has_a_run_for_each_study(isolated: Path, store: Store, init: MagicMock) -> None:
+    for study in ("demo", "other"):
+        tracker.log(SETTINGS, store, {"study": study, "cells": [TUNED_CELL]})
     assert len({call.kwargs["id"] for call in init.call_args_list}) == 2
 
 
-def test_a_mode_is_checked_and_obeyed(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+def test_wandb_mode_is_checked_and_obeyed(
+    isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(tracker=SETTINGS)
     monkeypatch.setenv("WANDB_MODE", "ofline")
@@ -175,12 +203,14 @@ def test_a_mode_is_checked_and_obeyed(
     assert preflight(Config(), []) == []
     monkeypatch.delenv("WANDB_MODE")
     assert preflight(config, []) == []
-    (alone / "told/settings").write_text("[default]\nmode = disabled\n")  # as `wandb disabled` does
+    (isolated / "logs/settings").write_text(
+        "[default]\nmode = disabled\n"
+    )  # as `wandb disabled` does
     tracker.log(SETTINGS, store, STUDY)
-    assert not list(alone.glob("told/wandb/*run-*"))
+    assert not list(isolated.glob("logs/wandb/*run-*"))
 
 
-def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_study_is_logged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.study.run.InProcessExecutor", Worker)
     log = MagicMock(return_value="")
     monkeypatch.setattr(tracker, "log", log)
@@ -194,29 +224,31 @@ def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert [len(call.args[2]["cells"]) for call in log.call_args_list] == [2, 2]
 
 
-@pytest.mark.parametrize("place", ["environment", "netrc", "nowhere"])
-def test_a_key_is_found_without_a_question_or_a_word(
-    place: str,
-    alone: Path,
+@pytest.mark.parametrize("source", ["environment", "netrc", "nowhere"])
+def test_a_key_is_found_without_output(
+    source: str,
+    isolated: Path,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if place == "environment":
+    if source == "environment":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-    if place == "netrc":
-        (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    if source == "netrc":
+        (isolated / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     monkeypatch.setattr("wandb.init", init := MagicMock())
-    tracker.log(SETTINGS, store, {**STUDY, "cells": [WHOLE]})
-    assert init.call_args.kwargs["mode"] == ("offline" if place == "nowhere" else "online")
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [UNPRUNED_CELL]})
+    assert init.call_args.kwargs["mode"] == ("offline" if source == "nowhere" else "online")
     assert "".join(capfd.readouterr()) == ""
     assert not [
-        file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()
+        file
+        for file in (isolated / "logs").rglob("*")
+        if file.is_file() and KEY in file.read_text()
     ]
 
 
-def test_a_refusal_of_the_tracker_is_one_sentence(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_the_tracker_is_one_sentence(
+    isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
