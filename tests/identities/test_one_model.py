@@ -1,20 +1,20 @@
-"""A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again; and
-what moe_lab says of a family's experts, in memory and on disk, is what transformers computes with
-them."""
+"""A masked, a pruned and an exported model are the same model under a plan; and the layouts of
+experts in memory and on disk that moe_lab knows are those of transformers."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import naive
 import pytest
 import tiny
 import torch
+import transformers
 from identities.plans import KINDS, random_plan
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
@@ -36,13 +36,33 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.statistics import Statistics, weights
 
-WAYS = [
-    (name, kind, way) for name in tiny.ARCHITECTURES for kind, ways in KINDS.items() for way in ways
+WAYS = [way for ways in KINDS.values() for way in ways]
+
+
+def can_lose_channels(name: str) -> bool:
+    return not family_of(tiny.config(name).model_type).unfit
+
+
+VARIANTS = [
+    (name, kind, way)
+    for name in tiny.ARCHITECTURES
+    for kind, ways in KINDS.items()
+    for way in ways
+    if kind == "experts" or can_lose_channels(name)
 ]
+REFUSED = [
+    (name, way)
+    for name in tiny.ARCHITECTURES
+    for kind, ways in KINDS.items()
+    for way in ways
+    if kind != "experts" and not can_lose_channels(name)
+]
+each_variant = pytest.mark.parametrize(("name", "kind", "way"), VARIANTS, scope="module")
+Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
-def answers(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and tokens that are written with a cache."""
+def outputs(model: Any) -> Outputs:
+    """Logits, and tokens that are generated with a cache."""
     with torch.no_grad():
         logits = model.eval()(input_ids=tiny.tokens()).logits
     return logits, model.generate(
@@ -50,50 +70,96 @@ def answers(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize(("name", "kind", "way"), WAYS)
-def test_masked_pruned_and_exported_are_one_model(
-    name: str, kind: str, way: str, tmp_path: Path
+def are_equal(first: Outputs, second: Outputs) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+class Variants(NamedTuple):
+    """A model; the same model pruned under a plan, and exported; and what each of them puts out."""
+
+    model: Any
+    plan: Plan
+    original: Outputs
+    masked: Outputs
+    pruned_model: Any
+    pruned: Outputs
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def variants(name: str, kind: str, way: str, tmp_path_factory: pytest.TempPathFactory) -> Variants:
+    folder = tmp_path_factory.mktemp("variants")
+    model = tiny.save(name, folder / "model", shard="60KB")
+    plan = random_plan(model, way)
+    original = outputs(model)
+    with mask(model, plan):
+        masked = outputs(model)
+    pruned_model = prune(model, plan)
+    checkpoint = export(folder / "model", plan, folder / "out")
+    return Variants(model, plan, original, masked, pruned_model, outputs(pruned_model), checkpoint)
+
+
+@each_variant
+def test_a_masked_model_is_the_pruned_model(variants: Variants, kind: str, way: str) -> None:
+    """To the bit; but masked channels are multiplied in another order than retained ones."""
+    assert not torch.equal(variants.masked[0], variants.original[0]) or way == "uneven"
+    if kind == "experts":
+        assert torch.equal(variants.pruned[0], variants.masked[0])
+    assert (variants.pruned[0] - variants.masked[0]).abs().max() <= 1e-5
+    assert torch.equal(variants.pruned[1], variants.masked[1])
+
+
+@each_variant
+def test_masking_and_pruning_leave_the_model_as_it_was(variants: Variants) -> None:
+    assert are_equal(outputs(variants.model), variants.original)
+
+
+@each_variant
+def test_an_export_is_the_pruned_model(variants: Variants) -> None:
+    loaded = tiny.load(variants.checkpoint, trust_remote_code=True)
+    assert_same_model(loaded, variants.pruned_model, variants.pruned)
+    assert Plan.load(variants.checkpoint / "plan.json") == variants.plan
+
+
+@each_variant
+def test_the_size_of_a_pruned_model_is_known_without_weights(variants: Variants) -> None:
+    with torch.device("meta"):
+        empty = type(variants.model)(variants.model.config)
+    parameters = sum(map(torch.numel, variants.pruned_model.parameters()))
+    assert size(empty, prune(empty, variants.plan))["parameters"] == parameters
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_the_config_of_an_evenly_pruned_model_gives_its_shapes(name: str) -> None:
+    model = tiny.build(name)
+    pruned = prune(model, random_plan(model, "even"))
+    shapes, expected = (
+        {path: tensor.shape for path, tensor in network.state_dict().items()}
+        for network in (type(model)(pruned.config), pruned)
+    )
+    assert shapes == expected
+
+
+@pytest.mark.parametrize(("name", "way"), REFUSED)
+def test_models_that_cannot_lose_channels_refuse_such_plans(
+    name: str, way: str, tmp_path: Path
 ) -> None:
-    """To the bit; but masked channels are multiplied in another order than those that are left."""
     model = tiny.save(name, tmp_path / "model", shard="60KB")
     plan = random_plan(model, way)
-    before = answers(model)
-    if kind != "experts" and moe_layers(model)[0].family.unfit:
-        for refused in (lambda: mask(model, plan).__enter__(), lambda: prune(model, plan)):
-            with pytest.raises(UserError, match="cannot be removed"):
-                refused()
-        with pytest.raises(UserError, match="cannot be removed"):
-            export(tmp_path / "model", plan, tmp_path / "out")
-        return
-    with mask(model, plan):
-        masked = answers(model)
-    pruned = prune(model, plan)
-    found = answers(pruned)
-    assert not torch.equal(masked[0], before[0]) or way == "uneven"
-    if kind == "experts":
-        assert torch.equal(found[0], masked[0])
-    assert (found[0] - masked[0]).abs().max() <= 1e-5 and torch.equal(found[1], masked[1])
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    _check_loaded(tiny.load(out, trust_remote_code=True), pruned, found)
-    assert Plan.load(out / "plan.json") == plan
-    with torch.device("meta"):
-        empty = type(model)(model.config)
-    assert size(empty, prune(empty, plan))["parameters"] == sum(
-        map(torch.numel, pruned.parameters())
-    )
-    assert all(torch.equal(*pair) for pair in zip(answers(model), before, strict=True))
-    if way == "even":
-        shapes = {
-            name: tensor.shape for name, tensor in type(model)(pruned.config).state_dict().items()
-        }
-        assert shapes == {name: tensor.shape for name, tensor in pruned.state_dict().items()}
+    with pytest.raises(UserError, match="cannot be removed"), mask(model, plan):
+        pass
+    with pytest.raises(UserError, match="cannot be removed"):
+        prune(model, plan)
+    with pytest.raises(UserError, match="cannot be removed"):
+        export(tmp_path / "model", plan, tmp_path / "out")
 
 
-def _check_loaded(loaded: Any, pruned: Any, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-    theirs = loaded.state_dict()
-    ours = pruned.state_dict()
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
-    assert all(torch.equal(*pair) for pair in zip(answers(loaded), found, strict=True))
+def assert_same_model(loaded: Any, pruned: Any, expected_outputs: Outputs) -> None:
+    weights = loaded.state_dict()
+    expected = pruned.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[path], expected[path]) for path in expected)
+    assert are_equal(outputs(loaded), expected_outputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,87 +169,89 @@ def test_an_export_in_half_precision_is_the_pruned_model(
 ) -> None:
     """Sums of merged experts are rounded alike, to nearest."""
     model = tiny.save(name, tmp_path / "model", dtype=dtype)
-    for way in (way for ways in KINDS.values() for way in ways):
+    for way in WAYS:
         plan = random_plan(model, way, seed=1)
         pruned = prune(model, plan)
         loaded = tiny.load(export(tmp_path / "model", plan, tmp_path / way), trust_remote_code=True)
         assert loaded.dtype is dtype
-        _check_loaded(loaded, pruned, answers(pruned))
+        assert_same_model(loaded, pruned, outputs(pruned))
 
 
-@pytest.mark.parametrize("way", [way for ways in KINDS.values() for way in ways])
-@pytest.mark.parametrize(
-    "types",
-    [
-        (torch.float16, torch.bfloat16),
-        (torch.float32, torch.bfloat16),
-        (torch.float64, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first_type", [torch.float16, torch.float32, torch.float64])
 def test_experts_stored_in_several_precisions(
-    types: tuple[torch.dtype, ...], way: str, tmp_path: Path
+    first_type: torch.dtype, way: str, tmp_path: Path
 ) -> None:
-    """Copies are exact, and sums are rounded to the type that the file has for the expert that
-    stays."""
+    """Copies are exact, and sums are rounded to the type that the file has for the retained
+    expert."""
     tiny.save("olmoe", tmp_path / "model")
+    types = (first_type, torch.bfloat16)
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if match := re.search(r"experts\.(\d+)\.(\w)", name):
-                tensors[name] = tensor.to(types[(int(match[1]) + (match[2] == "u")) % 2])
+    def alternate_types(tensors: dict[str, torch.Tensor]) -> None:
+        for path, tensor in tensors.items():
+            if match := re.search(r"experts\.(\d+)\.(\w)", path):
+                tensors[path] = tensor.to(types[(int(match[1]) + (match[2] == "u")) % 2])
 
-    tiny.rewrite(tmp_path / "model", change)
+    tiny.rewrite(tmp_path / "model", alternate_types)
     model = tiny.load(tmp_path / "model", dtype=torch.float32)
     plan = random_plan(model, way, seed=1)
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    loaded = tiny.load(out, trust_remote_code=True, dtype=torch.float32)
+    checkpoint = export(tmp_path / "model", plan, tmp_path / "out")
+    loaded = tiny.load(checkpoint, trust_remote_code=True, dtype=torch.float32)
     rounding = 2**-8 if way.startswith("merged") else 0
     expected = prune(model, plan).state_dict()
-    for name, tensor in loaded.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=rounding, atol=rounding / 1000)
+    for path, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, expected[path], rtol=rounding, atol=rounding / 1000)
 
 
 ROUTING = tuple(f".{name}" for name in (*DISK_ROUTER_WEIGHTS, *DISK_ROUTING_VECTORS))
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_routing_keeps_the_precision_of_the_files(name: str, tmp_path: Path) -> None:
-    """In a model that is stored and loaded in bfloat16 otherwise, whole, by layers, masked, pruned
-    and exported."""
-    folder = tmp_path / "model"
-    narrow = {"dtype": "bfloat16", "trust_remote_code": True}
+NARROW = {"dtype": "bfloat16", "trust_remote_code": True}
+
+
+def save_in_bfloat16(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a model in bfloat16 except for its routing, whose biases are moved by 7; the tensors of
+    its routing, by path."""
     tiny.save(name, folder)
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for path, tensor in tensors.items():
-            tensors[path] = tensor + 7 if path.endswith(ROUTING) and "bias" in path else tensor
-            tensors[path] = tensors[path].to(
-                torch.float32 if path.endswith(ROUTING) else torch.bfloat16
-            )
+            is_routing = path.endswith(ROUTING)
+            moved = tensor + 7 if is_routing and "bias" in path else tensor
+            tensors[path] = moved.to(torch.float32 if is_routing else torch.bfloat16)
 
     tiny.rewrite(folder, change)
-    stored = {
-        path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)
-    }
-    model = load_model(tiny.settings(folder, **narrow))[0]
-    by_layer = open_streamed(tiny.settings(folder, **narrow))[0]
-    for layer in moe_layers(model):
-        in_files = {
-            tensor.numel(): tensor for path, tensor in stored.items() if f".{layer.index}." in path
+    return {path: tensor for path, tensor in tiny.weights(folder).items() if path.endswith(ROUTING)}
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_routing_is_loaded_in_the_precision_of_the_files(name: str, tmp_path: Path) -> None:
+    """In a model that is loaded in bfloat16 otherwise, as a whole and layer by layer, twice."""
+    routing = save_in_bfloat16(name, tmp_path)
+    model = load_model(tiny.settings(tmp_path, **NARROW))[0]
+    streamed = open_streamed(tiny.settings(tmp_path, **NARROW))[0]
+    for layer in moe_layers(model) * 2:
+        expected = {
+            tensor.numel(): tensor for path, tensor in routing.items() if f".{layer.index}." in path
         }
-        for _ in range(2):
-            with by_layer.layer(layer.index):
-                for part in (*layer.routing, *by_layer.moe[layer.index].routing):
-                    assert part.tensor.dtype == torch.float32
-                    assert torch.equal(
-                        part.tensor, in_files[part.tensor.numel()].view_as(part.tensor)
-                    )
+        with streamed.layer(layer.index):
+            for part in (*layer.routing, *streamed.moe[layer.index].routing):
+                tensor = part.tensor
+                assert tensor.dtype == torch.float32
+                assert torch.equal(tensor, expected[tensor.numel()].view_as(tensor))
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_masks_and_exports_keep_the_precision_of_routing(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_in_bfloat16(name, folder)
+    model = load_model(tiny.settings(folder, **NARROW))[0]
     plan = random_plan(model, "even")
     expected = tiny.logits(prune(model, plan))
     with mask(model, plan):
         assert torch.equal(tiny.logits(model), expected)
-    exported, _ = load_model(tiny.settings(export(folder, plan, tmp_path / "out"), **narrow))
+    exported, _ = load_model(tiny.settings(export(folder, plan, tmp_path / "out"), **NARROW))
     assert torch.equal(tiny.logits(exported), expected)
 
 
@@ -200,133 +268,171 @@ def test_experts_compute_what_the_model_computes(name: str) -> None:
             assert torch.equal(layer.expert_output(states, expert), expected)
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_files_hold_what_the_memory_holds(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each projection of each expert is found once and equals that in memory; and so do sums over
-    the files."""
-    model = naive.model(name)
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    tensors = {
-        name: tensor
-        for file in tmp_path.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    layers = {layer.index: layer for layer in moe_layers(model)}
-    found: dict[tuple[int, int, str], torch.Tensor] = {}
-    kinds: dict[int, list[str]] = {index: [] for index in layers}
-    for path, block_tensor in layers[max(layers)].family.block_tensors(tensors).items():
-        kinds[block_tensor.layer].append(block_tensor.kind)
+Projections = dict[tuple[int, int, str], torch.Tensor]
+
+
+def projections_of(family: Family, tensors: dict[str, torch.Tensor]) -> Projections:
+    """(layer, expert, role) -> projection in the tensors of a checkpoint, in which each is once."""
+    projections: Projections = {}
+    for path, block_tensor in family.block_tensors(tensors).items():
         if block_tensor.axes is None:
             assert block_tensor.kind in ("router", "vector", "shared"), path
             continue
-        stack = tensors[path] if block_tensor.expert is None else tensors[path][None]
-        for number, one in enumerate(stack):
-            for role, view in split(one, block_tensor.axes).items():
-                key = (
-                    block_tensor.layer,
-                    number if block_tensor.expert is None else block_tensor.expert,
-                    role,
-                )
-                assert key not in found
-                found[key] = view
-    assert all(of_layer.count("router") == 1 for of_layer in kinds.values())
-    for index, layer in layers.items():
+        is_stack = block_tensor.expert is None
+        for number, matrix in enumerate(tensors[path] if is_stack else [tensors[path]]):
+            expert = number if block_tensor.expert is None else block_tensor.expert
+            for role, view in split(matrix, block_tensor.axes).items():
+                assert (block_tensor.layer, expert, role) not in projections
+                projections[block_tensor.layer, expert, role] = view
+    return projections
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_files_have_the_projections_of_the_model(name: str, tmp_path: Path) -> None:
+    layers = save_naive(name, tmp_path)
+    projections = projections_of(layers[-1].family, tiny.weights(tmp_path))
+    for layer in layers:
         for expert in range(layer.n_experts):
-            for role, view in layer.projections(expert).items():
-                assert torch.equal(found.pop((index, expert, role)), view), (index, expert, role)
-    assert not found
-    for source in (tmp_path, model):
-        with monkeypatch.context() as patches:
-            _check_sums(source, list(layers.values()), patches)
+            for role, expected in layer.projections(expert).items():
+                key = (layer.index, expert, role)
+                assert torch.equal(projections.pop(key), expected), key
+    assert not projections
 
 
-def _check_sums(
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_files_have_one_router_in_each_layer(name: str, tmp_path: Path) -> None:
+    layers = save_naive(name, tmp_path)
+    block_tensors = layers[-1].family.block_tensors(tiny.weights(tmp_path)).values()
+    routers = Counter(tensor.layer for tensor in block_tensors if tensor.kind == "router")
+    assert routers == {layer.index: 1 for layer in layers}
+
+
+def save_naive(name: str, folder: Path) -> list[MoELayer]:
+    """Write a model into several files; its MoE layers."""
+    model = naive.model(name)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    return moe_layers(model)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_sums_over_weights(
+    name: str, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = save_naive(name, tmp_path)
+    source: weights.Source = naive.model(name) if in_memory else tmp_path
+    check_sums(source, layers, monkeypatch)
+
+
+def expected_sums(layer: MoELayer) -> dict[str, Any]:
+    """Sums over the weights of each expert of a layer, in fp64."""
+    experts = [layer.projections(expert) for expert in range(layer.n_experts)]
+    matrices = {
+        role: torch.stack([projections[role] for projections in experts]).double()
+        for role in ("gate", "up", "down")
+    }
+    flat = torch.cat([matrix.flatten(1) for matrix in matrices.values()], 1)
+    inward = torch.cat((matrices["gate"].flatten(1), matrices["up"].flatten(1)), 1)
+    return {
+        "abs_sum": flat.abs().sum(1),
+        "square_sum": flat.square().sum(1),
+        **{f"channel_{role}_square": matrix.square().sum(2) for role, matrix in matrices.items()},
+        "channel_down_abs": matrices["down"].abs().sum(2),
+        "count": flat.shape[1],
+        "weight_distance_square": (inward[:, None] - inward).square().sum(2),
+    }
+
+
+def check_sums(
     source: weights.Source, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums over the weights of `source` are those of the weights in memory, in fp64, also block by
-    block."""
+    """Sums over the weights of `source` are those of `layers`, also block by block."""
     by_expert = weights.weigh_experts(source)
     by_channel = weights.weigh_channels(source)
-    compared = [weights.compare_experts(source)]
+    distances = [weights.compare_experts(source)]
     monkeypatch.setattr(weights, "BLOCK", 100)
-    compared.append(weights.compare_experts(source))
-    for sums in (by_expert, by_channel, *compared):
-        assert list(sums.layers) == [layer.index for layer in layers]
+    distances.append(weights.compare_experts(source))
+    for statistics in (by_expert, by_channel, *distances):
+        assert list(statistics.layers) == [layer.index for layer in layers]
     for layer in layers:
-        experts = [layer.projections(expert) for expert in range(layer.n_experts)]
-        matrices = {
-            role: torch.stack([one[role] for one in experts]).double()
-            for role in ("gate", "up", "down")
-        }
-        flat = torch.cat([matrix.flatten(1) for matrix in matrices.values()], 1)
-        inward = torch.cat((matrices["gate"].flatten(1), matrices["up"].flatten(1)), 1)
-        expected: dict[str, Any] = {
-            "abs_sum": flat.abs().sum(1),
-            "square_sum": flat.square().sum(1),
-        }
-        expected |= {
-            f"channel_{role}_square": matrix.square().sum(2) for role, matrix in matrices.items()
-        }
-        expected["channel_down_abs"] = matrices["down"].abs().sum(2)
+        expected = expected_sums(layer)
         sums = by_expert.layers[layer.index] | by_channel.layers[layer.index]
-        assert sums.pop("count") == flat.shape[1] and sums.keys() == expected.keys()
-        expected["weight_distance_square"] = (inward[:, None] - inward).square().sum(2)
-        for one in compared:
-            for key, value in (sums | one.layers[layer.index]).items():
-                assert (
-                    value.dtype == torch.float64 and naive.relative(value, expected[key]) < 1e-6
-                ), key
+        assert sums.keys() == expected.keys() - {"weight_distance_square"}
+        assert sums.pop("count") == expected.pop("count")
+        for statistics in distances:
+            for key, value in (sums | statistics.layers[layer.index]).items():
+                assert value.dtype == torch.float64
+                assert naive.relative(value, expected[key]) < 1e-6, key
 
 
-def test_classes_say_what_the_source_of_transformers_says() -> None:
-    """Of every family whose decorator of experts has arguments, and of no other."""
-    stated = {}
-    models = Path(str(find_spec("transformers").origin)).with_name("models")  # type: ignore[union-attr]
-    for file in models.glob("*/modeling_*.py"):
-        for arguments in re.findall(
-            r"^@use_experts_implementation\((.*?)\)\nclass", file.read_text(), re.M | re.S
-        ):
-            given = dict(re.findall(r"(\w+)=(True|False)", arguments))
-            stated[file.parent.name] = {name: value == "True" for name, value in given.items()}
-    usual = dict.fromkeys(("is_transposed", "has_bias", "has_post_expert_norm"), False)
-    usual |= dict.fromkeys(("is_concatenated", "has_gate"), True)
-    of_classes = {}
-    for family in FAMILIES:
-        first = next(iter(family.stacks.values()))
-        marks = {
-            "is_transposed": first.channels == -1,
-            "is_concatenated": not first.interleaved,
-            "has_gate": "gate" in first.roles,
-            "has_bias": "down_bias" in family.roles,
-            "has_post_expert_norm": family.unfit == "are followed by a norm",
-        }
-        of_classes[family.kinds[0]] = {
-            name: mark for name, mark in marks.items() if mark != usual[name]
-        }
-        assert all(family_of(kind) is family for kind in family.kinds)
-    installed = {
-        kind: marks for kind, marks in of_classes.items() if marks and (models / kind).is_dir()
+TRANSFORMERS_MODELS = Path(transformers.__file__).with_name("models")
+DEFAULTS = {
+    "is_transposed": False,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_concatenated": True,
+    "has_gate": True,
+}
+"""Argument of transformers' use_experts_implementation -> default."""
+
+
+def arguments_in_source() -> dict[str, dict[str, bool]]:
+    """Model type -> arguments of the decorator of its experts in the source of transformers."""
+    arguments = {}
+    decorator = r"^@use_experts_implementation\((.*?)\)\nclass"
+    for file in TRANSFORMERS_MODELS.glob("*/modeling_*.py"):
+        for text in re.findall(decorator, file.read_text(), re.M | re.S):
+            values = dict(re.findall(r"(\w+)=(True|False)", text))
+            arguments[file.parent.name] = {name: value == "True" for name, value in values.items()}
+    return arguments
+
+
+def arguments_of(family: Family) -> dict[str, bool]:
+    """The arguments that transformers would need for the experts of a family, without defaults."""
+    stack = next(iter(family.stacks.values()))
+    arguments = {
+        "is_transposed": stack.channels == -1,
+        "is_concatenated": not stack.interleaved,
+        "has_gate": "gate" in stack.roles,
+        "has_bias": "down_bias" in family.roles,
+        "has_post_expert_norm": family.unfit == "are followed by a norm",
     }
-    assert installed == {kind: marks for kind, marks in stated.items() if marks}
+    return {name: value for name, value in arguments.items() if value != DEFAULTS[name]}
 
 
-def test_layers_that_predict_tokens_are_not_of_the_decoder_and_have_one_block_of_experts(
-    tmp_path: Path,
-) -> None:
+def test_families_agree_with_the_source_of_transformers() -> None:
+    """All families whose decorator of experts has arguments, and no other."""
+    of_families = {family.kinds[0]: arguments_of(family) for family in FAMILIES}
+    installed = {
+        kind: arguments
+        for kind, arguments in of_families.items()
+        if arguments and (TRANSFORMERS_MODELS / kind).is_dir()
+    }
+    in_source = arguments_in_source()
+    assert installed == {kind: arguments for kind, arguments in in_source.items() if arguments}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kinds[0])
+def test_each_kind_has_its_family(family: Family) -> None:
+    assert all(family_of(kind) is family for kind in family.kinds)
+
+
+def test_layers_that_predict_tokens_are_not_of_the_decoder(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    names = list(open_checkpoint(tmp_path).tensors)
-    extra = [
+    paths = list(open_checkpoint(tmp_path).tensors)
+    prediction_layers = [
         "mtp.layers.0.mlp.experts.0.up_proj.weight",
         "model.layers.3.mlp.experts.0.up_proj.weight",
+        "model.layers.3.eh_proj.weight",
     ]
-    block_tensors = Family().block_tensors([*names, *extra, "model.layers.3.eh_proj.weight"])
-    assert block_tensors.keys() == Family().block_tensors(names).keys()
+    block_tensors = Family().block_tensors([*paths, *prediction_layers])
+    assert block_tensors.keys() == Family().block_tensors(paths).keys()
+
+
+def test_a_layer_has_one_block_of_experts() -> None:
+    paths = [f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp")]
     with pytest.raises(UserError, match="several MoE blocks"):
-        Family().block_tensors(
-            f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp")
-        )
+        Family().block_tensors(paths)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -336,22 +442,22 @@ def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
         assert naive.relative(sums, stack.double().abs().pow(power).sum((1, 2))) < 1e-6
 
 
-READS = (weights.weigh_experts, weights.weigh_channels, weights.compare_experts)
+WEIGHT_READERS = (weights.weigh_experts, weights.weigh_channels, weights.compare_experts)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
-def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", WEIGHT_READERS)
+def test_cuda_sums_are_those_of_the_cpu(
+    read: Callable[..., Statistics], name: str, tmp_path: Path
+) -> None:
     naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
-    for read in READS:
-        expected, found = (read(tmp_path, device=device).layers for device in ("cpu", "cuda"))
-        assert expected.keys() == found.keys()
-        for layer, named in expected.items():
-            assert named.keys() == found[layer].keys()
-            assert all(
-                naive.relative(found[layer][statistic], sums) < 1e-6
-                for statistic, sums in named.items()
-            )
+    cpu, cuda = (read(tmp_path, device=device).layers for device in ("cpu", "cuda"))
+    assert cpu.keys() == cuda.keys()
+    for layer, expected in cpu.items():
+        assert cuda[layer].keys() == expected.keys()
+        for statistic, sums in expected.items():
+            assert naive.relative(cuda[layer][statistic], sums) < 1e-6
 
 
 @pytest.fixture
@@ -360,29 +466,32 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-UP = "model.layers.1.mlp.experts.3.up_proj.weight"
+UP_PROJECTION = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", WEIGHT_READERS)
 @pytest.mark.parametrize(
-    ("value", "named"),
+    ("value", "message"),
     [(torch.inf, r"layer 1, expert 3: weights .*\.up_proj"), (None, "layer"), ("fp8", "F8_E4M3")],
 )
-def test_weights_that_are_broken_missing_or_quantised_are_named(
-    read: Callable[..., Statistics], value: object, named: str, folder: Path
+def test_broken_missing_and_quantised_weights_are_reported(
+    read: Callable[..., Statistics], value: object, message: str, folder: Path
 ) -> None:
     matrix = torch.ones(24, 32)
     if isinstance(value, float):
         matrix[3, 4] = value
     broken = matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix
     tiny.rewrite(
-        folder, lambda tensors: tensors.pop(UP) if value is None else tensors.update({UP: broken})
+        folder,
+        lambda tensors: (
+            tensors.pop(UP_PROJECTION) if value is None else tensors.update({UP_PROJECTION: broken})
+        ),
     )
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         read(folder)
 
 
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("read", WEIGHT_READERS)
 def test_folders_without_experts_are_refused(
     read: Callable[..., Statistics], tmp_path: Path
 ) -> None:
@@ -396,12 +505,18 @@ def test_folders_without_experts_are_refused(
         read(tmp_path)
 
 
-def test_projections_of_several_widths_or_unknown_names_are_refused(folder: Path) -> None:
-    experts = "model.layers.{}.mlp.experts.{}.{}_proj.weight".format
-    narrow = {experts(1, number, "down"): torch.ones(32, 23) for number in range(16)}
+PROJECTION = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+
+
+def test_experts_of_unequal_widths_are_refused(folder: Path) -> None:
+    narrow = {PROJECTION.format(1, expert, "down"): torch.ones(32, 23) for expert in range(16)}
     tiny.rewrite(folder, lambda tensors: tensors.update(narrow))
     with pytest.raises(UserError, match="experts of layer 1 have unequal widths"):
         weights.weigh_channels(folder)
-    tiny.rewrite(folder, lambda tensors: tensors.update({experts(0, 0, "side"): torch.ones(4, 4)}))
+
+
+def test_projections_of_unknown_names_are_refused(folder: Path) -> None:
+    unknown = {PROJECTION.format(0, 0, "side"): torch.ones(4, 4)}
+    tiny.rewrite(folder, lambda tensors: tensors.update(unknown))
     with pytest.raises(UserError, match=r"side_proj\.weight"):
         weights.weigh_channels(folder)
