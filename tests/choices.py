@@ -48,8 +48,10 @@ class Files:
 def content(group: str, name: str, folder: Path = CONF) -> dict[str, Any]:
     """What a choice is made of, without values that a user must give."""
     file = folder / group / f"{name}.yaml"
-    found: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {"name": name}
-    return {key: value for key, value in found.items() if value != "???"}
+    settings: Any = (
+        OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {"name": name}
+    )
+    return {key: value for key, value in settings.items() if value != "???"}
 
 
 def choose(kind: Any, group: str, name: str) -> Any:
@@ -62,12 +64,12 @@ def cells(
     lists: Mapping[str, Any] | None = None,
     *more: Mapping[str, Any],
     files: grid.Files | None = None,
-    words: Sequence[tuple[str, Any]] = (),
+    settings: Sequence[tuple[str, Any]] = (),
     typed: Mapping[str, Sequence[Any]] | None = None,
-    **own: Any,
+    **choices: Any,
 ) -> list[grid.Cell]:
     """The cells of a study in one list; `own`: the configuration's own choices."""
     files = files or Files()
-    draft = grid.Draft({**OWN, **own}, {}, typed or {}, words, [lists or {}, *more])
-    found = grid.requests(config or Config(), grid.points(draft, files), files)
-    return [cell for part, _ in found for cell in part]
+    draft = grid.Draft({**OWN, **choices}, {}, typed or {}, settings, [lists or {}, *more])
+    grid_cells = grid.requests(config or Config(), grid.points(draft, files), files)
+    return [cell for part, _ in grid_cells for cell in part]

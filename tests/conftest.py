@@ -87,7 +87,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(FIRST)}
+    order = {name: position for position, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
     if (seed := config.getoption("shuffle")) is not None:
         draw = random.Random(seed)  # every worker has to find the same order

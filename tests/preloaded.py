@@ -89,12 +89,12 @@ os._exit(os.WEXITSTATUS(status))
 _STARTING = threading.Lock()
 
 
-def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a module with its words in a folder to its end, with more variables in its
     environment."""
     variables = {**os.environ, **environment}
     return subprocess.run(
-        [python(), "-m", *words], capture_output=True, text=True, cwd=folder, env=variables
+        [python(), "-m", *arguments], capture_output=True, text=True, cwd=folder, env=variables
     )
 
 
@@ -124,11 +124,11 @@ def _client(
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))
     listening.listen(64)
-    words = [interpreter, __file__, str(listening.fileno()), str(client), *libraries]
+    arguments = [interpreter, __file__, str(listening.fileno()), str(client), *libraries]
     variables = {**os.environ, **dict(environment)}
     with listening:
         server = subprocess.Popen(
-            words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/", env=variables
+            arguments, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/", env=variables
         )
 
     @atexit.register

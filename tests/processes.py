@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def quoted(*words: object) -> str:
+def quoted(*arguments: object) -> str:
     """A command line of this Python that a shell, or a setting that is read like one, takes apart
     into `words`."""
-    return shlex.join([sys.executable, *map(str, words)])
+    return shlex.join([sys.executable, *map(str, arguments)])
 
 
 def executable(file: Path, text: str, *options: str) -> Path:
@@ -116,7 +116,7 @@ def load(folder, trust=True, **named):
 """How a program begins that reads exports without moe_lab."""
 
 
-def read_alone(script: str, root: Path, *words: str, **environment: str) -> str:
+def read_alone(script: str, root: Path, *arguments: str, **environment: str) -> str:
     """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what
     it printed."""
     alone = {
@@ -126,10 +126,12 @@ def read_alone(script: str, root: Path, *words: str, **environment: str) -> str:
         "OMP_NUM_THREADS": "1",
         **environment,
     }
-    command = [sys.executable, "-c", READS_EXPORTS + script, str(root), *words]
-    done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    command = [sys.executable, "-c", READS_EXPORTS + script, str(root), *arguments]
+    result = subprocess.run(
+        command, cwd=root, env=alone, capture_output=True, text=True, timeout=250
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 YARDSTICK_SECONDS = 0.058
@@ -147,8 +149,8 @@ def yardstick() -> float:
         start = time.process_time()
         lengths: dict[str, int] = {}
         for number in range(400_000):
-            word = f"{number % 5003}"
-            lengths[word] = lengths.get(word, 0) + len(word)
+            text = f"{number % 5003}"
+            lengths[text] = lengths.get(text, 0) + len(text)
         sorted(lengths.items(), key=lambda pair: (pair[1], pair[0]))
         return time.process_time() - start
 
@@ -171,16 +173,16 @@ def within(seconds: float, clock: Callable[[], float] = time.process_time) -> It
     global _last
     gc.collect()
     gc.freeze()
-    measured, before = _last
+    measured, first_yardstick = _last
     if time.monotonic() - measured > FRESH:
-        before = yardstick()
+        first_yardstick = yardstick()
     start = clock()
     yield
-    took = clock() - start
+    duration = clock() - start
     gc.unfreeze()
-    after = yardstick()
-    _last = (time.monotonic(), after)
-    slowness = max(1.0, (before + after) / 2 / YARDSTICK_SECONDS)
-    assert took <= seconds * slowness, (
-        f"{took:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"
+    second_yardstick = yardstick()
+    _last = (time.monotonic(), second_yardstick)
+    slowness = max(1.0, (first_yardstick + second_yardstick) / 2 / YARDSTICK_SECONDS)
+    assert duration <= seconds * slowness, (
+        f"{duration:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"
     )

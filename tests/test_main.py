@@ -234,9 +234,7 @@ def test_a_choice_gives_the_same_steps_in_every_form(
 
 
 @pytest.mark.slow
-def test_a_list_of_choices_is_a_multirun_also_on_hydras_search_path(
-    step_ids: StepIds, tmp_path: Path
-) -> None:
+def test_a_list_of_choices_equals_a_multirun(step_ids: StepIds, tmp_path: Path) -> None:
     choices = ("protocol=first,second", "allocation=first,second")
     path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
     ids = step_ids(*choices)

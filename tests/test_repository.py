@@ -1,5 +1,5 @@
-"""What the repository says of itself: what its pages name exists, the lowest versions are its lower
-bounds, and what is used of transformers beyond its public interface is in one module."""
+"""Documentation names what exists, lowest versions are lower bounds, and private names of
+transformers are used in one module."""
 
 import ast
 import re
@@ -27,22 +27,22 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = LINK.findall(FENCE.sub("", page.read_text("utf-8")))
+    for link in [link for link in links if "://" not in link]:
         path, _, anchor = link.partition("#")
-        target = page if not path else (page.parent / path)
-        assert "://" in link or (target.exists() and (not anchor or anchor in anchors(target))), (
-            link
-        )
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
-FILES = {
+PLACEHOLDERS = {
     "model.path=DIR": "model.path=moe_lab/pocket/data/olmoe",
     "calibration.path=FILE": "calibration.path=pocket:calibration/general.jsonl",
     "path=FILE": "path=README.md",
@@ -53,7 +53,7 @@ FILES = {
     "allocation.search=NAME": "allocation.search=evol_search",
     "model=NAME": "model=pocket_function_calls",
 }
-"""What a page leaves to its reader -> something that is there."""
+"""Placeholder in a page -> an existing value."""
 UNKNOWN = {
     "plugins=[my_package.my_module]": (
         "a package of the reader's: tests/test_installation.py has one"
@@ -65,32 +65,32 @@ UNKNOWN = {
     "suite=bfcl": "a folder of BFCL's files",
     "interval(": "a sweeper makes the values: tests/study/test_end_to_end.py",
 }
-"""Words of commands that cannot be composed here, and why."""
+"""Part of a command that cannot be composed here -> reason."""
 COMMAND = re.compile(r"(?:^|&& )(?: {4})?python -m moe_lab ((?:.*\\\n)*.*)$", re.MULTILINE)
 
 
+def problems_of(arguments: list[str]) -> list[str]:
+    """The errors of a study that a command line describes."""
+    try:
+        with composition.started():
+            settings, requests = composition.compose(arguments)
+        return preflight(settings, requests)
+    except UserError as error:
+        return [str(error)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_ask_for_studies_that_there_are(page: Path) -> None:
-    """Every `python -m moe_lab` in a page is taken: its settings and their combination."""
+def test_documented_studies_can_start(page: Path) -> None:
+    """Of every `python -m moe_lab` in a page: its settings and their combination are valid."""
     refused = {}
-    for written in COMMAND.findall(page.read_text("utf-8")):
-        for placeholder, value in FILES.items():
-            written = written.replace(placeholder, value)
-        if any(word in written for word in UNKNOWN):
-            continue
-        words = [
-            word
-            for word in shlex.split(written.replace("\\\n", " "), comments=True)
-            if word != "-m"
-        ]
-        try:
-            with composition.started():
-                settings, requests = composition.compose(words)
-            problems = preflight(settings, requests)
-        except UserError as error:
-            problems = [str(error)]
-        if problems:
-            refused[written] = problems
+    for command in COMMAND.findall(page.read_text("utf-8")):
+        text = command.replace("\\\n", " ")
+        for placeholder, value in PLACEHOLDERS.items():
+            text = text.replace(placeholder, value)
+        if not any(part in text for part in UNKNOWN):
+            arguments = shlex.split(text, comments=True)
+            if problems := problems_of([argument for argument in arguments if argument != "-m"]):
+                refused[text] = problems
     assert refused == {}
 
 
@@ -100,49 +100,59 @@ def test_the_documentation_has_every_row_about_cuda() -> None:
     assert [f"`python {command}`" in section for command in commands] == [True] * len(ROWS)
 
 
-def test_the_functions_and_packages_that_the_architecture_names_exist() -> None:
-    text = (ROOT / "docs/architecture.md").read_text("utf-8")
-    named = re.findall(r"`([\w/]+\.py): (\w+)`", text)
-    assert len(named) > 20
-    for file, name in named:
+@pytest.fixture(scope="module")
+def architecture() -> str:
+    return (ROOT / "docs" / "architecture.md").read_text("utf-8")
+
+
+def test_functions_that_the_architecture_names_exist(architecture: str) -> None:
+    references = re.findall(r"`([\w/]+\.py): (\w+)`", architecture)
+    assert len(references) > 20
+    for file, name in references:
         body = ast.parse((ROOT / file).read_text("utf-8")).body
-        found = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        assert name in found, f"{file}: {name}"
-    listed = set(re.findall(r"`moe_lab/(\w+)/`", text.split("## Packages")[1].split("\n## ")[0]))
-    assert listed == {path.parent.name for path in (ROOT / "moe_lab").glob("*/__init__.py")}
+        names = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        assert name in names, f"{file}: {name}"
 
 
-def test_imports_inside_the_analysis_are_no_deeper_than_the_architecture_says() -> None:
+def test_the_architecture_lists_all_packages(architecture: str) -> None:
+    section = architecture.split("## Packages")[1].split("\n## ")[0]
+    packages = {path.parent.name for path in (ROOT / "moe_lab").glob("*/__init__.py")}
+    assert set(re.findall(r"`moe_lab/(\w+)/`", section)) == packages
+
+
+def test_depth_of_imports_in_the_analysis_is_the_documented_one(architecture: str) -> None:
     graph = grimp.build_graph("analysis", exclude_type_checking_imports=True)
 
     @cache
     def depth(module: str) -> int:
-        return 1 + max(
-            (depth(other) for other in graph.find_modules_directly_imported_by(module)), default=0
-        )
+        imports = graph.find_modules_directly_imported_by(module)
+        return 1 + max((depth(imported_module) for imported_module in imports), default=0)
 
     deepest = max(graph.modules, key=depth)
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    stated = re.search(r"at most (\d+)\s+modules deep", text)
-    assert stated and depth(deepest) <= int(stated[1]), deepest
+    limit = re.search(r"at most (\d+)\s+modules deep", architecture)
+    assert limit and depth(deepest) <= int(limit[1]), deepest
 
 
-def test_the_lowest_versions_are_all_lower_bounds() -> None:
+def test_lowest_versions_are_the_lower_bounds_of_the_project() -> None:
     """`make elsewhere RUNS=lowest` would otherwise try newer ones, and pass."""
-    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lists = [about["project"]["dependencies"], *about["project"]["optional-dependencies"].values()]
-    rows = [
-        Requirement(row) for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows
-    ]
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = document["project"]
+    extras = project["optional-dependencies"].values()
+    lists = [project["dependencies"], *extras, document["dependency-groups"]["dev"]]
+    requirements = [Requirement(row) for rows in lists for row in rows]
     bounds = {
-        row.name: bound.version for row in rows for bound in row.specifier if bound.operator == ">="
+        requirement.name: bound.version
+        for requirement in requirements
+        for bound in requirement.specifier
+        if bound.operator == ">="
     }
     lowest = dict(line.split("==") for line in elsewhere.lowest(ROOT / "pyproject.toml"))
-    assert bounds.keys() == {row.name for row in rows} and lowest == bounds
+    assert bounds.keys() == {requirement.name for requirement in requirements}
+    assert lowest == bounds
 
 
 CODE = ROOT / "moe_lab"
-ONE_PLACE = Path("models/transformers_private.py")
+PRIVATE_MODULE = Path("models/transformers_private.py")
 SHIPPED = {Path("exported_code") / f"{name}.py" for name in ("deepseek_moe", "pruned", "ragged")}
 """Written beside the weights of exports, so they cannot import moe_lab; the exports' tests run
 them."""
@@ -188,37 +198,37 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
             )
 
 
-def private(tree: ast.AST) -> set[str]:
+def private_names(tree: ast.AST) -> set[str]:
     """Names that are not public: imported from transformers, or attributes (as text too) of its
     models."""
-    found = {
+    names = {
         f"{module}.{name}"
         for module, name in imported(tree)
         if module not in PUBLIC or name.startswith("_") or name not in (PUBLIC[module] or {name})
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Constant) and node.value in ATTRIBUTES:
-            found.add(node.value)
-    return found
+            names.add(node.value)
+    return names
 
 
-def test_no_other_module_uses_what_is_not_public() -> None:
-    used = {
-        file.relative_to(CODE): private(ast.parse(file.read_text()))
+def test_private_names_of_transformers_are_used_in_one_module() -> None:
+    names = {
+        file.relative_to(CODE): private_names(ast.parse(file.read_text()))
         for file in sorted(CODE.rglob("*.py"))
     }
-    assert len(used[ONE_PLACE]) > 10
-    assert {file for file, names in used.items() if names} == {ONE_PLACE, *SHIPPED}
+    assert len(names[PRIVATE_MODULE]) > 10
+    assert {file for file in names if names[file]} == {PRIVATE_MODULE, *SHIPPED}
 
 
-def test_versions_that_were_not_tested_are_refused_when_moe_lab_is_installed() -> None:
-    stated = re.findall(r'"(transformers\b[^"]*)"', (ROOT / "pyproject.toml").read_text())
-    allowed = [Requirement(text).specifier for text in stated]
+def test_transformers_versions_are_bounded_and_allow_the_tested_one() -> None:
+    requirements = re.findall(r'"(transformers\b[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    allowed = [Requirement(text).specifier for text in requirements]
     assert len(allowed) == 3 and len(set(allowed)) == 1
     assert {clause.operator for clause in allowed[0]} == {"<", ">="}
-    pinned = re.search(
-        r"^transformers==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE
-    )
-    assert pinned is not None and pinned[1] in allowed[0] and version("transformers") in allowed[0]
+    constraints = (ROOT / "constraints.txt").read_text()
+    pinned = re.search(r"^transformers==([\d.]+)", constraints, re.MULTILINE)
+    assert pinned is not None and pinned[1] in allowed[0]
+    assert version("transformers") in allowed[0]

@@ -149,13 +149,13 @@ def settings_page() -> str:
     return page
 
 
-def test_the_page_of_settings_is_up_to_date(settings_page: str) -> None:
+def test_settings_page_is_up_to_date(settings_page: str) -> None:
     assert (DOCS / "settings.md").read_text("utf-8") == settings_page, (
         "python docs/settings_page.py"
     )
 
 
-def test_the_page_of_settings_has_all_settings_once_basic_ones_first(settings_page: str) -> None:
+def test_settings_page_lists_all_settings_basic_ones_first(settings_page: str) -> None:
     rows = [line.split("`")[1] for line in settings_page.splitlines() if line.startswith("| `")]
     basic = [line.split("=")[0] for line in basic_lines().splitlines()]
     assert len(basic) > 30 and rows[: len(basic)] == basic
@@ -422,10 +422,10 @@ def test_a_list_on_the_command_line_replaces_an_axis() -> None:
     assert {cell.criterion.name for cell in grid_cells} == {"ean", "seer"}
 
 
-def test_settings_of_the_command_line_hold_for_every_choice_but_not_for_other_texts() -> None:
+def test_settings_of_the_command_line_hold_for_every_choice() -> None:
     settings = [("calibration.tokens", 1024), ("recovery.rows_per_step", 7)]
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
-    grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, words=settings)
+    grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, settings=settings)
     values = {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in grid_cells}
     assert values == {(1024, 7)} and len(grid_cells) == 2
     texts = grid_cells[0].texts

@@ -219,7 +219,7 @@ def test_a_call_where_no_function_fits_is_wrong(graded: Graded) -> None:
             assert error_of(question, first_example.answer)
 
 
-def test_calls_in_another_order_are_right_and_other_numbers_of_calls_wrong(graded: Graded) -> None:
+def test_order_of_calls_is_free_and_their_number_is_not(graded: Graded) -> None:
     for question, example in graded:
         if question.right:
             blocks = re.findall("<tool_call>.*?</tool_call>", example.answer)
@@ -332,7 +332,7 @@ def values_of(calls: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-def test_training_has_all_arguments_of_items_but_none_of_their_calls(
+def test_training_has_arguments_of_items_but_not_their_calls(
     training: list[Example], items: Items
 ) -> None:
     """Not even as the second of two calls."""

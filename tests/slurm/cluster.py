@@ -25,9 +25,14 @@ LONG = 500
 """Seconds after which a test gives up on a job; on a quiet machine it takes a fraction."""
 TWO = "ratio=0.25,0.5"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
-"""What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of
-both plans."""
-WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
+"""Kind -> number of steps of TWO without evaluations: the costs are those of the unpruned model and
+of both plans."""
+INSTANT_SETTINGS = [
+    "criterion=random",
+    "suite.benchmarks=[]",
+    "report=false",
+    "resources.every.memory=1",
+]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
 ClusterName=test
@@ -58,18 +63,18 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str | None:
-    """What keeps a cluster from being started here; None when nothing does."""
+    """The reason why no cluster can be started here; None: one can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"no {', '.join(missing)}: apt-get install munge slurm-wlm slurm-client"
     return None if os.geteuid() == 0 else "slurmd needs root"
 
 
-def until(what: Callable[[], object], seconds: float, why: str) -> None:
-    """Wait for `what` to become true. AssertionError with `why` when it does not in `seconds`."""
+def until(condition: Callable[[], object], seconds: float, message: str) -> None:
+    """Wait for a condition. AssertionError with a message when it is false for `seconds`."""
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, why
+    while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.05)
 
 
@@ -89,10 +94,13 @@ class Cluster:
         # of commands for this cluster
         self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
         with (
-            socket.create_server(("127.0.0.1", 0)) as one,
-            socket.create_server(("127.0.0.1", 0)) as other,
+            socket.create_server(("127.0.0.1", 0)) as controller,
+            socket.create_server(("127.0.0.1", 0)) as node,
         ):
-            ports = {"controller_port": one.getsockname()[1], "node_port": other.getsockname()[1]}
+            ports = {
+                "controller_port": controller.getsockname()[1],
+                "node_port": node.getsockname()[1],
+            }
         self.configuration.write_text(CONFIGURATION.format(host=self.host, folder=folder, **ports))
 
     def start(self) -> None:
@@ -105,13 +113,13 @@ class Cluster:
         self.launch("slurmd", "-D", "-N", self.host)
         until(self.is_idle, 30, f"the node did not come up: {self.ask('sinfo')}")
 
-    def launch(self, program: str, *words: str) -> None:
+    def launch(self, program: str, *arguments: str) -> None:
         """Start one daemon."""
-        with (self.folder / f"{program}.out").open("ab") as out:
+        with (self.folder / f"{program}.out").open("ab") as log:
             self.daemons[program] = subprocess.Popen(
-                [program, *words],
-                stdout=out,
-                stderr=out,
+                [program, *arguments],
+                stdout=log,
+                stderr=log,
                 stdin=subprocess.DEVNULL,
                 env=self.environment,
             )
@@ -129,14 +137,14 @@ class Cluster:
             self.end(program)
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm prints, errors included."""
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
-        return done.stdout + done.stderr
+        """The output of a command of Slurm, errors included."""
+        result = subprocess.run(command, capture_output=True, text=True, env=self.environment)
+        return result.stdout + result.stderr
 
     def job(self, job: str) -> Mapping[str, str]:
         """What scontrol says of a job, ended ones too."""
-        words = self.ask("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        entries = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
     def minutes(self, job: str) -> int:
         """How many whole minutes a job, of less than a day, has run since it was started or
@@ -177,7 +185,7 @@ def running(folder: Path) -> Iterator[Cluster]:
 
 
 def instant_environment(folder: Path) -> dict[str, str]:
-    """What makes steps take no time, and note what they do in a folder."""
+    """Environment in which steps take no time and write what they do into a folder."""
     path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(folder)}
 
@@ -190,15 +198,16 @@ class InstantStudies:
         self.store, self.folder = folder / "store", folder / "instant"
         self.folder.mkdir(parents=True)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Type a command that submits jobs."""
-        return self.type(*WORDS, "launcher=slurm", *words)
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command that submits jobs."""
+        return self.type(*INSTANT_SETTINGS, "launcher=slurm", *arguments)
 
-    def type(self, *words: str) -> subprocess.Popen[str]:
-        """Type any command, on the store of these studies unless it names one."""
-        store = [] if any(word.startswith("store=") for word in words) else [f"store={self.store}"]
+    def type(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start any command, on the store of these studies unless it names one."""
+        names_store = any(argument.startswith("store=") for argument in arguments)
+        store = [] if names_store else [f"store={self.store}"]
         return subprocess.Popen(
-            [sys.executable, "-m", "moe_lab", *words, *store],
+            [sys.executable, "-m", "moe_lab", *arguments, *store],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -206,11 +215,12 @@ class InstantStudies:
             env={**os.environ, **instant_environment(self.folder)},
         )
 
-    def submit(self, *words: str) -> dict[str, str]:
-        """The same, to its end; kind -> id of the array."""
-        printed, errors = (run := self.start(*words)).communicate(timeout=LONG)
+    def submit(self, *arguments: str) -> dict[str, str]:
+        """Run a command that submits jobs to its end; kind -> id of the array."""
+        run = self.start(*arguments)
+        output, errors = run.communicate(timeout=LONG)
         assert run.returncode == 0, errors
-        return jobs(printed)
+        return jobs(output)
 
     def hold(self, *kinds: str) -> None:
         """Stop steps of some kinds in their last part."""

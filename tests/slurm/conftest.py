@@ -16,18 +16,18 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"no Slurm cluster here: {reason}")
     with (
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
-        running(Path(folder) / "cluster") as own,
+        running(Path(folder) / "cluster") as test_cluster,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv("SLURM_CONF", str(own.configuration))
+        patch.setenv("SLURM_CONF", str(test_cluster.configuration))
         patch.setenv("XDG_CACHE_HOME", f"{folder}/cache")
-        yield own
+        yield test_cluster
 
 
 @pytest.fixture
 def instant(cluster: Cluster, tmp_path: Path) -> Iterator[InstantStudies]:
     """An empty store; afterwards nothing of it is in the queue and the node is idle, whatever
     became of the test."""
-    yield (own := InstantStudies(cluster, tmp_path))
+    yield (studies := InstantStudies(cluster, tmp_path))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
-    own.end()
+    studies.end()

@@ -40,10 +40,10 @@ PermitRootLogin yes
 """
 
 
-def run(*words: object) -> None:
+def run(*command: object) -> None:
     """Run a program that must succeed."""
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
-    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    result = subprocess.run([str(argument) for argument in command], capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
 
 
 @contextmanager
@@ -115,8 +115,8 @@ def mounts(request: pytest.FixtureRequest) -> Iterator[list[Path]]:
     ) as name:
         folder = Path(name)
         disk = {"gluster": gluster, "sshfs": sshfs}[request.param]
-        with disk(folder, [folder / "a", folder / "b"]) as both:
-            yield both
+        with disk(folder, [folder / "a", folder / "b"]) as pair:
+            yield pair
 
 
 ISOLATED = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -127,9 +127,9 @@ def start(mount: Path, work: Path, node: str = "") -> subprocess.Popen[str]:
     """Start the study on a node; without a name on this machine."""
     isolated = [*ISOLATED, "sh", "-c", 'hostname "$0" && exec "$@"', node] if node else []
     # Clients remember times of files for some seconds, so that a heartbeat may seem that old.
-    words = [*STUDY, "launcher.stale_minutes=0.5"]
+    settings = [*STUDY, "launcher.stale_minutes=0.5"]
     return subprocess.Popen(
-        [*isolated, *command(mount / "store", *words)],
+        [*isolated, *command(mount / "store", *settings)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -167,11 +167,11 @@ def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Pat
     """And a third command has nothing left to do."""
     begun = tmp_path / "begun"
     killed = start(mounts[0], tmp_path, "node-a")
-    other = start(mounts[1], tmp_path, "node-b")
+    surviving = start(mounts[1], tmp_path, "node-b")
     until(lambda: begun.exists() and len(begun.read_text().splitlines()) >= 3)
     killed.kill()
     exit_code(killed)
-    assert exit_code(other) == 0
+    assert exit_code(surviving) == 0
     steps = begun.read_text()
     assert exit_code(start(mounts[0], tmp_path, "node-a")) == 0
     assert begun.read_text() == steps

@@ -243,34 +243,51 @@ def test_the_record_of_jobs_has_all_cells(agnostic_store: Path) -> None:
     assert all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
-def test_a_pass_in_parts_gives_the_same_plan(
-    cluster: Cluster, tmp_path: Path, scenario: Scenario
-) -> None:
-    store = tmp_path / "store"
-    arguments = [*PASS, "calibration.parts=3"]
-    result = moe_lab(
-        store, *arguments, *SLURM, f"launcher.python={preloaded.python()}", "wait=true"
-    )
+PASS_IN_PARTS = [*PASS, "calibration.parts=3"]
+
+
+@pytest.fixture(scope="module")
+def parts_store(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
+    """A store in which jobs did a pass in parts; and the jobs of the pass, as they are printed."""
+    store = tmp_path_factory.mktemp("parts") / "store"
+    python = f"launcher.python={preloaded.python()}"
+    result = moe_lab(store, *PASS_IN_PARTS, *SLURM, python, "wait=true")
     assert result.returncode == 0, result.stderr
-    submitted = [
-        line.split(": ")[1] for line in result.stdout.splitlines() if " statistics: " in line
-    ]
-    assert submitted == ["3 jobs, 3 steps", "1 job, 1 step"]
-    passes = {
-        name: times
-        for name, times in executed_steps(store).items()
-        if name.startswith("statistics/")
-    }
-    assert len(passes) == 4 and set(passes.values()) == {1}
+    lines = [line for line in result.stdout.splitlines() if " statistics: " in line]
+    return store, [line.split(": ")[1] for line in lines]
+
+
+def passes(store: Path) -> dict[str, int]:
+    """Folder -> executions of the steps of the pass and of its parts."""
+    executions = executed_steps(store)
+    return {name: executions[name] for name in executions if name.startswith("statistics/")}
+
+
+def test_parts_of_a_pass_are_jobs(parts_store: tuple[Path, list[str]]) -> None:
+    store, jobs_of_pass = parts_store
+    assert jobs_of_pass == ["3 jobs, 3 steps", "1 job, 1 step"]
+    assert len(passes(store)) == 4 and set(passes(store).values()) == {1}
+
+
+def test_a_pass_in_parts_gives_the_same_plan(
+    parts_store: tuple[Path, list[str]], scenario: Scenario
+) -> None:
+    store, _ = parts_store
     [file] = store.glob("plan/*/plan.json")
     label = file.parent.name.rpartition("-")[0]
     [inline_file] = scenario("inline").glob(f"plan/{label}-????????????/plan.json")
     plan, inline_plan = (json.loads(path.read_text()) for path in (file, inline_file))
     assert plan["layers"] == inline_plan["layers"]
-    again = moe_lab(store, *arguments, "launcher=inline")  # one process finds what the jobs made
-    assert again.returncode == 0, again.stderr
-    executed = executed_steps(store)
-    assert executed == Counter({**executed, **passes})
+
+
+def test_one_process_finds_the_results_of_jobs(parts_store: tuple[Path, list[str]]) -> None:
+    store, _ = parts_store
+    passes_before = passes(store)
+    result = moe_lab(store, *PASS_IN_PARTS, "launcher=inline")
+    assert result.returncode == 0, result.stderr
+    assert passes(store) == passes_before
 
 
 def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""What clusters do to jobs and nodes, and what people do to jobs, with steps that take no time:
-nothing is lost."""
+"""Jobs that are cancelled, killed or requeued, and nodes that are lost, with steps that take no
+time: every step is computed once."""
 
 import os
 import random
 import signal
 
 import pytest
-from cluster import LONG, STEPS, TWO, WORDS, InstantStudies, until
+from cluster import INSTANT_SETTINGS, LONG, STEPS, TWO, InstantStudies, until
 from studies import study_output
 
 from moe_lab.results import read_record
@@ -14,11 +14,11 @@ from moe_lab.results import read_record
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_the_same_command_survives_what_clusters_do(
+def test_the_same_command_goes_on_after_failures_of_the_cluster(
     instant: InstantStudies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each blow the same command goes on; in the end every part of every step was done, and
-    none twice."""
+    """After each failure the same command goes on; in the end every part of every step was computed
+    once."""
     one_job_or_step_is_cancelled(instant)
     a_worker_is_killed_and_all_is_cancelled(instant)
     run = instant.start(TWO, "study=instant", "wait=true")
@@ -112,15 +112,15 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
 def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
     """It makes one study per job: the store keeps what they share single."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
-    own = [
+    settings = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
+    launcher = [
         "-m",
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.mem_gb=1",
         "hydra.launcher.timeout_min=5",
     ]
     instant.hold("model")
-    run = instant.type(*own, *WORDS, *words)
+    run = instant.type(*launcher, *INSTANT_SETTINGS, *settings)
     until(
         lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2,
         LONG,

@@ -188,7 +188,7 @@ def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def squeue_of_user_7(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A queue in which only user 7 has jobs."""
-    run_command = Mock(side_effect=lambda *words: SQUEUE if words[-1] == "--user=7" else "")
+    run_command = Mock(side_effect=lambda *command: SQUEUE if command[-1] == "--user=7" else "")
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", run_command)
     return run_command
 
@@ -226,9 +226,7 @@ def store_with_a_job(tmp_path: Path) -> Store:
     return store
 
 
-def test_jobs_of_a_store_are_known_by_each_of_its_paths_but_not_in_a_copy(
-    store_with_a_job: Store, tmp_path: Path
-) -> None:
+def test_jobs_of_a_store_are_unknown_in_its_copy(store_with_a_job: Store, tmp_path: Path) -> None:
     store = store_with_a_job
     (tmp_path / "link").symlink_to(store.root)
     shutil.copytree(store.root, tmp_path / "copy")
@@ -247,9 +245,9 @@ def test_jobs_of_a_renamed_mount_point_are_unknown(
     assert not runs(Store(tmp_path / "mount"), "s")[0].jobs
 
 
-def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
+def submitted(job: str, steps: str, dependencies: str = "", kind: str = "k") -> Submitted:
     return Submitted(
-        job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split())
+        job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(dependencies.split())
     )
 
 
@@ -349,7 +347,7 @@ def test_a_queued_pass_is_not_submitted_in_other_parts(
     assert queued_pass.arrays == [] and queued_pass.jobs == {pass_in_parts(2)[-1].id: "1"}
 
 
-def test_a_pass_that_is_queued_during_a_long_download_is_not_submitted(
+def test_a_pass_queued_during_a_download_is_not_submitted(
     queued_pass: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is read again after the download."""
@@ -764,7 +762,7 @@ def test_a_job_of_unknown_time_asks_for_the_longest_allowed(
     assert request["minutes"] == minutes
 
 
-def test_resources_of_a_model_precede_those_of_a_job_and_of_every_job() -> None:
+def test_resources_of_models_override_those_of_jobs() -> None:
     cluster = """
         every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
         jobs:

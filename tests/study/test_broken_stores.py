@@ -396,7 +396,7 @@ AIMER = [*SMALL, "criterion=aimer", "ratio=0.5"]
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Path:
+def done_store(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
     with pytest.MonkeyPatch.context() as patch:
@@ -414,29 +414,29 @@ def done(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest) ->
         (["moe_lab", *AIMER], 2),
     ],
 )
-def test_commands_on_a_read_only_store(done: Path, arguments: list[str], code: int) -> None:
+def test_commands_on_a_read_only_store(done_store: Path, arguments: list[str], code: int) -> None:
     python = [sys.executable, "-m"]
-    result = mounted(f"--bind {done}", done, *python, *arguments, f"store={done}")
+    result = mounted(f"--bind {done_store}", done_store, *python, *arguments, f"store={done_store}")
     assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
     if code == 2:
-        assert result.stderr.startswith(f"moe_lab: store={done} cannot be written")
+        assert result.stderr.startswith(f"moe_lab: store={done_store} cannot be written")
 
 
 @pytest.mark.root  # which may mount
-def test_the_analysis_reads_a_read_only_store(done: Path, tmp_path: Path) -> None:
+def test_the_analysis_reads_a_read_only_store(done_store: Path, tmp_path: Path) -> None:
     """Its output, which is not read here, breaks the pipe."""
-    command = quoted("-m", "analysis", "gaps", f"store={done}", f"out={tmp_path}")
+    command = quoted("-m", "analysis", "gaps", f"store={done_store}", f"out={tmp_path}")
     script = f"{command} | true"
-    result = mounted(f"--bind {done}", done, "bash", "-o", "pipefail", "-c", script)
+    result = mounted(f"--bind {done_store}", done_store, "bash", "-o", "pipefail", "-c", script)
     assert result.returncode == 141 and "Traceback" not in result.stderr, result.stderr
     assert list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.root  # which may mount
-def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
+def test_a_report_on_a_full_disk_is_one_sentence(done_store: Path, tmp_path: Path) -> None:
     settings = [*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"]
     commands = [
-        f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k",
+        f"cp -a {done_store}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k",
         f"truncate -s -40k {tmp_path}/rest",
         f"exec {quoted('-m', 'moe_lab')} {' '.join(settings)}",
     ]
@@ -529,8 +529,8 @@ def test_a_record_on_a_full_disk_is_one_sentence(
 @pytest.mark.parametrize(
     "arguments", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"]
 )
-def test_a_closed_pipe_gives_no_traceback(done: Path, arguments: str) -> None:
-    command = [sys.executable, "-m", *arguments.format(done).split()]
+def test_a_closed_pipe_gives_no_traceback(done_store: Path, arguments: str) -> None:
+    command = [sys.executable, "-m", *arguments.format(done_store).split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
     process.stdout.close()

@@ -97,9 +97,9 @@ def report(
 def test_an_experiment_runs_to_its_page(
     experiment: str, store: Path, conf: Path, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
-    words = ["--config-dir", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
-    done = preloaded.run(tmp_path, "moe_lab", *words, f"store={store}")
-    assert done.returncode == 0, done.stderr
+    arguments = ["--config-dir", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
+    result = preloaded.run(tmp_path, "moe_lab", *arguments, f"store={store}")
+    assert result.returncode == 0, result.stderr
     report(experiment)
 
 

@@ -169,11 +169,11 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
 def evaluation_id(benchmark: BenchmarkConfig, **arguments: Any) -> str:
     """The id of an evaluation of a model with such template arguments."""
     settings = [("model.template_arguments", arguments)]
-    grid = cells(None, {"calibration": ["pocket_code"]}, files=FILES, words=settings, **OLMOE)
+    grid = cells(None, {"calibration": ["pocket_code"]}, files=FILES, settings=settings, **OLMOE)
     return build(Config(), [(grid, [benchmark])]).cells[0].evaluate[benchmark.name].id
 
 
-def test_template_arguments_change_evaluations_with_a_chat_template() -> None:
+def test_template_arguments_change_chat_evaluations() -> None:
     (likelihoods,) = benchmarks(
         Config(suite=SuiteConfig(["pocket_gsm8k"])), ProtocolConfig(), FILES
     )
@@ -222,10 +222,13 @@ def test_a_new_harness_version_changes_only_its_steps(
             by_kind.setdefault(step.kind, set()).add(step.id)
         return by_kind
 
-    before = ids("0.4.13")
-    after = ids("0.4.14")
-    assert before.keys() == after.keys() and len(before) > 4
-    assert {kind for kind in before if before[kind] != after[kind]} == {"evaluate", "contamination"}
+    old_ids = ids("0.4.13")
+    new_ids = ids("0.4.14")
+    assert old_ids.keys() == new_ids.keys() and len(old_ids) > 4
+    assert {kind for kind in old_ids if old_ids[kind] != new_ids[kind]} == {
+        "evaluate",
+        "contamination",
+    }
 
 
 def test_figures_have_one_pass_for_every_gate_and_one_seed() -> None:
@@ -259,7 +262,7 @@ def plan_with_protection(allocation: str, protect: str | None) -> Step:
         "calibration": ["pocket_general"],
         "allocation": [allocation],
     }
-    grid = cells(None, lists, files=FILES, words=[("allocation.protect", protect)], **OLMOE)
+    grid = cells(None, lists, files=FILES, settings=[("allocation.protect", protect)], **OLMOE)
     (cell,) = (cell for cell in build(Config(), [(grid, [])]).cells if cell.plan)
     assert record.allocation_columns(cell.cell.allocation)["protect"] == protect
     assert cell.plan is not None
@@ -275,7 +278,7 @@ def test_protected_super_experts_need_statistics(allocation: str) -> None:
     assert protecting_plan.inputs.keys() - plan.inputs.keys() == {"statistics"}
 
 
-def test_layers_of_protected_experts_are_in_the_name_of_an_allocation() -> None:
+def test_protected_layers_are_in_the_name_of_an_allocation() -> None:
     allocation = AllocationConfig(protect="super", protect_layers=1.0)
     columns = record.allocation_columns(allocation)
     assert columns["protect"] == "super, protect_layers=1"

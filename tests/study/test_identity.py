@@ -310,7 +310,7 @@ def test_auto_on_a_machine_with_two_gpus(
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_ids_of_steps_that_run_the_model_depend_on_the_kind_of_device(kind: str) -> None:
+def test_ids_depend_on_the_kind_of_device(kind: str) -> None:
     """CPU or GPU; no id depends on the index of a GPU."""
     changes: dict[str, Any] = {}
     if kind == "finetune":

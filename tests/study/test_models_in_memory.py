@@ -22,17 +22,17 @@ OTHER = replace(MODEL, name="other", top_k=2)
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was made, in order. No weights are read, and no engine is started."""
-    made: list[str] = []
+    events: list[str] = []
 
     def note(name: str, result: Any) -> Any:
-        made.append(name)
+        events.append(name)
         return result
 
     monkeypatch.setattr(load, "load_model", lambda model: note(model.name, (model.name, "tokens")))
     monkeypatch.setattr(apply, "recovered", lambda network, plan, **_: note(network + plan, plan))
     monkeypatch.setattr(vllm.OpenEngine, "open", lambda *_: note("engine", "engine"))
-    monkeypatch.setattr(vllm.OpenEngine, "close", lambda _: made.append("end"))
-    return made
+    monkeypatch.setattr(vllm.OpenEngine, "close", lambda _: events.append("end"))
+    return events
 
 
 def test_a_model_and_its_copy_are_made_once_for_several_steps(calls: list[str]) -> None:
@@ -43,7 +43,7 @@ def test_a_model_and_its_copy_are_made_once_for_several_steps(calls: list[str]) 
     assert calls == ["m", "ma", "mb"]
 
 
-def test_another_model_takes_the_place_of_the_first_and_of_its_copy(calls: list[str]) -> None:
+def test_another_model_replaces_the_first_and_its_copy(calls: list[str]) -> None:
     models = Models()
     for model in (MODEL, OTHER, MODEL):
         models.loaded(model)

@@ -155,9 +155,9 @@ def test_a_step_reads_inputs_from_packs(store: Store, tmp_path: Path) -> None:
             assert not store.path(self.inputs["before"]).exists()
             assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
 
-    (before,) = publish(store, range(1))
+    (input_step,) = publish(store, range(1))
     schedule = Schedule(
-        [Reads(number=number, needed={"before": before}) for number in (1, 2)], {before.id}
+        [Reads(number=number, needed={"before": input_step}) for number in (1, 2)], {input_step.id}
     )
     work(schedule, store, lambda step, scratch: step.work(Files.of(step, store, scratch)))
     assert len(schedule.finished) == 3

@@ -194,13 +194,13 @@ def test_files_of_a_step_are_writable_by_the_group_of_the_store(
     worker_that(tmp_path, monkeypatch, f"os.mkdir({str(resume_files)!r})")
     resume_files.parent.mkdir()
     resume_files.parent.chmod(0o2775)
-    before = os.umask(0o077)
+    umask = os.umask(0o077)
     try:
         with InProcessExecutor(Store(resume_files.parent).create()) as execute:
             execute(chain()[1], tmp_path)
         assert resume_files.stat().st_mode & 0o020 and os.umask(0o077) == 0o077
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
 def test_a_worker_that_cannot_import_a_step_reports_it(

@@ -344,8 +344,10 @@ def cost_step(
     unpruned = Cost.of(unpruned_model(model), text)
     if criterion is None:
         return unpruned
-    whole = drops_whole_experts(cell_of(model, text, criterion=criterion))
-    pruned = Pruned(loaded_as(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole)
+    whole_experts = drops_whole_experts(cell_of(model, text, criterion=criterion))
+    pruned = Pruned(
+        loaded_as(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole_experts
+    )
     return Cost.of(pruned, text, unpruned)
 
 
@@ -357,9 +359,9 @@ def model(tmp_path: Path) -> ModelConfig:
 
 @pytest.fixture
 def text(tmp_path: Path) -> CalibrationConfig:
-    words = [f"w{(7 * number) % (tiny.VOCABULARY - 4) + 4}" for number in range(64)]
+    texts = [f"w{(7 * number) % (tiny.VOCABULARY - 4) + 4}" for number in range(64)]
     (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": word}) + "\n" for word in words)
+        "".join(json.dumps({"text": passage}) + "\n" for passage in texts)
     )
     return CalibrationConfig(
         name="t",
@@ -395,7 +397,7 @@ def channel_plan(network: Any, width: Callable[[int], int]) -> Plan:
     return Plan(plans)
 
 
-def test_whole_experts_and_even_channels_are_counted_without_the_model(
+def test_costs_of_even_plans_need_no_model(
     model: ModelConfig, text: CalibrationConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = tiny.build("deepseek_v2")
@@ -571,7 +573,7 @@ def test_contamination_counts_the_planted_items(
     assert counts["w"] == {"comparable": 10, "found": 3}
 
 
-def test_the_id_of_contamination_depends_on_the_tokens_and_not_on_batches(
+def test_contamination_id_depends_on_tokens_not_on_batches(
     stories: BenchmarkConfig, one_document: BenchmarkConfig, planted: CalibrationConfig
 ) -> None:
     step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})

@@ -381,7 +381,7 @@ def killed_run(store: Store) -> None:
 
 
 @pytest.mark.usefixtures("killed_run")
-def test_files_of_a_killed_run_are_removed_when_its_step_is_published(store: Store) -> None:
+def test_publishing_a_step_removes_files_of_a_killed_run(store: Store) -> None:
     assert not store.done(Example())
     publish(store, Example())
     names = {path.name for path in store.path(Example()).iterdir()}
@@ -581,7 +581,7 @@ def test_the_private_folder_of_another_user_is_refused(private_folder: Path) -> 
 
 
 @pytest.mark.root
-def test_a_private_folder_that_is_a_link_of_another_user_is_refused(
+def test_a_private_folder_behind_a_foreign_link_is_refused(
     private_folder: Path, of_the_group: Path
 ) -> None:
     folder = private_folder.parent

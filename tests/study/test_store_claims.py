@@ -111,13 +111,13 @@ def test_a_copied_claim_is_ignored(folder: Path, tmp_path: Path) -> None:
 def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
     """As sshfs does: the claim of a living process on this machine is no copy, one of an ended
     process is free."""
-    held = Claims(folder).take("x")
-    owner = read_sealed(held.path, {})
+    claim = Claims(folder).take("x")
+    owner = read_sealed(claim.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
-    held.path.write_text(sealed(json.dumps(other_mount)))
-    assert not Claims(folder).is_stale(held.path) and Claims(folder).active().keys() == {"x"}
-    held.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
-    assert Claims(folder).is_stale(held.path)
+    claim.path.write_text(sealed(json.dumps(other_mount)))
+    assert not Claims(folder).is_stale(claim.path) and Claims(folder).active().keys() == {"x"}
+    claim.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
+    assert Claims(folder).is_stale(claim.path)
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -184,8 +184,8 @@ def test_a_gap_between_claims_is_not_taken(folder: Path) -> None:
 
     def late(claim: Claim, claims: Claims, name: str, generation: int) -> None:
         if claims is taker and generation == 2:
-            for before in (1, 2):
-                claims.path("x", before).unlink()
+            for number in (1, 2):
+                claims.path("x", number).unlink()
             new.append(Claims(folder).take("x"))
         make(claim, claims, name, generation)
 
