@@ -33,11 +33,11 @@ class Command:
     its value."""
 
     module: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.module} {' '.join(self.words)}"
+        return f"{self.module} {' '.join(self.arguments)}"
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class Ended:
     """How a command line ended."""
 
     code: int
-    said: str
+    output: str
 
     def __str__(self) -> str:
-        lines = self.said.strip().splitlines() or ["nothing"]
+        lines = self.output.strip().splitlines() or ["nothing"]
         return f"exit code {self.code}: {lines[-1][:200] if self.has_trace else lines[0][:200]}"
 
     @property
     def has_trace(self) -> bool:
         """Python's, or what Hydra puts in front of one."""
         return any(
-            words in self.said
-            for words in ("Traceback (most recent call last)", "Error executing job")
+            mark in self.output
+            for mark in ("Traceback (most recent call last)", "Error executing job")
         )
 
     def refuses(self, names: Sequence[str]) -> bool:
         """Whether it ended as a mistake does, with a message that has one of `names`."""
-        return self.code == 2 and not self.has_trace and any(name in self.said for name in names)
+        return self.code == 2 and not self.has_trace and any(name in self.output for name in names)
 
 
 NEAREST = {
@@ -227,21 +227,21 @@ def every_command() -> list[Command]:
 
 
 def _listed() -> Iterator[Command]:
-    for words, says in NEAREST.values():
-        yield Command("moe_lab", tuple(words), (says,))
+    for arguments, message in NEAREST.values():
+        yield Command("moe_lab", tuple(arguments), (message,))
     for line in [
         *OTHERS.strip().splitlines(),
         *(f"moe_lab {line}" for line in LINES.strip().splitlines()),
     ]:
         command, name = line.split(" | ")
-        module, *rest = shlex.split(command)
-        yield Command(module, tuple(rest), (name,))
+        module, *arguments = shlex.split(command)
+        yield Command(module, tuple(arguments), (name,))
 
 
 def _fields() -> Iterator[Command]:
     for line in FIELDS.strip().splitlines():
-        left, values = line.split(" | ")
-        field, *besides = left.split()
+        field, values = line.split(" | ")
+        field, *besides = field.split()
         besides = SERVER if besides == ["SERVER"] else besides
         for value in shlex.split(values, posix=False):  # quotes are for Hydra
             yield Command("moe_lab", (*besides, f"{field}={value}"), _named(field, value))
@@ -265,31 +265,31 @@ def _groups() -> Iterator[Command]:
         yield Command("moe_lab", (f"{group}.nam=word",), (f"{group}.nam",))
 
 
-def arguments(command: Command, folder: Path) -> list[str]:
+def typed_arguments(command: Command, folder: Path) -> list[str]:
     """The words that are typed, in a folder with a store."""
-    words = [word.replace("STORE", str(folder / "store")) for word in command.words]
+    arguments = [argument.replace("STORE", str(folder / "store")) for argument in command.arguments]
     if command.module != "moe_lab":
-        return words
-    if not any(word.startswith("store=") for word in words):
-        words.append(f"store={folder / 'other'}")
-    return [*words, "dry_run=true"]
+        return arguments
+    if not any(argument.startswith("store=") for argument in arguments):
+        arguments.append(f"store={folder / 'other'}")
+    return [*arguments, "dry_run=true"]
 
 
 def ended(command: Command, folder: Path) -> Ended:
     """How the command ends: what `python -m MODULE` calls is called in this process."""
-    words = arguments(command, folder)
+    arguments = typed_arguments(command, folder)
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.redirect_stderr(printed),
-        mock.patch.object(sys, "argv", [command.module, *words]),
+        mock.patch.object(sys, "argv", [command.module, *arguments]),
     ):
         try:
             is_package = command.module in ("moe_lab", "moe_lab.study", "analysis")
             main = importlib.import_module(
                 f"{command.module}.__main__" if is_package else command.module
             ).main
-            code = main(words) if inspect.signature(main).parameters else main()
+            code = main(arguments) if inspect.signature(main).parameters else main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except Exception:  # noqa: BLE001 - a trace that a user would see

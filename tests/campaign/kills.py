@@ -56,7 +56,7 @@ class Scene:
     times that it gives files an hour slow. `locks`: what locks of files do."""
 
     share: float
-    words: Sequence[str]
+    settings: Sequence[str]
     instant: bool = False
     at_once: int = 1
     locks: str = ""
@@ -99,7 +99,7 @@ def killed(kills: int, seed: int) -> Killed:
     # a shell's background commands, and theirs, ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     draw = random.Random(seed)
-    found = Killed()
+    report = Killed()
     shares = {name: scene.share for name, scene in SCENES.items()}
     if why_not() is not None:
         shares["quick"] += shares.pop("slurm")
@@ -110,8 +110,8 @@ def killed(kills: int, seed: int) -> Killed:
                 with (
                     running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster
                 ):
-                    _kill_often(scenario, folder / scenario, cluster, count, draw, found)
-    return found
+                    _kill_often(scenario, folder / scenario, cluster, count, draw, report)
+    return report
 
 
 def _kill_often(
@@ -120,10 +120,10 @@ def _kill_often(
     cluster: Cluster | None,
     count: int,
     draw: random.Random,
-    found: Killed,
+    report: Killed,
 ) -> None:
     """Studies that are killed up to SERIES times each, until there were so many kills."""
-    reference = Study(scenario, folder / "undisturbed", cluster, draw, found)
+    reference = Study(scenario, folder / "undisturbed", cluster, draw, report)
     start = time.monotonic()
     codes = [run.wait(2 * PATIENCE) for run in reference.start()]
     if any(codes):
@@ -132,10 +132,10 @@ def _kill_often(
     usual = time.monotonic() - start
     reference.check_once(Counter())
     number = 0
-    while (left := count - found.of(scenario)) > 0:
-        study = Study(scenario, folder / f"study{number}", cluster, draw, found)
+    while (remaining := count - report.of(scenario)) > 0:
+        study = Study(scenario, folder / f"study{number}", cluster, draw, report)
         number += 1
-        for _ in range(min(SERIES, left)):
+        for _ in range(min(SERIES, remaining)):
             if study.kill(usual, reference):
                 break
         study.end(reference)
@@ -147,18 +147,18 @@ class Study:
     folder."""
 
     scenario: str
-    place: Path
+    root: Path
     cluster: Cluster | None
     draw: random.Random
-    found: Killed
+    report: Killed
     history: list[str] = field(default_factory=list)
     published: dict[str, int] = field(default_factory=dict)
     """Steps that were finished at some time: folder -> its inode, or PACKED."""
 
     def __post_init__(self) -> None:
         for folder in ("temporary", "instant"):
-            (self.place / folder).mkdir(parents=True)
-        self.store = self.place / "store"
+            (self.root / folder).mkdir(parents=True)
+        self.store = self.root / "store"
 
     def start(self) -> list[subprocess.Popen[str]]:
         """Type the commands. Temporary files go where they are counted; instant steps note there
@@ -166,26 +166,26 @@ class Study:
         scene = SCENES[self.scenario]
         environment = dict(self.cluster.environment if self.cluster else os.environ)
         environment |= {
-            "TMPDIR": str(self.place / "temporary"),
+            "TMPDIR": str(self.root / "temporary"),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        environment |= {**locks(scene.locks, self.place), "INSTANT_STORE": str(self.store)}
+        environment |= {**locks(scene.locks, self.root), "INSTANT_STORE": str(self.store)}
         if scene.instant:
             environment |= {
-                **instant_environment(self.place / "instant"),
+                **instant_environment(self.root / "instant"),
                 "INSTANT_PAUSE": "0.05",
                 "INSTANT_MANY": "9",
             }
-        with (self.place / "printed").open("a") as printed:
+        with (self.root / "printed").open("a") as printed:
             return [
                 subprocess.Popen(
-                    command(self.store, *scene.words),
+                    command(self.store, *scene.settings),
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,
                     text=True,
-                    cwd=self.place,
+                    cwd=self.root,
                     env={**environment, "INSTANT_CLOCK": str(3600 * number)},
                     start_new_session=True,
                 )
@@ -204,30 +204,30 @@ class Study:
 
     def printed(self) -> str:
         """The end of what was printed."""
-        return (self.place / "printed").read_text()[-1500:]
+        return (self.root / "printed").read_text()[-1500:]
 
     def begun(self) -> Counter[str]:
         """Steps that were given to a process, and how often."""
-        notes = self.place / "instant" / "begun"
+        notes = self.root / "instant" / "begun"
         if notes.exists():
             return Counter(line.split()[0] for line in notes.read_text().splitlines())
         return executed_steps(self.store)
 
     def running(self) -> list[psutil.Process]:
         """Python processes that were started for it, the command and its jobs included."""
-        found = []
-        mark = str(self.place / "temporary")
+        processes = []
+        mark = str(self.root / "temporary")
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if (
                     process.status() != psutil.STATUS_ZOMBIE
                     and process.environ().get("TMPDIR") == mark
                 ):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def problem(self, kind: str, sentence: str) -> None:
-        self.found.problems.append(
+        self.report.problems.append(
             f"{kind}: {self.scenario} [{'; '.join(self.history)}]: {sentence}"
         )
 
@@ -238,7 +238,7 @@ class Study:
         Of several commands one is killed.
         """
         begun = self.begun()
-        before = set(self.published)
+        finished = set(self.published)
         runs = self.start()
         run = self.draw.choice(runs)
         victim = self.draw.choice(SCENES[self.scenario].victims)
@@ -251,14 +251,15 @@ class Study:
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
-            self.send(run, victim, number, {each.pid for each in runs}, reference)
+            self.send(run, victim, number, {process.pid for process in runs}, reference)
             self.history.append(f"{victim} {number.name} after {moment:.2f} s")
         codes = [
-            self.wait(each, stopped=each is run and victim in ("parent", "group")) for each in runs
+            self.wait(process, stopped=process is run and victim in ("parent", "group"))
+            for process in runs
         ]
-        (self.place / "instant" / "fault").unlink(missing_ok=True)
+        (self.root / "instant" / "fault").unlink(missing_ok=True)
         self.check_orphans(victim)
-        self.check_finished(begun, before)
+        self.check_finished(begun, finished)
         return not any(codes)
 
     def send(
@@ -274,14 +275,14 @@ class Study:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
             if victim in FAULTS:
-                (self.place / "instant" / "fault").write_text(str(getattr(errno, victim)))
+                (self.root / "instant" / "fault").write_text(str(getattr(errno, victim)))
             elif victim == "copy":
                 copy = Study(
                     self.scenario,
-                    self.place / f"copy{self.found.kills.total()}",
+                    self.root / f"copy{self.report.kills.total()}",
                     None,
                     self.draw,
-                    self.found,
+                    self.report,
                 )
                 copies = (
                     ["rsync", "-a", f"{self.store}/"]
@@ -298,7 +299,7 @@ class Study:
                 os.killpg(os.getpgid(self.draw.choice(workers).pid), number)
             else:
                 (os.killpg if victim == "group" else os.kill)(run.pid, number)
-            self.found.kills[f"{self.scenario} {victim} {number.name}"] += 1
+            self.report.kills[f"{self.scenario} {victim} {number.name}"] += 1
 
     def wait(self, run: subprocess.Popen[str], *, stopped: bool) -> int:
         """Its exit code. One that was stopped must end soon; one whose worker was, goes on with the
@@ -314,33 +315,33 @@ class Study:
         """Nothing that the command started is left; jobs of a cluster may go on, which is what they
         are for."""
         deadline = time.monotonic() + GRACE
-        while self.cluster is None and (left := self.running()):
+        while self.cluster is None and (orphans := self.running()):
             if time.monotonic() > deadline:
                 self.problem(
-                    "orphan", f"{victim}: {[' '.join(process.cmdline()) for process in left]}"
+                    "orphan", f"{victim}: {[' '.join(process.cmdline()) for process in orphans]}"
                 )
-                for process in left:
+                for process in orphans:
                     process.kill()
                 break
             time.sleep(0.05)
         _reap()
 
-    def check_finished(self, begun: Counter[str], before: set[str]) -> None:
+    def check_finished(self, begun: Counter[str], finished: set[str]) -> None:
         """What was finished before the run was neither given to a process again nor replaced, and
         is still there."""
-        again = {step for step in before if self.begun()[step] > begun[step]}
+        repeated = {step for step in finished if self.begun()[step] > begun[step]}
         folders = [file.parent for file in self.store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(self.store)): folder.stat().st_ino for folder in folders}
         packs = Store(self.store).packs
         packs.refresh()
         now = dict.fromkeys(packs.steps().values(), PACKED) | now
-        again |= {
+        repeated |= {
             step
             for step, inode in self.published.items()
             if now.get(step) not in (None, PACKED, inode)
         }
-        if again:
-            self.problem("computed twice", ", ".join(sorted(again)))
+        if repeated:
+            self.problem("computed twice", ", ".join(sorted(repeated)))
         if lost := set(self.published) - set(now):
             self.problem("lost", ", ".join(sorted(lost)))
         self.published |= now
@@ -355,20 +356,20 @@ class Study:
         """Run the command to its end and compare with a study that nobody killed."""
         self.settle()
         begun = self.begun()
-        before = set(self.published)
+        finished = set(self.published)
         codes = [self.wait(run, stopped=False) for run in self.start()]
         if any(codes):
             self.problem("exit code", f"in the end it is {codes}: {self.printed()}")
         self.settle()
         self.check_orphans("end")
-        self.check_finished(begun, before)
+        self.check_finished(begun, finished)
         self.check_once(begun)
         expected = results(reference.store)
-        found = results(self.store)
-        if lost := set(expected) - set(found):
+        contents = results(self.store)
+        if lost := set(expected) - set(contents):
             self.problem("lost", ", ".join(sorted(lost)))
-        if other := [name for name in found if found[name] != expected.get(name)]:
-            self.problem("other result", ", ".join(other))
+        if differing := [name for name in contents if contents[name] != expected.get(name)]:
+            self.problem("other result", ", ".join(differing))
         store = Store(self.store)
         if damaged := {
             step: what for step in self.published if (what := store.damage(step, hash_all=True))
@@ -377,9 +378,9 @@ class Study:
         if not lost and _record(self.store) != _record(reference.store):
             self.problem("other result", "the record of the study")
         # torch's cache
-        self.check_folders({path.name for path in (reference.place / "temporary").iterdir()})
+        self.check_folders({path.name for path in (reference.root / "temporary").iterdir()})
         for trace in (
-            (self.place / "printed").read_text().split("Traceback (most recent call last)")[1:]
+            (self.root / "printed").read_text().split("Traceback (most recent call last)")[1:]
         ):
             # One that is interrupted before it has come to our code is Python's own.
             if "\nKeyboardInterrupt" not in trace or "end_with" in trace:
@@ -389,19 +390,19 @@ class Study:
         """No temporary file but the usual ones is left, nor what only unfinished or failed steps
         leave, or packing."""
         (packs := Store(self.store).packs).clear()
-        left = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
-        left = [
-            path for path in left if not path.name.startswith((".made_from", ".submission_file_"))
+        files = [path for path in self.store.rglob(".*") if path.name[1:13] not in packs]
+        files = [
+            path for path in files if not path.name.startswith((".made_from", ".submission_file_"))
         ]
-        left += [
+        files += [
             path
             for name in ("partial", "failed", "damaged", "claims")
             for path in (self.store / name).glob("*")
         ]
-        left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]
-        if left:
+        files += [path for path in (self.root / "temporary").iterdir() if path.name not in usual]
+        if files:
             self.problem(
-                "left behind", ", ".join(str(path.relative_to(self.place)) for path in left)
+                "left behind", ", ".join(str(path.relative_to(self.root)) for path in files)
             )
 
 

@@ -256,9 +256,9 @@ def wrong() -> list[str]:
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         tiny.save("olmoe", original := Path(name) / "original", shard="100KB")
         for number, row in enumerate(BROKEN):
-            (place := Path(name) / str(number)).mkdir()
-            ended = _ended(row, original, place / "model")
+            (folder_of_case := Path(name) / str(number)).mkdir()
+            ended = _ended(row, original, folder_of_case / "model")
             if not ended.refuses(row.names):
                 sentences.append(f"{row.name}: {ended}")
-            shutil.rmtree(place)
+            shutil.rmtree(folder_of_case)
     return sentences

@@ -439,7 +439,7 @@ def wrong(programs: Sequence[Program]) -> list[str]:
         folder = Path(name)
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
-        before = _left(mark, folder)
+        traces_before = _left(mark, folder)
         texts = {}
         rows = []
         for row in programs:
@@ -465,21 +465,21 @@ def wrong(programs: Sequence[Program]) -> list[str]:
             mock.patch.object(evalplus, "_COMPARING", (1.0, 1 << 30)),
         ):
             grader = Grader()
-            found = [verdict.plus for verdict in grader.grade(request).values()]
+            verdicts = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()
         seconds = time.monotonic() - start
-        problems = [*(_left(mark, folder) - before), *heard()]
+        problems = [*(_left(mark, folder) - traces_before), *heard()]
     if seconds > (limit := 30 + len(programs) * LONGEST / 2):
         problems.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
-    for row, verdict, right, other in zip(
-        programs, found[::3], found[1::3], found[2::3], strict=True
+    for row, verdict, right, wrong_verdict in zip(
+        programs, verdicts[::3], verdicts[1::3], verdicts[2::3], strict=True
     ):
         if verdict not in row.verdict.split():
             problems.append(f"{row.name}: its verdict is {verdict}")
-        if (right, other) != ("pass", "fail"):
+        if (right, wrong_verdict) != ("pass", "fail"):
             problems.append(
                 f"{row.name}: the right and the wrong program after it are said to {right} and "
-                f"{other}"
+                f"{wrong_verdict}"
             )
     return problems
 

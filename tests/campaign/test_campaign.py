@@ -46,7 +46,7 @@ def test_kills_lose_nothing() -> None:
     """On the cluster too, where there is one, and of two commands at the same time; if long, of
     real steps too."""
     wanted = 10 * LENGTH if LENGTH > 1 else 6
-    found = kills.killed(wanted, SEED)
-    print(*(f"{count:4} {name}" for name, count in sorted(found.kills.items())), sep="\n")
-    print(*found.problems, sep="\n")  # in full
-    assert not found.problems and found.kills.total() >= wanted - 1
+    report = kills.killed(wanted, SEED)
+    print(*(f"{count:4} {name}" for name, count in sorted(report.kills.items())), sep="\n")
+    print(*report.problems, sep="\n")  # in full
+    assert not report.problems and report.kills.total() >= wanted - 1

@@ -108,9 +108,7 @@ EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
         (DISTINCT, 0.25, {"allocation": "layerwise"}, ()),
     ],
 )
-def test_rounded_ratio_is_warned_of(
-    values: Any, ratio: float, settings: Any, numbers: Any
-) -> None:
+def test_rounded_ratio_is_warned_of(values: Any, ratio: float, settings: Any, numbers: Any) -> None:
     plan, messages = warned(values, ratio, **settings)
     assert [re.findall(r"\d[\d.]*\b", message) for message in messages] == (
         [list(numbers)] if numbers else []

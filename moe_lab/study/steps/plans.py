@@ -69,7 +69,7 @@ def removed_share(cell: Cell) -> float:
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
         return cell.ratio
     (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
-    return 1 - limit.even(cell.ratio) / limit.count
+    return 1 - limit.retained_at(cell.ratio) / limit.count
 
 
 def check_engine(cell: Cell) -> None:
