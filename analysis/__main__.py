@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
-from moe_lab.paths import is_of_group, shortened, store_folder
+from moe_lab.paths import is_of_group, shorten, store_folder
 
 if TYPE_CHECKING:
     from analysis.render.table import Table
@@ -203,7 +203,7 @@ def _run(request: argparse.Namespace) -> int:
     from analysis.report import Publisher
 
     study = load(request.store, request.study or studies(request.store)[0])
-    out = request.out or request.store / "reports" / shortened(study.name)
+    out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
         os.umask(0o002)  # whoever runs the study next writes the report anew
     publisher = Publisher(Results(study), out, request.format)

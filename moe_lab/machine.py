@@ -120,7 +120,7 @@ def _group_limits(controller: str, file_in_2: str, file_in_1: str) -> Iterator[s
 
 
 @cache
-def installed(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """The version of `package`, None if it is not installed. Cached, because reading metadata takes
     milliseconds."""
     try:
@@ -155,7 +155,7 @@ def interpreter(module: str, path: str | None, user: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def installed_in(python: str, package: str) -> str | None:
+def package_version_in(python: str, package: str) -> str | None:
     """The version of `package` in the interpreter `python`; None without the package or the
     interpreter."""
     program = f"from importlib.metadata import version; print(version({package!r}))"

@@ -33,7 +33,7 @@ def resolve(path: str) -> str:
     """
     if not path.startswith(PREFIX):
         return path
-    names = shipped()
+    names = shipped_paths()
     name = path.removeprefix(PREFIX)
     if name not in names:
         folder = name.split("/")[0]
@@ -44,13 +44,13 @@ def resolve(path: str) -> str:
     return str(names[name])
 
 
-def local(path: str) -> Path:
+def local_path(path: str) -> Path:
     """Path of a file or folder on this machine, whether it exists or not; see `resolve`."""
     return Path(resolve(path)).expanduser()
 
 
 @lru_cache
-def shipped() -> Mapping[str, Path]:
+def shipped_paths() -> Mapping[str, Path]:
     """Name -> path of everything that ships: model folders, and the files of data folders as
     folder/file."""
     paths: dict[str, Path] = {}
@@ -68,21 +68,21 @@ def shipped() -> Mapping[str, Path]:
     return paths
 
 
-def cache(name: str) -> Path:
+def cache_folder(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab."""
-    return caches() / "moe_lab" / name
+    return user_cache() / "moe_lab" / name
 
 
-def private(name: str) -> Path:
+def private_cache(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab, for files that are executed: no other user
     may enter or replace the folder. Raises UserError when it, or the folder around it, belongs to
     somebody else, and without a home folder."""
-    if caches().name == f"moe_lab-{os.getuid()}":
+    if user_cache().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
         )
-    _make_private(cache(name).parent, 0o755)
-    return _make_private(cache(name), 0o700)
+    _make_private(cache_folder(name).parent, 0o755)
+    return _make_private(cache_folder(name), 0o700)
 
 
 def _make_private(folder: Path, mode: int) -> Path:
@@ -98,7 +98,7 @@ def _make_private(folder: Path, mode: int) -> Path:
     return folder
 
 
-def caches() -> Path:
+def user_cache() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among
     temporary files where the home folder cannot be written. Raises UserError when that folder
     belongs to somebody else."""
@@ -163,7 +163,7 @@ def check_name(field: str, name: str) -> None:
         raise UserError(f"{field}={name}: {error}") from None
 
 
-def shortened(name: str, longest: int = LONGEST_NAME) -> str:
+def shorten(name: str, longest: int = LONGEST_NAME) -> str:
     """`name` in at most `longest` bytes: a longer name is cut, and ends in a digest of the whole
     name."""
     encoded = name.encode()

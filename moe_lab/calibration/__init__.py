@@ -26,7 +26,7 @@ from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
-from moe_lab.paths import local
+from moe_lab.paths import local_path
 
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
@@ -51,10 +51,10 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                 config_json.check_chat_template(
                     model, user, bool(document.arguments.get("tools")), alternatives
                 )
-                if (local(model.path) / "tokenizer.json").is_file():
+                if (local_path(model.path) / "tokenizer.json").is_file():
                     from moe_lab.models.load import load_tokenizer
 
-                    tokenizer = load_tokenizer(local(model.path), model)
+                    tokenizer = load_tokenizer(local_path(model.path), model)
                     # raises UserError for content that the template leaves out
                     document_text(document, tokenizer, part.special_tokens)
 
@@ -66,11 +66,11 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     documents = [document for _, part in sets for document in first_record(part)]
     tokenizer = None
     if any(unread_texts(document, None) for document in documents):
-        if not (local(model.path) / "tokenizer.json").is_file():
+        if not (local_path(model.path) / "tokenizer.json").is_file():
             return []
         from moe_lab.models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(local(model.path), model)
+        tokenizer = load_tokenizer(local_path(model.path), model)
     return sorted({key for document in documents for key in unread_texts(document, tokenizer)})
 
 
@@ -79,7 +79,7 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
     calibration.tokens. Its tokens are counted until they are enough, by the tokenizer.json of a
     model in a local folder. Other sources are checked only when they are read."""
     file = None if settings.sources else locate(settings.path)
-    tokenizer_file = local(model.path) / "tokenizer.json"
+    tokenizer_file = local_path(model.path) / "tokenizer.json"
     # a token of more than 6 bytes is rare, so a larger file is long enough
     if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
         return

@@ -18,7 +18,7 @@ from typing import Any
 from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
-from moe_lab.paths import local
+from moe_lab.paths import local_path
 
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -88,7 +88,7 @@ def locate(path: str) -> Path | None:
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
-    file = local(path)
+    file = local_path(path)
     if file.is_dir():
         raise UserError(
             f"calibration.path={path} is a folder: expected a file such as {file.name}/train.jsonl"

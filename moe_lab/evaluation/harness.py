@@ -21,8 +21,8 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.items import Answer, Item
-from moe_lab.machine import installed
-from moe_lab.paths import PREFIX, local
+from moe_lab.machine import package_version
+from moe_lab.paths import PREFIX, local_path
 from moe_lab.results import Result, Sample, Scale
 
 
@@ -103,11 +103,11 @@ class Harness(ABC):
     def version(self, benchmark: BenchmarkConfig) -> str | None:
         """The version of the package that asks and grades; None for moe_lab itself, or if it is not
         installed."""
-        return installed(self.package) if self.package else None
+        return package_version(self.package) if self.package else None
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
         """Paths of the data files of a benchmark without a mirror; the last file has the items."""
-        return [local(benchmark.task).absolute()]
+        return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
         """As `paths`, for files that exist. UserError for a missing one, and without
@@ -240,7 +240,7 @@ class Harness(ABC):
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """A sentence for each package, mirror, permission, judge or sandbox that is missing on this
         machine."""
-        if self.package and installed(self.package) is None:
+        if self.package and package_version(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "
                 f"{self.package}"

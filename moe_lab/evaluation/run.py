@@ -14,7 +14,7 @@ from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import Harness, check_count, harness_of
 from moe_lab.evaluation.items import Answer, replace_surrogates
 from moe_lab.json_files import ResultCache, write_text
-from moe_lab.machine import installed
+from moe_lab.machine import package_version
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
@@ -94,7 +94,7 @@ def _grade(
         schema=SCHEMA,
         results=graded.results,
         protocol=protocol,
-        versions={name: installed(name) or "" for name in packages if name},
+        versions={name: package_version(name) or "" for name in packages if name},
     )
     write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
     return graded.results

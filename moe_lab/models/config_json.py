@@ -15,7 +15,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
 from moe_lab.models.files import hub_config, in_cache, is_weights, stated_files
-from moe_lab.paths import local
+from moe_lab.paths import local_path
 
 LAYERS_FIELD = "pruned"
 """Field of config.json of an export whose layers differ: their shapes."""
@@ -42,7 +42,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 def config_of(settings: ModelConfig) -> dict[str, Any]:
     """config.json of a model, from its folder or the hub; empty where it cannot be had."""
-    file = local(settings.path) / "config.json"
+    file = local_path(settings.path) / "config.json"
     return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
 
 
@@ -126,7 +126,7 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
     """Raise UserError when a model on this machine has no chat template, or none that knows
     `tools`. `user` is what needs them, and `other` what to expect beside an instruction-tuned
     model."""
-    folder = local(settings.path)
+    folder = local_path(settings.path)
     if not folder.is_dir():
         return
     file = folder / "chat_template.jinja"
@@ -279,7 +279,7 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
     """Numbers by their names in model.expected, from config.json and the files' headers, and
     `bytes` of a parameter; of a model that is not downloaded, from what the hub says of its
     files."""
-    folder = local(path) if local(path).is_dir() else in_cache(path, revision)
+    folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
     numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)

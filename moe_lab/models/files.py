@@ -20,7 +20,7 @@ from moe_lab.config.base import identity_fields
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
 from moe_lab.models.families import UNSUPPORTED
-from moe_lab.paths import cache, local
+from moe_lab.paths import cache_folder, local_path
 
 UNRESOLVED = "hub"
 """Key of the identity of a model or a text on the hub whose files are not known."""
@@ -47,7 +47,7 @@ def sha256_of(file: Path) -> str:
     if status.st_size < REMEMBERED_FROM:
         return _read(real)
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    note = cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    note = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         known: dict[str, Any] = json_files.read_sealed(note, SHAPE)
         if known.items() >= state.items():
@@ -167,7 +167,7 @@ def check(settings: ModelConfig) -> None:
     """Check everything about a model that needs neither torch nor network: of a folder its
     config.json, safetensors files and family, of a hub id the form of the name. UserError for what
     is wrong."""
-    folder = local(settings.path)
+    folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
             raise UserError(
@@ -219,7 +219,7 @@ def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check`
     does."""
     check(settings)
-    path = local(settings.path)
+    path = local_path(settings.path)
     if not path.is_dir():
         path = _download(settings, ["*.safetensors"])
         _check_folder(path, settings)
@@ -229,7 +229,7 @@ def local_folder(settings: ModelConfig) -> Path:
 def configuration_folder(settings: ModelConfig) -> Path | None:
     """The folder of a model, with at least its configuration and tokenizer, which are downloaded;
     None when the hub cannot be reached or has no such model."""
-    path = local(settings.path)
+    path = local_path(settings.path)
     if path.is_dir():
         return path
     check(settings)
@@ -254,7 +254,7 @@ def files_of(folder: Path) -> list[Path]:
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and
     weights. UserError when it is no folder."""
-    folder = local(str(path))
+    folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
             f"model.path={path} is no folder: expected a folder to take the fingerprint of"
@@ -283,7 +283,7 @@ def is_weights(file: str) -> bool:
 def fingerprint_of(settings: ModelConfig) -> str | None:
     """The fingerprint of a model that may be on the hub; None when it is not in the cache and the
     hub cannot be asked for the sha256 of its weights."""
-    folder = local(settings.path)
+    folder = local_path(settings.path)
     return (
         fingerprint(folder)
         if folder.is_dir()

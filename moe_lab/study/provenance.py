@@ -23,7 +23,7 @@ from typing import Any
 import moe_lab
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.json_files import Damaged, digest, read_json
-from moe_lab.machine import installed, processor
+from moe_lab.machine import package_version, processor
 
 NOTED = "code_state.json"
 """File in a copy of the package for Slurm jobs with the `code_state` of the original."""
@@ -85,7 +85,7 @@ def provenance(start: float) -> dict[str, Any]:
     return {
         "code": code_state(),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "processor": processor(),

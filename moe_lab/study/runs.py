@@ -6,7 +6,7 @@ record.json   the results (`moe_lab/study/record.py`)
 ended.json    of a run with jobs: report and tracker are complete as well
 
 The command and its jobs hold claims, run-RUN-SUFFIX, while they work. What jobs execute is not in
-the store, which others may write, but in the cache of who submitted them (`paths.private`):
+the store, which others may write, but in the cache of who submitted them (`paths.private_cache`):
 jobs/RUN, and copies of the code in jobs/code.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Number
-from moe_lab.paths import cache
+from moe_lab.paths import cache_folder
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
@@ -98,7 +98,7 @@ class Run:
     @property
     def logs(self) -> Path:
         """Folder in which submitit keeps the input and the output of jobs of this user."""
-        return cache("jobs") / self.folder.name
+        return cache_folder("jobs") / self.folder.name
 
     @property
     def plan(self) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from moe_lab.config.base import identity
 from moe_lab.json_files import digest
-from moe_lab.paths import shortened
+from moe_lab.paths import shorten
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
@@ -150,7 +150,7 @@ class Step(StepFields):
     @property
     def folder(self) -> str:
         """Path inside the store: kind, readable label, and enough of the id to be unique."""
-        return f"{self.kind}/{shortened(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
+        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
 
     def document(self) -> dict[str, Any]:
         """The identity in full, as stored beside the result for readers."""

@@ -37,13 +37,13 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel, serving
 from moe_lab.evaluation.judge import verdicts
 from moe_lab.models.load import load_model
-from moe_lab.paths import DATA, shipped
+from moe_lab.paths import DATA, shipped_paths
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model"),
+    pytest.mark.skipif("olmoe" not in shipped_paths(), reason="no shipped model"),
 ]
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")

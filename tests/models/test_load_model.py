@@ -31,7 +31,7 @@ from moe_lab.models.facts import facts
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.paths import caches, private, resolve, shipped
+from moe_lab.paths import private_cache, resolve, shipped_paths, user_cache
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -422,7 +422,7 @@ def test_a_hub_is_asked_once_and_not_waited_for_and_may_be_unreachable(
 def test_shipped_models_and_files_are_found_and_other_paths_stay() -> None:
     assert (Path(resolve("pocket:olmoe")) / "config.json").is_file()
     assert Path(resolve("pocket:calibration/general.jsonl")).is_file()
-    assert all(path.exists() for path in shipped().values())
+    assert all(path.exists() for path in shipped_paths().values())
     for path in ("allenai/OLMoE-1B-7B-0924", "/some/folder", "model"):
         assert resolve(path) == path
     for path, nearest in (
@@ -442,15 +442,15 @@ def test_caches_are_temporary_where_home_cannot_be_written(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert caches() == tmp_path / "home" / ".cache"
+    assert user_cache() == tmp_path / "home" / ".cache"
     # root may write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    folder = caches()
+    folder = user_cache()
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):  # nodes would not see it
-        private("jobs")
+        private_cache("jobs")
     somebody = os.getuid() + 1
     folder.rename(tmp_path / f"moe_lab-{somebody}")
     monkeypatch.setattr(os, "getuid", lambda: somebody)
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
-        caches()
+        user_cache()

@@ -30,7 +30,7 @@ from moe_lab.evaluation.engines import Engine, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import serving
 from moe_lab.models.discover import moe_layers
-from moe_lab.paths import caches
+from moe_lab.paths import user_cache
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -129,7 +129,7 @@ def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
-        env={**os.environ, "XDG_CACHE_HOME": str(caches()), **IN_PROCESS, **environment},
+        env={**os.environ, "XDG_CACHE_HOME": str(user_cache()), **IN_PROCESS, **environment},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]

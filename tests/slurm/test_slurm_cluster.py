@@ -18,7 +18,7 @@ import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
 from studies import command, executed_steps, jobs, moe_lab, results, study_output
 
-from moe_lab.paths import cache as cache_of
+from moe_lab.paths import cache_folder
 from moe_lab.results import read_record
 from moe_lab.study.runs import runs
 from moe_lab.study.store import Store
@@ -115,7 +115,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     cluster.ask("scancel", "--signal=USR2", job)
     until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
     assert cluster.job(job)["Restarts"] == "1"
-    log = "".join(file.read_text() for file in cache_of("jobs").glob(f"*/{job}*_log.*"))
+    log = "".join(file.read_text() for file in cache_folder("jobs").glob(f"*/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
     assert "failed; the same command" in study_output(instant.store, "why", "limited")
     instant.release()

@@ -15,7 +15,7 @@ from example_steps import Example
 from studies import run_until_killed, study_command
 
 from moe_lab.errors import UserError
-from moe_lab.paths import private
+from moe_lab.paths import private_cache
 from moe_lab.study import integrity, other_stores, packing
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
@@ -557,7 +557,7 @@ def test_a_store_of_a_colleague_is_refused_and_also_is_suggested(
 def private_folder(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of OWNER for files that jobs execute."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(of_the_group))
-    folder: Path = as_user(OWNER, 0, private, "jobs")
+    folder: Path = as_user(OWNER, 0, private_cache, "jobs")
     return folder
 
 
@@ -568,7 +568,7 @@ def test_only_the_owner_can_write_files_that_jobs_execute(private_folder: Path) 
     assert [path.stat().st_mode & 0o777 for path in folders] == [0o700, 0o700]
     for path in folders:
         path.chmod(0o777)
-    as_user(OWNER, 0, private, "jobs")
+    as_user(OWNER, 0, private_cache, "jobs")
     assert [path.stat().st_mode & 0o777 for path in folders] == [0o755, 0o700]
 
 
@@ -577,7 +577,7 @@ def test_the_private_folder_of_another_user_is_refused(private_folder: Path) -> 
     for path in (private_folder.parent, private_folder):
         path.chmod(0o777)
     with pytest.raises(UserError, match=str(private_folder.parent)):
-        as_user(COLLEAGUE, 0, private, "jobs")
+        as_user(COLLEAGUE, 0, private_cache, "jobs")
 
 
 @pytest.mark.root
@@ -590,4 +590,4 @@ def test_a_private_folder_behind_a_foreign_link_is_refused(
     folder.rename(of_the_group / "aside").chmod(0o777)
     as_user(COLLEAGUE, 0, folder.symlink_to, of_the_group / "aside")
     with pytest.raises(UserError, match=str(folder)):
-        as_user(OWNER, 0, private, "jobs")
+        as_user(OWNER, 0, private_cache, "jobs")

@@ -38,7 +38,7 @@ from moe_lab.evaluation.engines import (
 from moe_lab.evaluation.items import MARKS
 from moe_lab.models.checkpoint import read_json, read_json_if_there
 from moe_lab.models.config_json import eos_tokens
-from moe_lab.paths import caches
+from moe_lab.paths import user_cache
 from moe_lab.start import command
 
 GRACE = 20.0
@@ -275,7 +275,7 @@ def start_process(line: Sequence[str]) -> Child:
         "HF_HUB_OFFLINE": "1",
         **os.environ,
         "PATH": search_path(),
-        "XDG_CACHE_HOME": str(caches()),
+        "XDG_CACHE_HOME": str(user_cache()),
     }
     return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 

@@ -35,7 +35,7 @@ from moe_lab.evaluation.engines import (
 from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
 from moe_lab.models.config_json import tensor_parallel
-from moe_lab.paths import caches
+from moe_lab.paths import user_cache
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
 
@@ -73,7 +73,7 @@ class VllmModel(Engine):
             python=interpreter("vllm", backend.python, "backend=vllm"),
         )
         self._child = Child(
-            line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())}
+            line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(user_cache())}
         )
         self.process = self._child.process
         try:

@@ -21,7 +21,7 @@ from moe_lab.evaluation import NAMESPACES, Policy, mirror
 from moe_lab.evaluation.adapters.evalscope_code import DataError
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
-from moe_lab.machine import check_has, cores, installed_in, interpreter
+from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
@@ -106,7 +106,7 @@ class EvalScope(Harness):
     def version(self, benchmark: BenchmarkConfig) -> str | None:
         """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
         try:
-            return installed_in(_python(benchmark), "evalscope")
+            return package_version_in(_python(benchmark), "evalscope")
         except UserError:
             return None
 

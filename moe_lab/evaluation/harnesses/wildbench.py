@@ -19,7 +19,7 @@ from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates, text_items
 from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
-from moe_lab.paths import cache
+from moe_lab.paths import cache_folder
 
 TOLERATED = 0.01
 """Share of items that may have no score. If more have none, the benchmark fails."""
@@ -73,7 +73,7 @@ class WildBench(Harness):
             )
         without_request = len(by_item)
         tolerated = math.floor(TOLERATED * len(answers))
-        judged = verdicts(benchmark.judge, cache("judge"), list(prompts.values()), tolerated)
+        judged = verdicts(benchmark.judge, cache_folder("judge"), list(prompts.values()), tolerated)
         by_item.update(zip(prompts, judged, strict=True))
         scores = {
             item: verdict.score for item, verdict in by_item.items() if verdict.score is not None

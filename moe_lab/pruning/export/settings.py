@@ -8,7 +8,7 @@ from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, user_errors
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
-from moe_lab.paths import local
+from moe_lab.paths import local_path
 from moe_lab.pruning.export.layout import NO_BIAS, can_bar
 
 ZEROS = ("mxfp4",)
@@ -63,7 +63,7 @@ def wrong(
     yield from user_errors(check_quantised, quantization(model), export.shape)
     for setting in ["verify=true"] * verify + [stored] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
-    folder = local(model.path)
+    folder = local_path(model.path)
     if (folder / "config.json").is_file():
         names = open_checkpoint(folder).tensors
         if export.shape == "masked" and granularity == "expert" and not can_bar(names):

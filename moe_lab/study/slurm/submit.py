@@ -27,7 +27,7 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
-from moe_lab.paths import private
+from moe_lab.paths import private_cache
 from moe_lab.study.estimates import learned
 from moe_lab.study.provenance import NOTED, code_state
 from moe_lab.study.record import Study
@@ -134,7 +134,7 @@ class Submission:
     @cached_property
     def starter(self) -> Path:
         """The start.py with which jobs are started, in a copy of the present code."""
-        return copy_code(private("jobs"), self.study.config.plugins)
+        return copy_code(private_cache("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
