@@ -2,10 +2,10 @@
 code tells."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
@@ -14,7 +14,7 @@ from handmade import table_of
 from synthetic import edited, record_path, write_store
 
 from analysis import __main__, registry
-from analysis.load.study import load
+from analysis.load.study import Study, load
 from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find, outputs
 from analysis.render.table import Table
@@ -42,19 +42,21 @@ def store(tmp_path: Path) -> Path:
 
 
 def entry(document: dict[str, Any]) -> dict[str, Any]:
-    return next(found for found in document["cells"] if found["cell"]["criterion"] == "reap")
+    return next(
+        cell_entry for cell_entry in document["cells"] if cell_entry["cell"]["criterion"] == "reap"
+    )
 
 
-def fail(found: dict[str, Any], why: str) -> None:
+def fail(cell_entry: dict[str, Any], why: str) -> None:
     """No evaluation of a cell was made, and its cost neither."""
-    found["errors"] = dict.fromkeys([*found["evaluate"], "cost"], why)
-    found |= {"evaluate": dict.fromkeys(found["evaluate"]), "cost": None}
+    cell_entry["errors"] = dict.fromkeys([*cell_entry["evaluate"], "cost"], why)
+    cell_entry |= {"evaluate": dict.fromkeys(cell_entry["evaluate"]), "cost": None}
 
 
 def nothing_ran(document: dict[str, Any], root: Path) -> None:
-    for found in document["cells"]:
-        fail(found, "the node is gone")
-        found |= dict.fromkeys(("plan", "scores", "statistics", "profile", "model"))
+    for cell_entry in document["cells"]:
+        fail(cell_entry, "the node is gone")
+        cell_entry |= dict.fromkeys(("plan", "scores", "statistics", "profile", "model"))
 
 
 def of_cell(damage: Callable[[dict[str, Any]], object]) -> Change:
@@ -67,10 +69,10 @@ def result(first: Any = (), again: Any = None, **content: Any) -> Change:
     with other values."""
 
     def change(document: dict[str, Any], root: Path) -> None:
-        with edited(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as found:
-            found["results"][0] |= dict(first)
-            found["results"] += [found["results"][0] | again] if again else []
-            found |= content
+        with edited(root / entry(document)["evaluate"]["gsm8k"] / "result.json") as record:
+            record["results"][0] |= dict(first)
+            record["results"] += [record["results"][0] | again] if again else []
+            record |= content
 
     return change
 
@@ -97,100 +99,132 @@ def changed(store: Path, change: Change) -> Path:
     return store
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, what: str) -> None:
-    study = load(changed(store, LOST[what]), "made_up")
+def tables_of(study: Study, names: Iterable[str]) -> dict[str, Table]:
     results = Results(study)
-    wanted = list(outputs()) if what == "nothing ran" else TABLES
-    items = [item for name in wanted for item in find(name).items(results)]
-    tables = {item.name: item for item in items if isinstance(item, Table)}
+    items = [item for name in names for item in find(name).items(results)]
+    return {item.name: item for item in items if isinstance(item, Table)}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_missing_result_is_a_gap_in_every_table(store: Path, what: str) -> None:
+    study = load(changed(store, LOST[what]), "made_up")
+    tables = tables_of(study, outputs() if what == "nothing ran" else TABLES)
     for table in tables.values():
         for column in {"GSM8K", "Avg"} & set(table.frame):
             rows = table.frame[table.frame["Criterion"] == "REAP"]
             assert rows[column].isna().all() or column == "Avg", (table.name, column)
             assert not (rows[column] == 0).any()
-    if what == "nothing ran":
-        assert "gaps" in tables and not {"ranks", "unified.table5", "winners"} & set(tables)
-    else:
-        others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
-        assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
     assert study.gaps and "gaps" in tables
-    if what == "cell failed":
-        assert "REAP" not in set(tables["pareto"].frame["Criterion"]), (
-            "without its cost it has no place there"
-        )
-    if what == "other suite":
-        assert "different sets of benchmarks" in " ".join(study.notes)
-        assert [(gap.reason, gap.where) for gap in study.gaps] == [
-            ("not evaluated on gsm8k, unlike other cells of the study", CELL)
-        ]
 
 
-def test_what_is_reported_twice_counts_once_and_is_told(store: Path) -> None:
-    before = load(store, "made_up").results
+def test_study_without_results_has_a_table_of_gaps(store: Path) -> None:
+    study = load(changed(store, LOST["nothing ran"]), "made_up")
+    tables = tables_of(study, outputs())
+    assert "gaps" in tables and not {"ranks", "unified.table5", "winners"} & set(tables)
+
+
+@pytest.mark.parametrize("what", LOST.keys() - {"nothing ran"})
+def test_missing_result_of_a_cell_leaves_the_others(store: Path, what: str) -> None:
+    tables = tables_of(load(changed(store, LOST[what]), "made_up"), TABLES)
+    others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
+    assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
+
+
+def test_cell_without_cost_is_not_in_the_table_of_costs(store: Path) -> None:
+    tables = tables_of(load(changed(store, LOST["cell failed"]), "made_up"), TABLES)
+    assert "REAP" not in set(tables["pareto"].frame["Criterion"])
+
+
+def test_cell_of_another_suite_is_a_gap_and_a_note(store: Path) -> None:
+    study = load(changed(store, LOST["other suite"]), "made_up")
+    assert "different sets of benchmarks" in " ".join(study.notes)
+    assert [(gap.reason, gap.where) for gap in study.gaps] == [
+        ("not evaluated on gsm8k, unlike other cells of the study", CELL)
+    ]
+
+
+def test_repeated_result_counts_once_with_a_note(store: Path) -> None:
+    results = load(store, "made_up").results
     study = load(changed(store, result(again={"score": 0.0})), "made_up")
-    assert study.results["score"].tolist() == before["score"].tolist()
+    assert study.results["score"].tolist() == results["score"].tolist()
     assert "the first counts" in " ".join([*study.notes, *(gap.reason for gap in study.gaps)])
+
+
+class Output(NamedTuple):
+    """The folder of the tables that the command line wrote of a changed store, its exit code, and
+    what it printed on stderr."""
+
+    tables: Path
+    exit_code: int
+    errors: str
+
+
+def analyse(store: Path, what: str, capsys: pytest.CaptureFixture[str]) -> Output:
+    arguments = [
+        "ranks" if what in OTHERS else "gaps",
+        "unified.table5",
+        f"store={changed(store, {**LOST, **OTHERS}[what])}",
+        f"out={store / 'out'}",
+    ]
+    exit_code = __main__.main(arguments)
+    return Output(store / "out" / "tables", exit_code, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     "what", ["nothing ran", "cell failed", "other suite", "axis unsaid", *OTHERS]
 )
-def test_exit_codes_tell_of_gaps(
+def test_exit_code_is_1_with_gaps(
     store: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = store / "out" / "tables"
-    first = "ranks" if what in OTHERS else "gaps"
-    words = [
-        first,
-        "unified.table5",
-        f"store={changed(store, {**LOST, **OTHERS}[what])}",
-        f"out={store / 'out'}",
-    ]
-    assert __main__.main(words) == (what in LOST)
-    said = capsys.readouterr().err
-    if what == "other metric":
-        assert "not comparable" in (tables / "ranks.md").read_text()
-        assert (
-            "gsm8k was measured by different metrics (acc, f1)" in said and "not comparable" in said
-        )
-    if what == "other versions":
-        assert "lm_eval" in said
-    if what == "nothing ran":
-        assert (
-            "has no results yet" in said and "the node is gone" in (tables / "gaps.csv").read_text()
-        )
-    if what == "cell failed":
-        assert f"gsm8k of {CELL}: failed: out of memory" in said
-        row = next(
-            line
-            for line in (tables / "unified.table5.md").read_text().splitlines()
-            if "REAP" in line
-        )
-        assert re.findall(r"\| – ", row) and "0.000" not in row
-        frame = pd.read_csv(tables / "unified.table5.csv")
-        assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
+    assert analyse(store, what, capsys).exit_code == (what in LOST)
+
+
+def test_different_metrics_are_reported(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = analyse(store, "other metric", capsys)
+    assert "not comparable" in (output.tables / "ranks.md").read_text()
+    assert "gsm8k was measured by different metrics (acc, f1)" in output.errors
+    assert "not comparable" in output.errors
+
+
+def test_different_versions_are_reported(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "lm_eval" in analyse(store, "other versions", capsys).errors
+
+
+def test_missing_results_are_reported(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = analyse(store, "nothing ran", capsys)
+    assert "has no results yet" in output.errors
+    assert "the node is gone" in (output.tables / "gaps.csv").read_text()
+
+
+def test_failed_cell_is_reported_and_has_no_score(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = analyse(store, "cell failed", capsys)
+    assert f"gsm8k of {CELL}: failed: out of memory" in output.errors
+    lines = (output.tables / "unified.table5.md").read_text().splitlines()
+    row = next(line for line in lines if "REAP" in line)
+    assert re.findall(r"\| – ", row) and "0.000" not in row
+    frame = pd.read_csv(output.tables / "unified.table5.csv")
+    assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
 
 
 @pytest.mark.parametrize("failed", [["reap", "man", "frequency"], ["none"]])
-def test_ranks_do_not_need_scores_of_a_panel_or_of_the_unpruned_model(
-    store: Path, failed: list[str]
-) -> None:
+def test_ranks_need_no_scores_of_the_unpruned_model(store: Path, failed: list[str]) -> None:
     def change(document: dict[str, Any], root: Path) -> None:
-        for found in document["cells"]:
-            if found["cell"]["criterion"] in failed:
-                fail(found, "out of memory")
+        for cell_entry in document["cells"]:
+            if cell_entry["cell"]["criterion"] in failed:
+                fail(cell_entry, "out of memory")
 
     results = Results(load(changed(store, change), "made_up"))
     average = table_of(rank_table, results).frame.set_index("Criterion")["Avg"]
     assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (
         failed == ["none"]
     )
-    made = {name: find(name).items(results) for name in TABLES}
-    assert made["ranks"] and made["unified.table5"] and made["gaps"]
+    items = {name: find(name).items(results) for name in TABLES}
+    assert items["ranks"] and items["unified.table5"] and items["gaps"]
 
 
-def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(
+def test_unpruned_model_has_benchmarks_and_no_ranks(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def alone(document: dict[str, Any], root: Path) -> None:
@@ -204,17 +238,17 @@ def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(
         f"out={store / 'out'}",
     ]
     assert __main__.main(words) == 1
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        "ranks needs results of pruned models" in said
-        and "coverage.fig6 needs a run with timing=true" in said
+        "ranks needs results of pruned models" in errors
+        and "coverage.fig6 needs a run with timing=true" in errors
     )
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
     assert __main__.main(["report", *words[3:]]) == 0
 
 
-def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Path) -> None:
+def test_study_without_benchmarks_has_outputs_without_scores(tmp_path: Path) -> None:
     """As sweeps with suite=none are: coverage_fig6, coverage_fig10 and aimer_fig6."""
     blocks = ("coverage aligned 64", "coverage aligned 128")
     root = write_store(
@@ -223,11 +257,11 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
     timed(root, "made_up")
     results = Results(load(root, "made_up"))
     assert results.comparisons == [] and results.study.results.empty
-    made = [
+    tables = [
         find(name).items(results)
         for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")
     ]
-    assert all(made) and len(made[0][0].frame) == 3 * 2
+    assert all(tables) and len(tables[0][0].frame) == 3 * 2
 
 
 def test_all_lists_what_it_could_make_nothing_of(
@@ -237,15 +271,15 @@ def test_all_lists_what_it_could_make_nothing_of(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = find("ranks").items(results)
+    items = find("ranks").items(results)
     nothing = replace(find("gaps"), make=lambda *_: [])
-    ranks = replace(find("ranks"), make=lambda *_: made)
-    words = ["all", f"store={small}", f"out={tmp_path}"]
+    ranks = replace(find("ranks"), make=lambda *_: items)
+    arguments = ["all", f"store={small}", f"out={tmp_path}"]
     monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": nothing})
-    assert __main__.main(words) == 0
+    assert __main__.main(arguments) == 0
     assert "no data for these" not in capsys.readouterr().err
     monkeypatch.setattr(
         registry, "REGISTERED", {"ranks": ranks, "coverage": replace(nothing, name="coverage")}
     )
-    assert __main__.main(words) == 0
+    assert __main__.main(arguments) == 0
     assert "to see what it needs): coverage\n" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pandas as pd
@@ -20,7 +20,7 @@ from synthetic import CRITERIA, edited, record_path, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
-from analysis.load.study import load
+from analysis.load.study import Study, load
 from analysis.published import tables
 from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
@@ -36,8 +36,8 @@ def text(page: Path) -> str:
 
 
 def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
-    said = text(small_report)
-    for words in (
+    content = text(small_report)
+    for sentence in (
         "Four criteria chose which experts of pocket_olmoe to remove",
         "Nothing is missing",
         "30 items per benchmark",
@@ -46,9 +46,9 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
         "made-up text",
         "imagined, 2 cores",
     ):
-        assert words in said
-    found = re.findall(r"<th scope=col class=(\w+) [^>]*><button type=button>(\w+)<", said)
-    assert ("text", "Criterion") in found and ("number", "GSM8K") in found, found
+        assert sentence in content
+    heads = re.findall(r"<th scope=col class=(\w+) [^>]*><button type=button>(\w+)<", content)
+    assert ("text", "Criterion") in heads and ("number", "GSM8K") in heads, heads
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -65,130 +65,176 @@ HEADLINE = re.compile(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: str) -> None:
+class Page(NamedTuple):
+    """The page of a study of some kind: its text, the table behind its rankings, and what it says
+    of them: headlines, and other sentences."""
+
+    kind: str
+    study: Study
+    folder: Path
+    text: str
+    table: pd.DataFrame
+    headlines: list[re.Match[str]]
+    sentences: list[str]
+
+    @property
+    def mean(self) -> str:
+        """The column of the table by which methods are ranked."""
+        return "Mean perplexity" if self.kind == "perplexity" else "Avg"
+
+    def rankings(self) -> dict[str, pd.DataFrame]:
+        groups = self.table.groupby("Pruned", sort=False)
+        return {pruned: rows.reset_index(drop=True) for pruned, rows in groups}
+
+    def ranked(self) -> list[tuple[re.Match[str], pd.DataFrame]]:
+        """Each headline, and the rows that it is about."""
+        rankings = self.rankings()
+        return [(match, rankings[match["pruned"]]) for match in self.headlines]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    kind, root = request.param, tmp_path_factory.mktemp("page")
     many = [name for name in CRITERIA if name not in ("aimer", "magnitude")]
-    usual = {
-        "items": 12,
-        "overlap": False,
-        "criteria": many if "cells" in kind else ("frequency", "man", "random"),
-    }
-    store = write_store(tmp_path / "store", **{**usual, **KINDS[kind]})
-    page = report.write(store, "made_up", tmp_path / "out")
-    said = text(page)
-    study = load(store, "made_up")
+    criteria = many if "cells" in kind else ("frequency", "man", "random")
+    usual = {"items": 12, "overlap": False, "criteria": criteria}
+    store = write_store(root / "store", **{**usual, **KINDS[kind]})
+    content = text(report.write(store, "made_up", root / "out"))
     # several of a thousand cells remove the same experts
-    assert ("cells" in kind) == (len(study.document["cells"]) > 1000) and not list(
-        (tmp_path / "out").glob("failed/*")
-    )
-    table = pd.read_csv(tmp_path / "out" / "tables" / "ranking.csv", keep_default_na=False)
-    mean = "Mean perplexity" if kind == "perplexity" else "Avg"
-    table[mean] = table[mean].astype(float)
-    sentences = re.findall(
-        r"<p>(.*?)</p>", said[said.index('<section id="ranking">') :].partition("</section>")[0]
-    )
-    found = [match for match in map(HEADLINE.fullmatch, sentences) if match]
-    blocks = {pruned: rows for pruned, rows in table.groupby("Pruned", sort=False)}
-    assert [match["pruned"] for match in found] == list(blocks)[:8]
-    others = [sentence for sentence in sentences if not HEADLINE.fullmatch(sentence)]
-    chance = table["Status"].str.endswith("chance").any()
-    assert len(others) == 2 + chance + (len(blocks) > 8), (
+    assert not list((root / "out").glob("failed/*"))
+    chapter = content[content.index('<section id="ranking">') :].partition("</section>")[0]
+    paragraphs = re.findall(r"<p>(.*?)</p>", chapter)
+    headlines = [match for match in map(HEADLINE.fullmatch, paragraphs) if match]
+    others = [sentence for sentence in paragraphs if not HEADLINE.fullmatch(sentence)]
+    table = pd.read_csv(root / "out" / "tables" / "ranking.csv", keep_default_na=False)
+    page = Page(kind, load(store, "made_up"), root / "out", content, table, headlines, others)
+    table[page.mean] = table[page.mean].astype(float)
+    return page
+
+
+def test_page_says_how_many_plans_were_made(page: Page) -> None:
+    study = page.study
+    assert ("cells" in page.kind) == (len(study.document["cells"]) > 1000)
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    sentence = f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated"
+    assert sentence in page.text and "Nothing is missing" in page.text
+
+
+def test_page_has_no_chapter_of_what_was_not_run(page: Page) -> None:
+    for chapter in ("search", "claims", "winners", "recovery", "channels"):
+        assert f'<section id="{chapter}">' not in page.text, f"nothing of {chapter} was run"
+    silent = re.search(r"This study has nothing for (.*?) \(", page.text)
+    files = {path.stem for path in page.folder.glob("*/*")}
+    assert silent and not {*re.split(", | and ", silent[1])} & files
+
+
+def test_page_has_a_headline_for_each_of_the_first_rankings(page: Page) -> None:
+    rankings = page.rankings()
+    assert [match["pruned"] for match in page.headlines] == list(rankings)[:8]
+    more = f"The table has {len(rankings) - 8} more rankings"
+    assert (more in page.text) == (len(rankings) > 8)
+
+
+def test_page_says_how_plans_compare_with_chance(page: Page) -> None:
+    chance = page.table["Status"].str.endswith("chance").any()
+    assert len(page.sentences) == 2 + chance + (len(page.rankings()) > 8), (
         "of one seed, how to read a row, chance, more rankings"
     )
-    assert chance == (kind == "perplexity") and any("one seed" in sentence for sentence in others)
-    above = {
-        model
-        for model, status in zip(table["Model"], table["Status"], strict=True)
-        if status == "above chance"
-    }
-    assert (
-        any(
-            sentence.startswith(f"{'Some' if above else 'No'} plan is above ")
-            for sentence in others
-        )
-        == chance
-    )
-    assert (f"The table has {len(blocks) - 8} more rankings" in said) == (len(blocks) > 8)
-    for match in found:
-        rows = blocks[match["pruned"]].reset_index(drop=True)
+    assert chance == (page.kind == "perplexity")
+    assert any("one seed" in sentence for sentence in page.sentences)
+    above = (page.table["Status"] == "above chance").any()
+    start = f"{'Some' if above else 'No'} plan is above "
+    assert any(sentence.startswith(start) for sentence in page.sentences) == chance
+
+
+def test_headline_names_the_best_method(page: Page) -> None:
+    for match, rows in page.ranked():
         best = rows.iloc[0]
         assert (
             match["best"].startswith(best["Criterion"]) and match["over"] == best["Interval over"]
         )
-        assert not rows["Status"].str.contains("best|separated").any(), "a method has one seed"
-        assert best[mean] == (rows[mean].min() if kind == "perplexity" else rows[mean].max())
+        scores = rows[page.mean]
+        assert best[page.mean] == (scores.min() if page.kind == "perplexity" else scores.max())
+
+
+def test_headline_has_the_numbers_of_the_best_method(page: Page) -> None:
+    mean = page.mean
+    for match, rows in page.ranked():
+        best = rows.iloc[0]
         numbers = [float(match[key]) for key in ("score", "low", "high")]
         ends = [best[mean], float(best[f"{mean} low"]), float(best[f"{mean} high"])]
-        assert numbers == pytest.approx(ends, abs=6e-4) and match["what"].endswith(
-            mean.lower().replace("avg", "average")
-        )
+        quantity = mean.lower().replace("avg", "average")
+        assert numbers == pytest.approx(ends, abs=6e-4) and match["what"].endswith(quantity)
         assert float(match["share"]) == pytest.approx(100 * float(best["Of unpruned"]), abs=0.51)
+
+
+def test_headline_counts_methods_beside_chance(page: Page) -> None:
+    for match, rows in page.ranked():
+        assert not rows["Status"].str.contains("best|separated").any(), "a method has one seed"
         assert not {"Behind", "p"} & set(rows)
-        for place in ("above chance", "below chance"):
-            count = (rows["Status"] == place).sum()
-            assert (f"{count} {place}" in match["rest"]) == (count > 0)
-    # a plan's number is that of its items, and of nothing else
+        for status in ("above chance", "below chance"):
+            count = (rows["Status"] == status).sum()
+            assert (f"{count} {status}" in match["rest"]) == (count > 0)
+
+
+def man_score(page: Page) -> float:
+    """The score of a plan by MAN, from its items."""
+    study = page.study
     cell = study.cells.query("criterion == 'man'").index[0]
-    own = study.samples[study.samples["cell"] == cell]
-    weights = own["units"].fillna(1)
-    score = float((own["outcome"] * weights).sum() / weights.sum())
-    shown = math.exp(score) if kind == "perplexity" else score
-    assert (table[mean] - shown).abs().min() < 1e-4
-    if kind == "perplexity":
-        every = pd.read_csv(tmp_path / "out" / "tables" / "unified.table5.csv")
-        assert (every["perplexity"] - shown).abs().min() < 1e-4 and every["perplexity"].between(
-            10, 30
-        ).all()
-        latex = (tmp_path / "out" / "tables" / "unified.table5.tex").read_text(encoding="utf-8")
-        assert f"{shown:.3f}" in latex and "less is better" in latex
-        assert (
-            "Mean perplexity, less is better (unpruned "
-            in (tmp_path / "out" / report.SUMMARY).read_text()
-        )
-    pruned = study.cells[study.cells["criterion"] != "none"]
-    assert (
-        f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated" in said
-        and "Nothing is missing" in said
-    )
-    for chapter in ("search", "claims", "winners", "recovery", "channels"):
-        assert f'<section id="{chapter}">' not in said, f"nothing of {chapter} was run"
-    silent = re.search(r"This study has nothing for (.*?) \(", said)
-    assert silent and not {*re.split(", | and ", silent[1])} & {
-        path.stem for path in tmp_path.glob("out/*/*")
-    }
+    samples = study.samples[study.samples["cell"] == cell]
+    weights = samples["units"].fillna(1)
+    mean = float((samples["outcome"] * weights).sum() / weights.sum())
+    return math.exp(mean) if page.kind == "perplexity" else mean
 
 
-def test_the_page_needs_nothing_of_the_files_that_lie_beside_it(small_report: Path) -> None:
+def test_score_of_a_plan_is_the_mean_of_its_items(page: Page) -> None:
+    assert (page.table[page.mean] - man_score(page)).abs().min() < 1e-4
+
+
+@pytest.mark.parametrize("page", ["perplexity"], indirect=True)
+def test_perplexities_are_in_tables_and_summary(page: Page) -> None:
+    score = man_score(page)
+    table = pd.read_csv(page.folder / "tables" / "unified.table5.csv")
+    perplexities = table["perplexity"]
+    assert (perplexities - score).abs().min() < 1e-4 and perplexities.between(10, 30).all()
+    latex = (page.folder / "tables" / "unified.table5.tex").read_text(encoding="utf-8")
+    assert f"{score:.3f}" in latex and "less is better" in latex
+    summary = (page.folder / report.SUMMARY).read_text()
+    assert "Mean perplexity, less is better (unpruned " in summary
+
+
+def test_page_loads_no_other_file(small_report: Path) -> None:
     source = small_report.read_text(encoding="utf-8")
     assert not NETWORK.search(source.replace('xmlns="http://www.w3.org/2000/svg"', ""))
     ids = re.findall(r'\sid="([^"]+)"', source)
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
     assert references <= set(ids)
     assert source.count("<svg") >= 5 and "var(--ink)" in source
-    figures = small_report.parent / "figures"
-    files = small_report.parent / "tables"
-    for name in (
-        "unified.fig2",
-        "unified.fig3",
-        "winners",
-        "ranking",
-        "aimer.fig3",
-        "tokens_per_expert",
-    ):
-        drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
-        assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
+
+
+def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
+    figures = {path.name for path in (small_report.parent / "figures").iterdir()}
+    source = small_report.read_text(encoding="utf-8")
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
-    assert "ranking.svg" in linked and linked <= {path.name for path in figures.iterdir()}
-    for name in (
-        "unified.table1",
-        "unified.table2",
-        "unified.table3",
-        "unified.table5",
-        "ranks",
-        "winners",
-    ):
-        for suffix in ("csv", "md", "tex", "html"):
-            assert (files / f"{name}.{suffix}").stat().st_size > 100
+    assert "ranking.svg" in linked and linked <= figures
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"],
+)
+def test_figures_are_drawn(name: str, small_report: Path) -> None:
+    figure = ElementTree.parse(small_report.parent / "figures" / f"{name}.svg").getroot()
+    assert len(list(figure.iter("{http://www.w3.org/2000/svg}path"))) > 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"],
+)
+def test_tables_are_written_in_each_format(name: str, small_report: Path) -> None:
+    for suffix in ("csv", "md", "tex", "html"):
+        assert (small_report.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
 
 
 def test_gaps_are_written_about_and_end_with_one(
@@ -214,11 +260,11 @@ def test_gaps_are_written_about_and_end_with_one(
 @pytest.mark.parametrize(
     ("file_format", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")]
 )
-def test_what_is_named_is_made_alone_its_figures_in_the_format_asked_for(
+def test_named_output_is_made_in_the_requested_format(
     small: Path, tmp_path: Path, file_format: str, start: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"store={small}", f"out={tmp_path}", f"format={file_format}"]
-    assert main(["unified.fig2", "unified.table2", *words]) == 0
+    arguments = [f"store={small}", f"out={tmp_path}", f"format={file_format}"]
+    assert main(["unified.fig2", "unified.table2", *arguments]) == 0
     [figure] = (tmp_path / "figures").iterdir()
     assert figure.name == f"unified.fig2.{file_format}" and figure.read_bytes().startswith(start)
     suffixes = ("csv", "html", "md", "tex")
@@ -233,69 +279,94 @@ def _raises(results: Results, name: str = "") -> list[Item]:
     raise KeyError("cell")
 
 
-@pytest.mark.parametrize("word", ["report", "all"])
-def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Failed(NamedTuple):
+    """The files and messages of a command two of whose outputs, and a chapter of the page, could
+    not be made; its exit code was 1."""
+
+    arguments: list[str]
+    folder: Path
+    errors: str
+
+
+FAILURES = {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}
+
+
+@pytest.fixture(params=["report", "all"])
+def failed(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Failed:
     store = write_store(
         tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW
     )
-    out = tmp_path / "out"
+    arguments = [request.param, f"store={store}", f"out={tmp_path / 'out'}"]
     unwritable = Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=lambda *_: [unwritable]))
         broken.setattr(report, "published_chapter", _raises)
-        assert main([word, f"store={store}", f"out={out}"]) == 1
-    said = capsys.readouterr()
-    for name, reason in {
-        "ranks": "KeyError: 'cell'",
-        "pareto": "ValueError: Unknown format code 'f'",
-    }.items():
-        assert (
-            f"analysis: {name}: could not be made ({reason}" in said.err
-            and f"{name} needs" not in said.err
-        )
-        assert "Traceback (most recent call last)" in (out / "failed" / f"{name}.log").read_text()
-        assert name in (out / "tables" / "gaps.csv").read_text()
-        assert not (out / "tables" / f"{name}.csv").exists()
-    assert (out / "figures" / "ranking.svg").exists() and (out / "tables" / "winners.csv").exists()
-    if word == "report":
-        assert (
-            "failed/ranks.log" in text(out / "report.html")
-            and (out / "failed" / "published.log").exists()
-        )
-    assert main([word, f"store={store}", f"out={out}"]) == 0
-    assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
+        assert main(arguments) == 1
+    return Failed(arguments, tmp_path / "out", capsys.readouterr().err)
 
 
-def test_a_named_output_or_comparison_that_cannot_be_made_says_why_in_a_sentence(
+def test_failed_outputs_are_gaps_with_a_log(failed: Failed) -> None:
+    _, folder, errors = failed
+    for name, reason in FAILURES.items():
+        assert (
+            f"analysis: {name}: could not be made ({reason}" in errors
+            and f"{name} needs" not in errors
+        )
+        log = (folder / "failed" / f"{name}.log").read_text()
+        assert "Traceback (most recent call last)" in log
+        assert name in (folder / "tables" / "gaps.csv").read_text()
+        assert not (folder / "tables" / f"{name}.csv").exists()
+
+
+def test_other_outputs_are_made_beside_failed_ones(failed: Failed) -> None:
+    folder = failed.folder
+    assert (folder / "figures" / "ranking.svg").exists()
+    assert (folder / "tables" / "winners.csv").exists()
+    if failed.arguments[0] == "report":
+        assert (
+            "failed/ranks.log" in text(folder / "report.html")
+            and (folder / "failed" / "published.log").exists()
+        )
+
+
+def test_mended_outputs_leave_no_log(failed: Failed) -> None:
+    assert main(failed.arguments) == 0
+    assert not list((failed.folder / "failed").glob("*"))
+
+
+def test_failed_named_output_is_reported(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
     monkeypatch.setattr(tables, "key_of", _raises)
     assert main(["ranks", "unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     for name in ("ranks", "unified.table1.published"):
         why = (
             f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in "
             f"failed/{name}.log\n"
         )
-        assert why in said.err and (tmp_path / "failed" / f"{name}.log").exists()
+        assert why in output.err and (tmp_path / "failed" / f"{name}.log").exists()
     assert (
-        said.err.count("could not be made") == 2
+        output.err.count("could not be made") == 2
         and (tmp_path / "tables" / "unified.table1.csv").exists()
     )
 
 
-def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
+def test_small_study_has_a_small_report(tmp_path: Path) -> None:
     """One data-free criterion, one benchmark of no known column, no calibration pass."""
     none = {**FEW, "calibrations": ()}
     store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",), **none)
-    said = text(report.write(store, "made_up", tmp_path / "out"))
-    assert "One criterion chose which experts" in said and "one pruned model" in said
-    assert "MC Avg is the mean of 1 of its 8 benchmarks" in said
-    assert "Overlap of pruned experts across" not in said
+    content = text(report.write(store, "made_up", tmp_path / "out"))
+    assert "One criterion chose which experts" in content and "one pruned model" in content
+    assert "MC Avg is the mean of 1 of its 8 benchmarks" in content
+    assert "Overlap of pruned experts across" not in content
 
 
 def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
@@ -309,11 +380,11 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
         "{f'moe_lab.{n}' for n in light}; "
         "assert not own, own"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
-def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
+def test_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn."""
     store = write_store(tmp_path / "store")
     with within(20):
@@ -402,35 +473,40 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path)
     assert shades[0] != shades[1]
 
 
-def test_tables_sort_filter_and_can_be_downloaded(wide: Any) -> None:
-    visible = (
-        "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => "
-        "!r.hidden);"
-        "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
-    )
-    heads = "[...document.querySelectorAll('#table-ranks th button')]"
-    click = f"{heads}.find(b => b.textContent == 'Avg Rank').click()"
-    assert len(wide.execute_script(visible)) == 5, "the first block is shown at first"
+VISIBLE_ROWS = (
+    "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
+    "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
+)
+"""[name, key of the last column] of each row."""
+
+
+def test_tables_are_sorted_by_a_click(wide: Any) -> None:
+    buttons = "[...document.querySelectorAll('#table-ranks th button')]"
+    click = f"{buttons}.find(b => b.textContent == 'Avg Rank').click()"
+    assert len(wide.execute_script(VISIBLE_ROWS)) == 5, "the first block is shown at first"
     wide.execute_script(click)
-    down = wide.execute_script(visible)
+    descending = wide.execute_script(VISIBLE_ROWS)
     wide.execute_script(click)
-    up = wide.execute_script(visible)
-    assert [float(key) for _, key in down[:4]] == sorted(
-        (float(key) for _, key in down[:4]), reverse=True
-    )
-    assert up[0][0] == "MAN" and up[-1][0] == down[-1][0] == "Unpruned", (
+    ascending = wide.execute_script(VISIBLE_ROWS)
+    keys = [float(key) for _, key in descending[:4]]
+    assert keys == sorted(keys, reverse=True)
+    assert ascending[0][0] == "MAN" and ascending[-1][0] == descending[-1][0] == "Unpruned", (
         "what has no value stays last"
     )
+
+
+def test_tables_without_a_filter_have_all_rows(wide: Any) -> None:
     wide.execute_script(
         "for (const select of document.querySelectorAll('#table-ranks select'))"
         " { select.value = ''; select.dispatchEvent(new Event('change')); }"
     )
-    assert len(wide.execute_script(visible)) == 30
-    download = (
-        "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r "
-        "=> r.text())"
-    )
-    assert wide.execute_script(download).startswith("Model,Pruned,Calibration,Criterion,Eval+,")
+    assert len(wide.execute_script(VISIBLE_ROWS)) == 30
+
+
+def test_tables_can_be_downloaded(wide: Any) -> None:
+    link = "document.querySelector('#table-ranks a[download$=csv]').href"
+    content = wide.execute_script(f"return fetch({link}).then(r => r.text())")
+    assert content.startswith("Model,Pruned,Calibration,Criterion,Eval+,")
 
 
 def test_figures_open_large_and_close(wide: Any) -> None:

@@ -56,12 +56,13 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
 def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
     layers = naive.observed(naive.model(name), ForwardHook)
     return {
-        layer: {key: part.numpy() for key, part in named.items()} for layer, named in layers.items()
+        layer: {key: part.numpy() for key, part in tensors.items()}
+        for layer, tensors in layers.items()
     }
 
 
 def experts(inputs: Any) -> dict[int, int]:
-    return {layer: len(named["tokens"]) for layer, named in inputs.items()}
+    return {layer: len(tensors["tokens"]) for layer, tensors in inputs.items()}
 
 
 def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
@@ -186,77 +187,92 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
 def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message: str) -> None:
     for attempt in (
         criteria.check,
-        lambda *given: criteria.score(given[0], {}, experts={}, parameters=given[1]),
+        lambda *arguments: criteria.score(arguments[0], {}, experts={}, parameters=arguments[1]),
     ):
         with pytest.raises(UserError, match=message):
             attempt(name, parameters)
 
 
-def test_bad_statistics_and_gates() -> None:
+def test_unknown_gates_are_refused() -> None:
     inputs = statistics("deepseek_v3")
     # it has no gate
     assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")
     with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
         criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
-    for gate in ("double_softmax", "full_softmax"):
-        with pytest.raises(
-            UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"
-        ):
-            criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
     with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
         channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
-    broken = edge()
+
+
+@pytest.mark.parametrize("gate", ["double_softmax", "full_softmax"])
+def test_gates_that_the_statistics_lack_are_refused(gate: str) -> None:
+    inputs = statistics("deepseek_v3")
+    message = rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"
+    with pytest.raises(UserError, match=message):
+        criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "message"),
+    [
+        ("exact_damage", {0: 3}, "layer 0 has no damage"),
+        ("frequency", {0: 3, 7: 3}, "layer 7 has no tokens"),
+        ("frequency", {0: 4}, "the statistics are of another model"),
+    ],
+)
+def test_statistics_of_another_model_are_refused(
+    name: str, experts: dict[int, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        criteria.score(name, edge(), experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        (None, "scores channels, expected the width of every layer"),
+        ({4: 8}, r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"),
+    ],
+)
+def test_widths_of_another_model_are_refused(widths: dict[int, int] | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        criteria.score("heapr", {4: channel_layer()}, experts={4: 2}, widths=widths)
+
+
+def test_statistics_that_are_not_finite_are_named() -> None:
+    layers = edge()
     channels = channel_layer()
-    broken[0]["sums_model"][1, 0, 1] = channels["channel_square"][1, 2] = numpy.nan
-    for name, sums, counts, widths, says in (
-        ("exact_damage", edge(), {0: 3}, None, "layer 0 has no damage"),
-        ("frequency", edge(), {0: 3, 7: 3}, None, "layer 7 has no tokens"),
-        ("frequency", edge(), {0: 4}, None, "the statistics are of another model"),
-        ("ean", broken, {0: 3}, None, "criterion=ean gives NaN or Inf in layer 0, expert 1"),
-        (
-            "heapr",
-            {4: channel_layer()},
-            {4: 2},
-            None,
-            "scores channels, expected the width of every layer",
-        ),
-        (
-            "heapr",
-            {4: channel_layer()},
-            {4: 2},
-            {4: 8},
-            r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8",
-        ),
-        (
-            "channel_activation",
-            {4: channels},
-            {4: 2},
-            {4: 3},
-            "NaN or Inf in layer 4, expert 1, channel 2",
-        ),
-    ):
-        with pytest.raises(UserError, match=says):
-            criteria.score(name, sums, experts=counts, widths=widths)
-    for name in ("mone", "mone_freq"):  # which need two different outputs of an expert
-        assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
-    rounded = edge()
-    rounded[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
-    assert criteria.score("mone", rounded, experts={0: 3})[0].tolist() == [0, 0, 0]
+    layers[0]["sums_model"][1, 0, 1] = channels["channel_square"][1, 2] = numpy.nan
+    with pytest.raises(UserError, match="criterion=ean gives NaN or Inf in layer 0, expert 1"):
+        criteria.score("ean", layers, experts={0: 3})
+    with pytest.raises(UserError, match="NaN or Inf in layer 4, expert 1, channel 2"):
+        criteria.score("channel_activation", {4: channels}, experts={4: 2}, widths={4: 3})
 
 
-def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
+@pytest.mark.parametrize("name", ["mone", "mone_freq"])
+def test_outputs_that_are_all_alike_have_score_zero(name: str) -> None:
+    """These criteria need two different outputs of an expert."""
+    assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
+
+
+def test_variances_below_zero_count_as_zero() -> None:
+    layers = edge()
+    layers[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
+    assert criteria.score("mone", layers, experts={0: 3})[0].tolist() == [0, 0, 0]
+
+
+def test_criteria_use_the_declared_arguments() -> None:
     inputs = statistics("olmoe")
     for name, criterion in criteria.CRITERIA.items():
         if criterion.needs != ("statistics",) or criterion.granularity == "channel":
             assert criterion.uses_gate == (name == "camera")
             continue
         parameters = {"b": 1, "alpha": 1, "beta": 2} if name == "s_family" else {}
-        one, two = (
+        first, second = (
             criteria.score(name, inputs, experts=experts(inputs), gate=gate, parameters=parameters)
             for gate in ("model", "renormalized")
         )
         assert criterion.uses_gate == any(
-            not numpy.array_equal(one[layer], two[layer]) for layer in one
+            not numpy.array_equal(first[layer], second[layer]) for layer in first
         ), name
         assert criteria.reads_text(name)
     seeded = {name for name, criterion in criteria.CRITERIA.items() if criterion.uses_seed}
@@ -296,7 +312,7 @@ def score_mine(**settings: Any) -> Any:
         (lambda layer: layer.random.random(layer.n_experts), "uses_seed"),
     ],
 )
-def test_what_a_criterion_reads_has_to_be_declared(
+def test_undeclared_reads_of_a_criterion_are_refused(
     function: Callable[..., Any], declaration: str, registered: Callable[..., None]
 ) -> None:
     """Gate and seed are in the identity of scores only then."""
@@ -349,14 +365,14 @@ def test_statistics_stay_as_they_are(
         name: torch.from_numpy(part.copy()) if as_tensors else part
         for name, part in edge()[0].items()
     }
-    before = {name: numpy.array(part) for name, part in inputs.items()}
+    copies = {name: numpy.array(part) for name, part in inputs.items()}
     if function in (in_place, in_a_view):
         with pytest.raises(UserError, match=r"criterion=mine .*read-only.*test_criteria.py"):
             criteria.score("mine", {0: inputs}, experts={0: 3})
     else:
         criteria.score("mine", {0: inputs}, experts={0: 3})
     criteria.score("frequency", {0: inputs}, experts={0: 3})[0][:] = -1
-    assert all(numpy.array_equal(numpy.array(part), before[name]) for name, part in inputs.items())
+    assert all(numpy.array_equal(numpy.array(part), copies[name]) for name, part in inputs.items())
 
 
 COUNTER = iter(range(10**6))
@@ -387,7 +403,7 @@ COUNTER = iter(range(10**6))
         lambda: 1,
     ],
 )
-def test_a_criterion_that_cannot_be_right_is_refused_before_a_model_is_read(
+def test_impossible_criterion_is_refused_before_loading(
     function: Callable[..., Any], registered: Callable[..., None]
 ) -> None:
     registered(function)
@@ -413,7 +429,7 @@ def test_a_criterion_that_cannot_be_right_is_refused_before_a_model_is_read(
         ),
     ],
 )
-def test_criteria_may_give_what_is_read_as_numbers_and_may_fail_on_the_trial_alone(
+def test_criteria_may_fail_on_trial_statistics(
     function: Callable[..., Any], registered: Callable[..., None]
 ) -> None:
     """As with NaN, which trial values may lead to, and statistics whose shape only their own step
@@ -445,7 +461,7 @@ def test_scores_of_a_real_layer_are_real_numbers_and_repeat(
         criteria.score("mine", {0: layer, 5: layer}, experts={0: 3, 5: 3})
 
 
-def test_a_declared_seed_may_be_used_in_every_layer(registered: Callable[..., None]) -> None:
+def test_declared_seed_may_be_used_in_every_layer(registered: Callable[..., None]) -> None:
     registered(lambda layer: layer.random.random(layer.n_experts), uses_seed=True, needs=())
     scores = criteria.score("mine", {}, experts={0: 3, 5: 3}, seed=1)
     assert numpy.array_equal(
@@ -453,7 +469,7 @@ def test_a_declared_seed_may_be_used_in_every_layer(registered: Callable[..., No
     )
 
 
-def test_a_failure_in_one_layer_names_it(registered: Callable[..., None]) -> None:
+def test_failure_in_a_layer_names_it(registered: Callable[..., None]) -> None:
     inputs = {layer: edge()[0] for layer in (0, 5)}
     for function in (
         lambda layer: layer.tokens / (0 if layer.index == 5 else 1),
@@ -573,11 +589,13 @@ def test_scores_are_those_of_each_channel_alone(
 
 
 def test_every_criterion_has_a_reference_or_golden_values() -> None:
-    found = {"expert": {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}}
-    found["channel"] = {name for name, *_ in CHANNELS} | {"channel_random"}
-    for granularity, names in found.items():
+    names_of = {"expert": {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}}
+    names_of["channel"] = {name for name, *_ in CHANNELS} | {"channel_random"}
+    for granularity, names in names_of.items():
         assert names == {
-            name for name, one in criteria.CRITERIA.items() if one.granularity == granularity
+            name
+            for name, criterion in criteria.CRITERIA.items()
+            if criterion.granularity == granularity
         }
 
 
@@ -595,7 +613,7 @@ EVIDENCE = {
 
 
 @pytest.mark.parametrize("name", sorted({name for name, *_ in CHANNELS}))
-def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
+def test_criteria_need_the_declared_statistics(name: str) -> None:
     needs = criteria.get(name).needs
     enough = {key for need in needs for key in EVIDENCE[need]}
     assert channel_scores(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import huggingface_hub
 import pyarrow as arrow
@@ -60,9 +61,18 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return files_sent
 
 
-def test_the_hub_sends_pinned_files(
-    sent: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+class Mirrored(NamedTuple):
+    """Data sets as mirrored from a hub that lacks one of four."""
+
+    exit_code: int
+    errors: list[str]
+    rte: BenchmarkConfig
+    mmlu: BenchmarkConfig
+    aime25: BenchmarkConfig
+
+
+@pytest.fixture
+def mirrored(sent: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Mirrored:
     parts = {
         ("ax", "test"): RTE,
         ("rte", "validation"): (RTE * 93)[:277],
@@ -71,35 +81,39 @@ def test_the_hub_sends_pinned_files(
     write_data_set(tmp_path / "hub/nyu-mll/glue", parts)
     subjects = {
         (name, "test"): subject_rows(name, count)
-        for name, count in (("anatomy", 14040), ("virology", 2))
+        for name, count in (("all", 14042), ("anatomy", 14040), ("virology", 2))
     }
-    write_data_set(
-        tmp_path / "hub/cais/mmlu", {("all", "test"): subject_rows("all", 14042), **subjects}
-    )
-    (tmp_path / "hub/math-ai/aime25").mkdir(parents=True)
-    write_lines(
-        tmp_path / "hub/math-ai/aime25/test.jsonl",
-        [{"problem": "p", "answer": "1", "id": "0"}] * 30,
-    )
-    (tmp_path / "hub/math-ai/aime25/README.md").write_text(
-        "---\nlicense: mit\n---\nNo files are listed here.\n"
-    )
-    assert main(["rte", "mmlu", "aime25", "boolq", f"data_root={tmp_path / 'data'}"]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "aps/super_glue could not be downloaded from the hub" in said
-    made = {
-        benchmark.name: benchmark
-        for benchmark in benchmarks(["rte", "mmlu", "aime25"], str(tmp_path / "data"))
+    write_data_set(tmp_path / "hub/cais/mmlu", subjects)
+    aime25 = tmp_path / "hub/math-ai/aime25"
+    aime25.mkdir(parents=True)
+    write_lines(aime25 / "test.jsonl", [{"problem": "p", "answer": "1", "id": "0"}] * 30)
+    (aime25 / "README.md").write_text("---\nlicense: mit\n---\nNo files are listed here.\n")
+    root = str(tmp_path / "data")
+    exit_code = main(["rte", "mmlu", "aime25", "boolq", f"data_root={root}"])
+    errors = capsys.readouterr().err.splitlines()
+    return Mirrored(exit_code, errors, *benchmarks(["rte", "mmlu", "aime25"], root))
+
+
+def test_data_set_that_the_hub_lacks_is_reported(mirrored: Mirrored) -> None:
+    assert mirrored.exit_code == 2
+    (message,) = mirrored.errors
+    assert "aps/super_glue could not be downloaded from the hub" in message
+
+
+def test_pinned_files_are_downloaded(mirrored: Mirrored, sent: list[str]) -> None:
+    revision = mirrored.rte.revision
+    assert {file for file in sent if str(revision) in file} == {
+        f"{revision}/{file}" for file in ("README.md", "rte/validation.jsonl", "rte/train.jsonl")
     }
-    glue = made["rte"].revision
-    assert {file for file in sent if str(glue) in file} == {
-        f"{glue}/{file}" for file in ("README.md", "rte/validation.jsonl", "rte/train.jsonl")
-    }
-    assert set(mirror.subsets(made["mmlu"])) == {"anatomy", "virology"}
-    assert {len(mirror.rows(benchmark)) for benchmark in made.values()} == {277, 14042, 30}
-    assert problems([made["rte"]], Policy()) == []
-    entries = mirror.manifest(mirror.folder(made["rte"]))
-    assert {entry["source"] for entry in entries.values()} == {f"nyu-mll/glue@{glue}"}
+    entries = mirror.manifest(mirror.folder(mirrored.rte))
+    assert {entry["source"] for entry in entries.values()} == {f"nyu-mll/glue@{revision}"}
+
+
+def test_downloaded_rows_are_complete(mirrored: Mirrored) -> None:
+    assert set(mirror.subsets(mirrored.mmlu)) == {"anatomy", "virology"}
+    counts = [len(mirror.rows(benchmark)) for benchmark in mirrored[2:]]
+    assert counts == [277, 14042, 30]
+    assert problems([mirrored.rte], Policy()) == []
 
 
 PARTS = {("rte", "validation"): RTE}
@@ -112,17 +126,15 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_mirror_can_be_made_without_the_hub(
-    rte: BenchmarkConfig, tmp_path: Path, name: str
-) -> None:
+def test_mirror_is_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Path, name: str) -> None:
     (tmp_path / "source").mkdir()
     write_lines(tmp_path / "source" / "greatest.jsonl", RTE)  # a name with "test" in a word
     make(rte, SOURCES[name](tmp_path / "source"))
     assert set(mirror.subsets(rte)["rte"]) == {"validation"}
     assert mirror.rows(rte) == RTE and problems([rte], Policy()) == []
-    before = mirror.digest(rte)
+    digest = mirror.digest(rte)
     make(rte, write_data_set(tmp_path / "other", PARTS))
-    assert mirror.rows(rte) == RTE and mirror.digest(rte) == before, (
+    assert mirror.rows(rte) == RTE and mirror.digest(rte) == digest, (
         "only the content identifies it"
     )
 
@@ -150,7 +162,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, ending: str) -> No
         mirror.read_rows(file)
 
 
-def test_a_digest_is_of_what_is_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
+def test_mirror_digest_is_of_the_files_that_are_read(rte: BenchmarkConfig, tmp_path: Path) -> None:
     def digests(**parts: list[dict[str, object]]) -> list[str]:
         make(
             rte,
@@ -168,23 +180,23 @@ def test_a_digest_is_of_what_is_read(rte: BenchmarkConfig, tmp_path: Path) -> No
     assert digests(validation=[*RTE[:2], {**RTE[2], "label": 1}])[0] != first[0]
 
 
-def test_a_file_at_an_address_is_kept_as_it_is(tmp_path: Path) -> None:
+def test_file_of_a_url_is_mirrored_unchanged(tmp_path: Path) -> None:
     (benchmark,) = benchmarks(["humaneval"], str(tmp_path / "data"))
     file = tmp_path / "HumanEvalPlus.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"task_id": "HumanEval/0"}\n'))
-    own = replace(benchmark, expected=1, url=file.as_uri())
+    named_file = replace(benchmark, expected=1, url=file.as_uri())
     for source in (None, file):
-        make(own, source)
-        ((copy,),) = mirror.subsets(own)["default"].values()
+        make(named_file, source)
+        ((copy,),) = mirror.subsets(named_file)["default"].values()
         assert copy.read_bytes() == file.read_bytes()
     with pytest.raises(UserError, match=r"add from=FILE with nowhere\.jsonl\.gz"):
-        make(replace(own, url=(tmp_path / "nowhere.jsonl.gz").as_uri()), None)
+        make(replace(named_file, url=(tmp_path / "nowhere.jsonl.gz").as_uri()), None)
 
 
 @pytest.mark.parametrize(
     "how", ["missing", "changed", "manifest", "subset", "split", "rows", "sha256"]
 )
-def test_a_damaged_mirror_is_refused_and_can_be_made_again(
+def test_damaged_mirror_is_refused_and_made_again(
     rte: BenchmarkConfig, tmp_path: Path, how: str
 ) -> None:
     source = write_data_set(tmp_path / "source", PARTS)
@@ -225,7 +237,7 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["ret", "data_root={}"], "did you mean rte"),
         (["rte"], "expected NAME ... data_root=FOLDER"),
@@ -240,11 +252,11 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
     ],
 )
 def test_wrong_command_lines(
-    tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("file.jsonl", "rows.pkl"):
         (tmp_path / name).write_text("")
     (tmp_path / "empty").mkdir()
-    assert main([word.format(tmp_path) for word in words]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1 and "Traceback" not in said
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    errors = capsys.readouterr().err
+    assert says in errors and errors.count("\n") == 1 and "Traceback" not in errors

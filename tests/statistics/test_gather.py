@@ -50,9 +50,9 @@ def ended_by_signal() -> Iterator[None]:
     def end(*_: object) -> None:
         raise tiny.Killed
 
-    before = signal.signal(signal.SIGTERM, end)
+    handler = signal.signal(signal.SIGTERM, end)
     yield
-    assert signal.signal(signal.SIGTERM, before) is end
+    assert signal.signal(signal.SIGTERM, handler) is end
 
 
 def send_signal_in_call(
@@ -62,17 +62,17 @@ def send_signal_in_call(
     calls = itertools.count(1)
     read = owner.read
 
-    def warned(*given: Any) -> Any:
+    def warned(*args: Any) -> Any:
         if next(calls) in numbers:
             signal.raise_signal(signal.SIGTERM)
-        return read(*given)
+        return read(*args)
 
     monkeypatch.setattr(owner, "read", warned)
 
 
 @pytest.mark.usefixtures("ended_by_signal")
 @pytest.mark.parametrize(("read", "hook"), READS[:-1])  # gradients of weights are of the whole set
-def test_a_stopped_pass_goes_on_where_it_was(
+def test_stopped_pass_resumes(
     read: Callable[..., Statistics],
     hook: type[StatisticsHook],
     tmp_path: Path,
@@ -103,15 +103,15 @@ def written() -> int:
     return int(re.findall(r"wchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
-def test_what_a_pass_saves_is_a_small_part_of_it(
+def test_saving_a_pass_takes_a_small_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass of seconds writes its sums once, at its end; of long passes at most 2 % of the time is
     for saves."""
 
-    before = written()
+    content = written()
     gather(naive.model("olmoe"), ForwardHook, 8 * BATCHES, out=tmp_path)
-    assert written() - before < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
+    assert written() - content < 1.5 * (tmp_path / CHECKPOINT).stat().st_size
     now = [0.0]
     monkeypatch.setattr(observe.time, "monotonic", lambda: now[0])
     timer = observe.SaveTimer(tmp_path)
@@ -144,8 +144,8 @@ def test_sums_of_another_pass_are_not_continued(
     assert len(calls) == len(data)
 
 
-@pytest.mark.parametrize(("read", "hook"), [each for each in READS if each[1] is not DamageHook])
-def test_a_broken_weight_is_named(
+@pytest.mark.parametrize(("read", "hook"), [case for case in READS if case[1] is not DamageHook])
+def test_weight_that_is_not_finite_is_named(
     read: Callable[..., Statistics], hook: type[StatisticsHook], tmp_path: Path
 ) -> None:
     model = tiny.build("qwen3_moe")
@@ -181,7 +181,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         read_file(path)
 
 
-def test_what_is_not_finite_is_named_and_every_expert_is_listed() -> None:
+def test_infinite_statistics_are_named_with_every_expert() -> None:
     broken = statistics([4, 0, 2])
     assert (
         coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
@@ -213,12 +213,12 @@ def opened(name: str, folder: Path) -> StreamedModel:
     return StreamedModel(folder, dtype=torch.float32, device="cpu")
 
 
-def assert_equal(found: Statistics, expected: Statistics) -> None:
+def assert_equal(actual: Statistics, expected: Statistics) -> None:
     """To the bit forward; backward, autograd may add up what several experts say of a token in
     another order."""
-    assert found.header == expected.header
+    assert actual.header == expected.header
     naive.assert_alike(
-        found.layers, expected.layers, 1e-6 if "gradients" in expected.header["kind"] else 0.0
+        actual.layers, expected.layers, 1e-6 if "gradients" in expected.header["kind"] else 0.0
     )
 
 
@@ -237,8 +237,8 @@ def assert_equal(found: Statistics, expected: Statistics) -> None:
     ],
 )
 def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
-    whole, layered = PASSES[kind]
-    expected = resident(whole, name)
+    loaded, layered = PASSES[kind]
+    expected = resident(loaded, name)
     model = opened(name, tmp_path / "model")
     assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out"), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
@@ -252,8 +252,8 @@ def test_killed_passes_go_on_at_a_layer(
 ) -> None:
     """With none, some and all of the hidden states in memory; killed within layers after saves, and
     once at its end."""
-    whole, layered = PASSES[kind]
-    expected = resident(whole, "deepseek_v2")
+    loaded, layered = PASSES[kind]
+    expected = resident(loaded, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
     monkeypatch.setattr(
         streaming, "main_memory", lambda: held * state_bytes(model) / streaming.SHARE
@@ -263,9 +263,9 @@ def test_killed_passes_go_on_at_a_layer(
     send_signal_in_call(monkeypatch, streaming.LayerPass, range(5, 99, 5))
     for _ in range(20):
         with suppress(tiny.Killed):
-            found = layered(model, batches=BATCHES, out=tmp_path / "out")
+            result = layered(model, batches=BATCHES, out=tmp_path / "out")
             break
-    assert_equal(found, expected)
+    assert_equal(result, expected)
     layers = len(model.layers)
     backward = "gradients" in kind
     parts = layers + backward * (1 + layers - min(model.moe))
@@ -281,7 +281,7 @@ def state_bytes(model: StreamedModel) -> int:
 
 
 @pytest.mark.parametrize(("kind", "places"), [("forward", 2), ("gradients", 4)])
-def test_hidden_states_are_written_where_memory_does_not_hold_them(
+def test_hidden_states_beyond_memory_are_written_to_disk(
     kind: str, places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory are those of two layers at a time; backward, of three, and a layer's gradients."""
@@ -289,33 +289,33 @@ def test_hidden_states_are_written_where_memory_does_not_hold_them(
     sums = []
     for memory in (places * len(BATCHES) * state_bytes(model) / streaming.SHARE, 0.0):
         monkeypatch.setattr(streaming, "main_memory", lambda memory=memory: memory)
-        out = tmp_path / str(memory)
-        before = written()
-        sums.append(PASSES[kind][1](model, batches=BATCHES, out=out))
-        states = (written() - before) / state_bytes(model) / len(BATCHES)
-        assert out.exists() == (not memory)
+        folder = tmp_path / str(memory)
+        content = written()
+        sums.append(PASSES[kind][1](model, batches=BATCHES, out=folder))
+        states = (written() - content) / state_bytes(model) / len(BATCHES)
+        assert folder.exists() == (not memory)
         assert states < 0.5 if memory else states > len(model.layers) - 1
-        assert not list(out.glob("*/states/*")), "what is needed no more is deleted"
+        assert not list(folder.glob("*/states/*")), "what is needed no more is deleted"
     naive.assert_alike(sums[0].layers, sums[1].layers)
 
 
-def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(
+def test_streaming_holds_one_layer_and_restarts_with_a_new_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = opened("olmoe", tmp_path / "model")
-    out = tmp_path / "out"
-    FORWARD[1](model, batches=BATCHES[:1], out=out)
-    there = []
+    folder = tmp_path / "out"
+    FORWARD[1](model, batches=BATCHES[:1], out=folder)
+    residents = []
     read = streaming.LayerPass.read
 
-    def counting(*given: Any) -> torch.Tensor:
-        there.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
-        return read(*given)
+    def counting(*args: Any) -> torch.Tensor:
+        residents.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
+        return read(*args)
 
     monkeypatch.setattr(streaming.LayerPass, "read", counting)
-    found = FORWARD[1](model, batches=BATCHES, out=out)
-    assert set(there) == {1}
-    assert_equal(found, resident(FORWARD[0], "olmoe"))
+    result = FORWARD[1](model, batches=BATCHES, out=folder)
+    assert set(residents) == {1}
+    assert_equal(result, resident(FORWARD[0], "olmoe"))
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,7 @@ def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> No
     assert QUERY in str(caught.value)
 
 
-def test_what_would_be_spread_is_streamed_on_one_gpu_and_quantised_weights_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_map_is_streamed_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.save("olmoe", tmp_path)
     devices: list[str] = []
 
@@ -358,15 +356,15 @@ def test_what_would_be_spread_is_streamed_on_one_gpu_and_quantised_weights_are_r
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))
 
 
-def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(
+def test_stored_head_replaces_tied_embeddings(
     tmp_path: Path,
 ) -> None:
     """transformers then leaves the two as they are stored."""
-    whole = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
+    model = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
     reconfigure(tmp_path, tie_word_embeddings=True)
     streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model
-    assert torch.equal(streamed.lm_head.weight, whole.lm_head.weight)
-    assert torch.equal(streamed.model.embed_tokens.weight, whole.model.embed_tokens.weight)
+    assert torch.equal(streamed.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(streamed.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -383,9 +381,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("padding", [0, 100])
-def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(
-    padding: int, tmp_path: Path
-) -> None:
+def test_memory_of_a_row_is_linear_in_its_tokens(padding: int, tmp_path: Path) -> None:
     length = 16_384
     tiny.save("olmoe", tmp_path / "model", max_position_embeddings=length, num_hidden_layers=2)
     model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
@@ -414,7 +410,7 @@ def test_padding_on_the_right_changes_no_sums_without_a_mask(
     def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
         return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
 
-    found = gather(model, hook=ForwardHook, batches=[(ids, valid)])
+    result = gather(model, hook=ForwardHook, batches=[(ids, valid)])
     monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
     expected = gather(model, hook=ForwardHook, batches=[(ids, valid)])
-    naive.assert_alike(found.layers, expected.layers, 1e-5)
+    naive.assert_alike(result.layers, expected.layers, 1e-5)

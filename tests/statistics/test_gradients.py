@@ -21,6 +21,22 @@ from moe_lab.statistics.gradients import (
 )
 
 
+def expert_sums(phi: Any, gradient: Any, gate: Any) -> dict[str, torch.Tensor]:
+    """Statistics of an expert from activations and their gradients (T, I), and gates (T)."""
+    none = torch.zeros(1, phi.shape[1])
+    gated = gate[:, None] * phi
+    return {
+        "tokens": torch.tensor(len(phi)),
+        "channel_square": phi.square().sum(0),
+        "channel_max": torch.cat((phi.abs(), none)).amax(0),
+        "gate_channel_square": gated.square().sum(0),
+        "gate_channel_max": torch.cat((gated.abs(), none)).amax(0),
+        "channel_gradient_square": gradient.square().sum(0),
+        "channel_product": (phi * gradient).sum(0),
+        "channel_product_abs": (phi * gradient).abs().sum(0),
+    }
+
+
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
     model = naive.model(name, torch.float64)
@@ -31,18 +47,7 @@ def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
     for layer, experts in reference.items():
         assert all(part.dtype == torch.float64 for part in layers[layer].values())
         for expert, (phi, gradient, _, gate) in enumerate(experts):
-            none = torch.zeros(1, phi.shape[1])
-            gated = gate[:, None] * phi
-            expected = {
-                "tokens": torch.tensor(len(phi)),
-                "channel_square": phi.square().sum(0),
-                "channel_max": torch.cat((phi.abs(), none)).amax(0),
-                "gate_channel_square": gated.square().sum(0),
-                "gate_channel_max": torch.cat((gated.abs(), none)).amax(0),
-                "channel_gradient_square": gradient.square().sum(0),
-                "channel_product": (phi * gradient).sum(0),
-                "channel_product_abs": (phi * gradient).abs().sum(0),
-            }
+            expected = expert_sums(phi, gradient, gate)
             assert layers[layer].keys() == expected.keys()
             for key, value in expected.items():
                 error = (layers[layer][key][expert] - value).abs().max()
@@ -87,16 +92,16 @@ def test_rows_without_a_next_token_have_no_loss() -> None:
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("granitemoe", torch.float64)  # divides its logits
-    whole = gather_gradients(model, GradientHook, [naive.batch()]).layers
+    expected = gather_gradients(model, GradientHook, [naive.batch()]).layers
     sizes: list[int] = []
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
     monkeypatch.setattr(
-        gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given)
+        gradients, "head", lambda *args: sizes.append(args[1].shape[1]) or head(*args)
     )
     parts = gather_gradients(model, GradientHook, [naive.batch()]).layers
     assert max(sizes) == 7
-    for layer, named in whole.items():
-        for key, part in named.items():
+    for layer, tensors in expected.items():
+        for key, part in tensors.items():
             assert torch.allclose(parts[layer][key], part, rtol=1e-9, atol=1e-18), key
 
 
@@ -108,13 +113,13 @@ def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
     )
     with differentiable(model):
         output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
-        found = loss_gradient(model, output, ids, valid) / LOSS_SCALE
+        gradient = loss_gradient(model, output, ids, valid) / LOSS_SCALE
         states = output.last_hidden_state.detach().requires_grad_()
         logits = model.lm_head(states)
         pairs = [(0, 0), (0, 3), (0, 4), (1, 1), (1, 2)]
         sum(cross_entropy(logits[row, t], ids[row, t + 1]) for row, t in pairs).backward()
-    assert torch.allclose(found, states.grad, rtol=1e-12, atol=1e-18)
-    assert {tuple(pair) for pair in found.abs().sum(-1).nonzero().tolist()} == set(pairs)
+    assert torch.allclose(gradient, states.grad, rtol=1e-12, atol=1e-18)
+    assert {tuple(pair) for pair in gradient.abs().sum(-1).nonzero().tolist()} == set(pairs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,9 +131,9 @@ def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None
         (GradientHook, "channel_gradient_square", 0.2),
         (WeightGradientHook, "snip_down", 0.1),
     ):
-        found, expected = (gather_gradients(model, hook, data).layers for model in (half, full))
-        for layer, named in expected.items():
-            assert abs(float(found[layer][key].sum() / named[key].sum()) - 1) < most, key
+        actual, expected = (gather_gradients(model, hook, data).layers for model in (half, full))
+        for layer, tensors in expected.items():
+            assert abs(float(actual[layer][key].sum() / tensors[key].sum()) - 1) < most, key
 
 
 def by_hand(
@@ -159,14 +164,14 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
     data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
     model = naive.model(name, torch.float64)
-    found = gather_gradients(model, WeightGradientHook, data)
-    assert found.header["kind"] == "weight_gradients"
+    result = gather_gradients(model, WeightGradientHook, data)
+    assert result.header["kind"] == "weight_gradients"
     assert not any(
         weight.requires_grad or weight.grad is not None for weight in model.parameters()
     ), "as it was"
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)
     for layer, sums in expected.items():
-        assert found.layers[layer].keys() == sums.keys()
+        assert result.layers[layer].keys() == sums.keys()
         for part, scores in sums.items():
-            assert found.layers[layer][part].dtype == torch.float64
-            assert (found.layers[layer][part] - scores).abs().max() < 1e-9 * scores.max()
+            assert result.layers[layer][part].dtype == torch.float64
+            assert (result.layers[layer][part] - scores).abs().max() < 1e-9 * scores.max()
