@@ -3,11 +3,10 @@
 Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with
 transformers' eager experts: for the work of an evaluation (generation; scoring of answers, in
 batches of short rows), and for one layer with an increasing number of tokens, from which the
-constant FEW was chosen. Each ratio is the median over rounds in which all ways ran one after the
-other in this process; results are also compared bit by bit. Bar for generation and scoring:
-below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs little.
-Exit code 1 when a bar fails or bits differ.
-"""
+constant SMALL_BATCH was chosen. Each ratio is the median over rounds in which all ways ran one
+after the other in this process; results are also compared bit by bit. Bar for generation and
+scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs
+little. Exit code 1 when a bar fails or bits differ. """
 
 from __future__ import annotations
 
@@ -138,13 +137,13 @@ def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
         module.config._experts_implementation_internal = (
             EAGER if few is None else experts.CPU_EXPERTS
         )
-        usual = experts.FEW
-        experts.FEW = few or 0
+        usual = experts.SMALL_BATCH
+        experts.SMALL_BATCH = few or 0
         try:
             results: list[torch.Tensor] = [module(hidden, index, weights) for _ in repeat]
             return results[-1]
         finally:
-            experts.FEW = usual
+            experts.SMALL_BATCH = usual
 
     return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
 

@@ -35,8 +35,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder. Shards and tensors are in the order of the files and of the bytes in
-    them."""
+    """The tensors of a folder, in the order of the shards and of the bytes in each shard."""
 
     folder: Path
     shards: tuple[str, ...]
@@ -45,18 +44,18 @@ class Checkpoint:
     tensors: dict[str, Entry]
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-        """Name -> slice of each tensor, for torch; its bytes are read when it is used, until
+        """Name -> slice of the tensor, for torch. A slice reads its bytes when it is indexed, until
         `files` is closed."""
         shards = {name: self.tensors[name].shard for name in names}
         opened = {
-            of: files.enter_context(safe_open(self.folder / of, framework="pt"))
-            for of in set(shards.values())
+            shard: files.enter_context(safe_open(self.folder / shard, framework="pt"))
+            for shard in set(shards.values())
         }
         return {name: opened[shard].get_slice(name) for name, shard in shards.items()}
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards. UserError when one is missing, damaged or other than the
+    """Read the headers of all shards. UserError when a shard is missing, damaged or not as the
     index says."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
@@ -75,11 +74,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when it
-    is damaged."""
+    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when the
+    file is damaged."""
     try:
-        with safe_open(path, framework="np") as checked:
-            metadata: dict[str, str] = checked.metadata() or {}
+        with safe_open(path, framework="np") as safe_file:
+            metadata: dict[str, str] = safe_file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: expected a safetensors file ({error})") from None
     with path.open("rb") as file:

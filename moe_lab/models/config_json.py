@@ -1,5 +1,5 @@
-"""What config.json and the settings state about a model, before it is loaded: experts, size,
-quantisation. No torch."""
+"""Experts, size and quantisation of a model that is not loaded, from config.json and the settings.
+No torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moe_lab.models.files import hub_config, in_cache, is_weights, stated_files
 from moe_lab.paths import local_path
 
 LAYERS_FIELD = "pruned"
-"""Field of config.json of an export whose layers differ: their shapes."""
+"""Field of config.json that holds the shapes of layers, in an export whose layers differ."""
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 """Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in
-FP8 and MXFP4 by kernels that cannot be observed; experts of compressed-tensors it always
-dequantises, and the other weights follow."""
+FP8 and MXFP4 by kernels that cannot be observed. It always dequantises experts of
+compressed-tensors, so all other weights are dequantised too."""
 FIELDS = {
     "layers": ("num_hidden_layers",),
     "experts": COUNT_FIELDS,
@@ -30,8 +30,8 @@ FIELDS = {
     "hidden": ("hidden_size",),
     "width": WIDTH_FIELDS,
 }
-"""Name in model.expected -> fields of config.json that may state it; the first one present
-counts."""
+"""Name in model.expected -> fields of config.json that may state its value; the first that is
+present counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
 """Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder
 layer."""
@@ -41,21 +41,21 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 
 def config_of(settings: ModelConfig) -> dict[str, Any]:
-    """config.json of a model, from its folder or the hub; empty where it cannot be had."""
+    """config.json of a model, from its folder or the hub; empty if neither has it."""
     file = local_path(settings.path) / "config.json"
     return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs among which vLLM can divide each layer of a model: those that divide the
-    heads of its attention. Whole layers are not divided among GPUs, since masks need all of them in
-    each process."""
+    """Numbers of GPUs among which vLLM can divide each layer of a model: divisors of its number of
+    attention heads. Layers are not distributed among GPUs, since masks need all layers in each
+    process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Name in model.expected -> the number that a config.json states, for those that it does."""
+    """Name in model.expected -> number, for the numbers that a config.json states."""
     text = config.get("text_config", config)
     numbers = {}
     for name, fields in FIELDS.items():
@@ -66,9 +66,9 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is
-    not known. From config.json, or from `model.expected` where that cannot be had. `model.top_k`
-    overrides both."""
+    """n_experts, top_k and width (channels per expert) of a layer, from config.json, or from
+    `model.expected` without one; `model.top_k` overrides both. None when n_experts or top_k is not
+    known."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -78,21 +78,22 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected(settings: ModelConfig) -> dict[str, int]:
+    """The numbers of `model.expected`; {} without it."""
     return vars(settings.expected) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:
-    """The function of transformers that runs experts on a device or a device map."""
-    # On the CPU, grouped_mm would convert weights on every call. cpu_experts replaces `eager`
-    # there, with equal bits.
+    """Name of the function of transformers that runs experts on a device or a device map."""
+    # On the CPU, grouped_mm would convert weights on every call, and `cpu_experts` replaces eager.
     return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
     """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and
-    topk_group. A router needs `top_k` experts to choose from. A group-limited one keeps the same
-    number in each of its `n_group` groups; the `topk_group` groups a token reaches (None: all) must
-    hold `top_k` experts together, and groups are ranked by their two best experts."""
+    topk_group. A router needs `top_k` experts to choose from. A group-limited router keeps the same
+    number in each of its `n_group` groups. The `topk_group` groups that a token reaches (None: all)
+    must have `top_k` experts together, and each group two, as groups are ranked by their two best
+    experts."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -107,13 +108,13 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The method in which weights are quantised, such as fp8; None for plain ones, and where
-    config.json is unknown."""
+    """The method in which weights are quantised, such as fp8; None for plain weights, and without a
+    config.json."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The same for the content of a config.json."""
+    """As `quantization`, from the content of a config.json."""
     stated = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
@@ -123,24 +124,24 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 
 def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: str = "") -> None:
-    """Raise UserError when a model on this machine has no chat template, or none that knows
-    `tools`. `user` is what needs them, and `other` what to expect beside an instruction-tuned
-    model."""
+    """Raise UserError when a model on this machine has no chat template, or, with `tools`, none
+    that knows tools. For the message, `user`: the setting that needs the template; `other`: what
+    can be used instead of an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
     file = folder / "chat_template.jinja"
-    described = folder / "tokenizer_config.json"
     if file.is_file():
         template = file.read_text(encoding="utf-8")
     else:
-        template = str(read_json_if_there(described).get("chat_template") or "")
+        tokenizer_config = read_json_if_there(folder / "tokenizer_config.json")
+        template = str(tokenizer_config.get("chat_template") or "")
     if not template:
         raise UserError(
             f"{user} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{other}"
         )
-    # which is then used instead
+    # a template that is used instead if there are tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
@@ -150,15 +151,14 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
 
 
 def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, ascending: those that a configuration states, and the
-    tokenizer's."""
+    """The tokens that end a text, ascending: the configured tokens, and the tokenizer's."""
     stated = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*stated, tokenizer.eos_token_id) if token is not None})
 
 
 def check_plain_weights(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when the weights are quantised: such a model can be run, but `user` needs
-    plain weights."""
+    """Raise UserError when the weights are quantised, and the setting `user` needs plain
+    weights."""
     if (method := quantization(settings)) is not None:
         raise UserError(
             f"{user} needs plain weights, but model={settings.name} is stored as {method}: "
@@ -167,8 +167,8 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
 
 
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works
-    with files."""
+    """Raise UserError when model.top_k is set: it only changes a loaded model, and the setting
+    `user` works with files."""
     if settings.top_k is not None:
         raise UserError(
             f"{user} gives a checkpoint that routes as it was trained, not by "
@@ -176,9 +176,9 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
         )
 
 
-def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """Raise UserError naming the first of `numbers` that differs from `model.expected`, parameters
-    last, which say least about the cause."""
+def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
+    """Raise UserError naming the first of `numbers` that differs from `model.expected`. The number
+    of parameters is compared last, because it says least about the cause."""
     for name, value in sorted(
         _expected(settings).items(), key=lambda item: item[0] == "parameters"
     ):
@@ -190,13 +190,13 @@ def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
             )
 
 
-ROOM = 1.1
+OVERHEAD = 1.1
 """Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
-"""Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
+"""Upper bound of the bytes of one token's logits: a vocabulary of about 130,000 in fp32."""
 CACHE = 4
-"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where
-heads share them."""
+"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; an upper bound
+if heads share keys and values."""
 
 
 @dataclass(frozen=True)
@@ -224,41 +224,38 @@ class Size:
 
     @property
     def logits(self) -> float:
-        """Bytes of one token's logits. The number of parameters bounds the size of the
-        vocabulary."""
+        """Bytes of one token's logits, bounded by the number of parameters of the vocabulary
+        head."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
-        """Bytes of the weights of so many decoder layers, with embeddings and the vocabulary
+        """Bytes of the weights of this number of decoder layers, with embeddings and the vocabulary
         head."""
         routed = self.experts * self.expert
-        rest = self.parameters - self.moe_layers * routed
-        ends = min(rest, 2 * LOGITS // 4 * self.hidden)
-        return (
-            ROOM
-            * self.bytes_per_parameter
-            * (layers * (routed + (rest - ends) / self.moe_layers) + ends)
-        )
+        unrouted = self.parameters - self.moe_layers * routed
+        vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
+        layer = routed + (unrouted - vocabulary) / self.moe_layers
+        return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
 
     def activations(self, layers: float = 1) -> float:
-        """Bytes per token of the activations that so many layers keep."""
+        """Bytes per token of the activations that this number of layers keeps."""
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def cache(self, tokens: int) -> float:
-        """Bytes of the keys and values of so many tokens."""
+        """Bytes of the keys and values of this number of tokens."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
         """Most bytes of hidden states between decoder layers. A forward pass keeps the states of
-        two layers, and of the layer from which it would resume. A backward pass keeps those of all
-        layers, and as many gradients."""
+        two layers, and of the layer from which it would resume; a backward pass also keeps the
+        states of all layers."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model, from `model.expected` or its files, which may not differ from it; None
-    without either."""
+    """The size of a model, from `model.expected`, or from its files; None if neither has all
+    numbers."""
     numbers = _expected(settings) or _measured(settings.path, settings.revision)
     try:
         return Size(
@@ -276,9 +273,8 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _measured(path: str, revision: str | None) -> dict[str, int]:
-    """Numbers by their names in model.expected, from config.json and the files' headers, and
-    `bytes` of a parameter; of a model that is not downloaded, from what the hub says of its
-    files."""
+    """Numbers by their names in model.expected, and `bytes` of a parameter, from config.json and
+    the files' headers; for a model that is not downloaded, from the hub's list of its files."""
     folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)

@@ -28,13 +28,13 @@ from moe_lab.models.families import (
 from moe_lab.models.transformers_private import activation
 
 ATTENTION = ("attn", "attention")
-"""Parts of module names by which attention is recognised."""
+"""Parts of the names of attention modules."""
 
 
 @dataclass(frozen=True)
 class RoutingTensor:
-    """A tensor with one row or entry per expert, along `axis`, that decides, or helps to decide,
-    where tokens go."""
+    """A tensor with one row or entry per expert, along `axis`, from which the router computes where
+    tokens go."""
 
     module: nn.Module
     """The module that owns the tensor: the router, a child of it, or the MoE block."""
@@ -50,7 +50,7 @@ class RoutingTensor:
 
 
 class Weights(NamedTuple):
-    """One expert, in the layout in which its weights are multiplied: views of the experts'
+    """The weights of one expert, in the layout in which they are multiplied: views of the experts'
     stacks."""
 
     inward: torch.Tensor
@@ -84,7 +84,7 @@ class MoELayer:
     topk_group: int
     """Groups that a token can be routed to; 1 if there are no groups."""
     routing: tuple[RoutingTensor, ...]
-    """Everything pruning has to slice besides the experts' own weights."""
+    """The tensors that pruning has to slice besides the experts' own weights."""
 
     @property
     def stack(self) -> str:
@@ -95,7 +95,7 @@ class MoELayer:
 
     @property
     def width(self) -> int:
-        """Channels of every expert, or of the widest one where they differ."""
+        """Channels of every expert, or of the widest expert if they differ."""
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
@@ -110,7 +110,8 @@ class MoELayer:
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert as they are now, or others given by name as in `tensors`."""
+        """The weights of one expert: its current ones, or `tensors`, named as by the method
+        `tensors`."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
@@ -152,8 +153,8 @@ def post_expert_norm(module: Any) -> nn.Module | None:
 
 
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded: accelerate loads them while their
-    module runs, only."""
+    """Raise UserError when weights of the layer are offloaded: accelerate loads them only while
+    their module runs."""
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
             f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "
@@ -199,9 +200,10 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module dispatches through transformers' experts registry: its decorator sets these
-    three attributes."""
-    return all(hasattr(module, mark) for mark in ("is_concatenated", "is_transposed", "has_gate"))
+    """Whether a module dispatches through transformers' experts registry, whose decorator sets
+    these three attributes."""
+    attributes = ("is_concatenated", "is_transposed", "has_gate")
+    return all(hasattr(module, name) for name in attributes)
 
 
 def is_ragged(module: nn.Module) -> bool:
@@ -215,6 +217,8 @@ def _kind(model: nn.Module) -> str:
 
 
 def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
+    """The MoE layer of the experts module `name`. UserError for a layer that moe_lab cannot
+    handle."""
     experts = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
 
@@ -260,23 +264,24 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
 
 
 def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], int]:
-    """Channels of each expert, and the hidden size."""
+    """Channels of each expert, and the hidden size. Raises `refuse(reason)` for experts that are
+    not stored as `family` says."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
-    stored = (
+    stored = (  # transposed, concatenated, with a gate, with biases
         first.channels == -1,
         not first.interleaved,
         "gate" in first.roles,
         "down_bias" in family.roles,
     )
-    marks = (
+    marked = (
         experts.is_transposed,
         experts.is_concatenated,
         experts.has_gate,
         getattr(experts, "has_bias", False),
     )
-    if marks != stored:
+    if marked != stored:
         raise refuse(
             f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know"
         )
@@ -294,7 +299,7 @@ def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], 
 
 
 def _groups(router: nn.Module) -> tuple[int, int]:
-    """Number of groups of a router, and how many of them a token can be routed to."""
+    """Number of groups of a router, and number of groups that a token can be routed to."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
     if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
@@ -305,9 +310,9 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 def _routing_tensors(
     router: nn.Module, block: nn.Module, n_experts: int, refuse: Any
 ) -> tuple[RoutingTensor, ...]:
-    """Tensors of the router and of the block itself that have an expert axis; UserError for any
-    other tensor. The axis is recognised by the tensor's name, not by its size: the number of
-    experts may equal the hidden size."""
+    """Tensors of the router and of the block itself that have an expert axis; raises
+    `refuse(reason)` for any other tensor. The axis is known from the tensor's name, not from its
+    size, because the number of experts may equal the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [
@@ -332,8 +337,8 @@ def _routing_tensors(
 
 
 def part_of(name: str) -> str:
-    """The part a module or tensor of a model belongs to by its path: experts, shared_experts,
-    attention or rest."""
+    """The part of the model that the path of a module or tensor belongs to: experts,
+    shared_experts, attention or rest."""
     path = name.split(".")
     if not any(name_part.isdigit() for name_part in path):
         return "rest"
@@ -341,16 +346,13 @@ def part_of(name: str) -> str:
         return "experts"
     if any(f"{name_part}." in DISK_SHARED for name_part in path):
         return "shared_experts"
-    return (
-        "attention"
-        if any(mark in name_part for name_part in path for mark in ATTENTION)
-        else "rest"
-    )
+    is_attention = any(mark in name_part for name_part in path for mark in ATTENTION)
+    return "attention" if is_attention else "rest"
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of the linear maps of a part: shared_experts or attention. A map to a single
-    number is left out: it is the gate of a shared expert and counts as a router."""
+    """(path, module) of the linear maps of a part, shared_experts or attention, except maps to a
+    single number: the gate of a shared expert counts as a router."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

@@ -27,13 +27,13 @@ from moe_lab.models.transformers_private import activation
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 CPU_EXPERTS = "moe_lab_cpu"
-FEW = 256
-"""Up to this many tokens, one operation for all experts is faster than one per expert; see
+SMALL_BATCH = 256
+"""Up to this many tokens, one operation for all experts is faster than an operation per expert; see
 benchmarks/generation.py."""
 ALIGNMENT = 64
-"""Bytes. New tensors start at a multiple of this; a matrix product whose rows do not may round
-differently."""
-TRIED = 16
+"""Bytes. New tensors start at a multiple of this; a matrix product with rows that do not start at a
+multiple may round differently."""
+TRIAL_TOKENS = 16
 """Number of tokens on which `cpu_experts` is compared with the model's own experts."""
 
 
@@ -50,7 +50,7 @@ class Rows:
     expert: torch.Tensor
     """(S,) expert id, ascending."""
     ends: list[int]
-    """For each expert, the end of its rows; they start where those of the previous expert end."""
+    """For each expert, the end of its rows, which start at the end of the previous expert's."""
 
 
 def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
@@ -80,9 +80,9 @@ def routed_output(
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
     """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-    `weights` (T, K) are the gates. `compute(expert, part, states)` gives an expert's output (n, H)
-    for its slice `part` of `rows`, whose hidden states are `states` (n, H), or None for an expert
-    that adds nothing."""
+    `weights` (T, K): the gates. `compute(expert, part, states)` gives an expert's output (n, H) for
+    the slice `part` of `rows`, whose hidden states are `states` (n, H), or None if the expert adds
+    nothing."""
     gates = weights[rows.token, rows.column, None]
     mixed = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
@@ -94,8 +94,8 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H),
-    at least fp32. Only experts with a nonzero gate are run."""
+    """Sums of expert outputs for `hidden` (t, H), weighted by each row of `gates` (t, R, E): (t, R,
+    H), at least fp32. Only experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
     used = (gates != 0).any(1)
     n = max(int(used.sum(1).max()), 1)
@@ -128,13 +128,12 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 def replace_experts(
     layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack
 ) -> None:
-    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is
-    closed."""
+    """Compute the experts of `layer` by `make(their current function)` until `undo` is closed."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
-    def forward(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        return function(*given, *named.values())
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return function(*args, *kwargs.values())
 
     forward.replaces_experts = True  # type: ignore[attr-defined]
     undo.enter_context(patch.object(layer.experts, name, forward))
@@ -146,8 +145,8 @@ def are_replaced(layer: MoELayer) -> bool:
 
 
 def _forward_name(module: nn.Module) -> str:
-    """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in
-    front."""
+    """The attribute to replace, such that accelerate's hook, which loads offloaded weights, still
+    runs first."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -159,7 +158,7 @@ def cpu_experts(
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
     aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
-    compute = _together if len(hidden) <= FEW and aligned else _one_by_one
+    compute = _all_at_once if len(hidden) <= SMALL_BATCH and aligned else _one_by_one
     return compute(module, hidden, rows, weights)
 
 
@@ -167,14 +166,16 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same
-    bits: if the experts of all `layers` are fp32 and of its form, and those of the first layer give
-    the same bits for a few tokens."""
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if it gives the same
+    bits: if the experts of all `layers` are fp32 and of the form that it computes, and the first
+    layer gives the same bits for a few tokens."""
     if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
 
-def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
+def _all_at_once(
+    module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
+) -> torch.Tensor:
     """Compute all experts at once: everything but the matrix products is one operation."""
     gathered = hidden.index_select(0, rows.token)
     slices = list(parts(rows.ends))
@@ -203,6 +204,7 @@ def _one_by_one(
 
 
 def _is_plain(module: Any) -> bool:
+    """Whether `cpu_experts` can compute these experts, in fp32."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return False
     return module.has_gate and not (
@@ -211,10 +213,11 @@ def _is_plain(module: Any) -> bool:
 
 
 def _same_bits(layer: MoELayer) -> bool:
-    """Whether both ways to compute the experts of `layer` give the same bits as its own forward."""
+    """Whether `cpu_experts`, for few and for many tokens, gives the bits of the experts' own
+    forward."""
     random = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TRIED, layer.hidden, generator=random)
-    weights, index = torch.rand(TRIED, layer.n_experts, generator=random).topk(layer.top_k)
+    hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
+    weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
     rows = sort_by_expert(index, layer.n_experts)
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
@@ -225,24 +228,24 @@ def _same_bits(layer: MoELayer) -> bool:
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
     """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention
-    mask. The output's last_hidden_state (B, S, H) is the input of the vocabulary head."""
+    mask. The last_hidden_state (B, S, H) of the output is the input of the vocabulary head."""
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
-    # No token sees those after it, so padding on the right needs no mask. Without one, attention is
-    # faster and needs no memory for each pair of tokens.
+    # No token attends to later tokens, so padding on the right needs no mask. Without a mask,
+    # attention is faster and needs no memory for each pair of tokens.
     is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
     mask = None if is_padded_right else valid.to(device, torch.int64)
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
-def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
+def bypass(layer: nn.Module, state: Any, undo: ExitStack) -> None:
     """Make `layer` return `state` without computing anything, until `undo` is closed."""
     undo.enter_context(patch.object(layer, "forward", lambda *inputs, **named: state))
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook of decoder layers, which must return hidden states, as those that stand in for them
-    do. UserError for others."""
+    """A hook of decoder layers. UserError unless the layer returns hidden states, as a layer does
+    that `bypass` replaces."""
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
@@ -252,14 +255,14 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of `layer` when the model is run by `run()` up to there. UserError when it is no
-    hidden states."""
+    """The output of `layer` in `run()`, which runs the model; layers after it are not run.
+    UserError unless the output is hidden states."""
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         check_output(module, inputs, output)
         raise _Reached(output)
 
-    hook = layer.register_forward_hook(leave)
+    hook = layer.register_forward_hook(stop)
     try:
         run()
     except _Reached as reached:
@@ -271,5 +274,4 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
 
 
 class _Reached(Exception):
-    """Raised, with the output there, when the model has run as far as is needed, to skip the layers
-    after that."""
+    """Raised with the output of a layer, to skip the layers after it."""

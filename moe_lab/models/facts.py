@@ -10,7 +10,7 @@ from typing import Any
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.config.base import valid
 from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.models.config_json import compare
+from moe_lab.models.config_json import check_expected
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
@@ -18,27 +18,27 @@ from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Count layers, experts and parameters of the model, built on the meta device: no weight is
-    read.
+    """Count layers, experts and parameters of a model that is built on the meta device; no weight
+    is read.
 
     `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the
-    parameters of one routed expert. `decoder_layers` includes layers without experts.
-    `shared_width`: channels of all shared experts of a layer together. `parameters`: of the whole
-    model. Where experts of a layer have unequal widths, `width` and `expert_parameters` are rounded
-    means, and `widths` lists all widths. UserError for a model that is not supported, differs from
-    `model.expected`, or has weights of another size.
+    parameters of one routed expert. `decoder_layers`: number of layers, including layers without
+    experts. `shared_width`: channels of all shared experts of a layer together. `parameters`:
+    parameters of the whole model. If experts of a layer have unequal widths, `width` and
+    `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that
+    is not supported, differs from `model.expected`, or has weights of another size.
     """
     return {"model": settings.name, **model_facts(_built(local_folder(settings), settings))}
 
 
 def _built(folder: Path, settings: ModelConfig) -> Any:
-    """The model of a folder on the meta device, with model.top_k, compared with
+    """The model of a folder on the meta device, with model.top_k. UserError if it differs from
     `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
         check_sizes(checkpoint, NameMapping(model, checkpoint.tensors))
-    compare(asdict(architecture(model)), settings)
+    check_expected(asdict(architecture(model)), settings)
     set_top_k(model, settings.top_k)
     return model
 
@@ -56,8 +56,8 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of
-    each. SettingsError for a size that no model has."""
+    """The sizes of a model in the form of `model.expected`; if layers differ, the largest value of
+    each size. SettingsError for a size that no model has."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -75,6 +75,9 @@ def architecture(model: Any) -> ExpectedConfig:
 
 
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:
+    """The facts of one layer, as in `facts`."""
+    parameters = sum(weight.numel() for weight in layer.experts.parameters())
+    router_parameters = sum(part.tensor.numel() for part in layer.routing)
     facts_of_layer: dict[str, Any] = {
         "n_experts": layer.n_experts,
         "top_k": layer.top_k,
@@ -82,11 +85,8 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
         "topk_group": layer.topk_group,
         "hidden": layer.hidden,
         "width": round(sum(layer.widths) / layer.n_experts),
-        "expert_parameters": round(
-            sum(weight.numel() for weight in layer.experts.parameters()) / layer.n_experts
-        ),
-        "router_parameters_per_expert": sum(part.tensor.numel() for part in layer.routing)
-        // layer.n_experts,
+        "expert_parameters": round(parameters / layer.n_experts),
+        "router_parameters_per_expert": router_parameters // layer.n_experts,
     }
     if is_ragged(layer.experts):
         facts_of_layer["widths"] = list(layer.widths)
@@ -96,12 +96,12 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """Describe a model from its configuration alone; it is built on the meta device.
 
-    model_type  of its configuration
+    model_type  model_type of its configuration
     layers      number of decoder layers
-    moe         layer -> its experts and router in words
+    moe         layer -> a description of its experts and router
     parameters  part -> number of parameters, each counted once
-    moe_layers  its MoELayer objects, without weights
-    routing     names of all tensors that decide where tokens go
+    moe_layers  MoELayer objects, without weights
+    routing     names of all routing tensors
     """
     model = _built(folder, settings)
     layers = routed_layers(model)
@@ -126,7 +126,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
 
 def _router(layer: MoELayer, config: Any) -> str:
-    """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8,
+    """A description of the router of a layer, such as "Qwen3MoeTopKRouter, the best 8,
     norm_topk_prob=True"."""
     properties = [type(layer.router).__name__, f"the best {layer.top_k}"]
     if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
@@ -139,10 +139,11 @@ def _router(layer: MoELayer, config: Any) -> str:
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
+    """Part of the model -> its number of parameters, for the parts that it has."""
     routers = {id(part.tensor) for layer in layers for part in layer.routing}
-    counted = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
+    counts = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
     labels = {"experts": "routed experts", "shared_experts": "shared experts"}
     for name, weight in model.named_parameters():
-        part = part_of(name)
-        counted["routers" if id(weight) in routers else labels.get(part, part)] += weight.numel()
-    return {part: count for part, count in counted.items() if count}
+        part = "routers" if id(weight) in routers else part_of(name)
+        counts[labels.get(part, part)] += weight.numel()
+    return {part: count for part, count in counts.items() if count}

@@ -1,8 +1,8 @@
-"""What a family of models is: how it stores its experts, in memory and on disk. No torch.
+"""How families of models store their experts, in memory and on disk. No torch.
 
-A tensor of experts is described in the same way in memory and in a file (`Axes`), and `split` gives
-its projections as views with channels first, for torch and numpy alike. Model names appear only in
-this file, in the ports named below and in conf/model.
+`Axes` describes a tensor of experts, in memory or in a file, and `split` gives its projections as
+views with channels first, for torch and numpy. Model names appear only in this file, in the ports
+named below and in conf/model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ UNSUPPORTED = {
     "switch_transformers": CROSS,
     "zaya": "has a router with one class more than experts",
 }
-"""model_type -> why it is refused. A family that is not listed is judged by its modules."""
+"""model_type -> why it is refused. Other families are checked by their modules."""
 COUNT_FIELDS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
 """Configuration fields that hold the number of routed experts; which one is canonical differs by
 family."""
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Configuration fields that hold the number of experts a token is routed to."""
 WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
-"""Configuration fields that hold the number of channels of a routed expert; the first one present
-counts."""
+"""Configuration fields that hold the number of channels of a routed expert; the first that is
+present counts."""
 ALSO_COUNTS = {"qwen3_moe": ("num_experts", "num_local_experts")}
 """model_type -> all count fields that programs look up in its config.json: transformers 5 writes
 num_local_experts, but transformers 4 and servers read num_experts and would use its default."""
@@ -78,16 +78,17 @@ DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_exper
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 """Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
 PREDICTION_PROJECTION = ".eh_proj."
-"""Part of the names of a tensor that numbered decoder layers have if, and only if, they predict
-several tokens: it projects an embedding and a hidden state together to the input of the layer."""
+"""Part of the name of the tensor that projects an embedding and a hidden state together to the
+input of a layer; numbered layers have such a tensor if, and only if, they predict several
+tokens."""
 EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
-"""In the name of a tensor: it belongs to a layer that predicts several tokens."""
+"""Part of the names of tensors of layers that predict several tokens."""
 NOT_LOADED = re.compile(
     rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
-"""Tensors that a checkpoint may have beyond those of its model: of extra prediction layers,
-frequencies that the configuration determines, and scales by which programs that compute in fewer
-bits round activations and caches."""
+"""Parts of the names of tensors that a checkpoint may have and its model lacks: tensors of extra
+prediction layers, frequencies that the configuration determines, and scales by which programs that
+compute in fewer bits round activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not
 load."""
@@ -104,7 +105,7 @@ class Port(NamedTuple):
 
 
 PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
-"""model_type -> the port that is used for it, even if the checkpoint brings code of its own."""
+"""model_type -> the port that loads it, even if the checkpoint contains code."""
 
 
 def port_of(kind: str) -> dict[str, str]:
@@ -117,16 +118,16 @@ def port_of(kind: str) -> dict[str, str]:
 
 
 class Axes(NamedTuple):
-    """How a tensor holds projections of experts. Axes count from the end: a stack and one expert
-    look alike."""
+    """How a tensor holds projections of experts. Axes are counted from the end, so that they are
+    the same for a stack and for one expert."""
 
     roles: tuple[str, ...]
-    """gate, up, down, gate_bias, up_bias or down_bias: several share the axis of channels."""
+    """gate, up, down, gate_bias, up_bias or down_bias; several roles share the axis of channels."""
     channels: int | None
-    """The axis of channels, -1 or -2; None for the bias of down, which has none."""
+    """The axis of channels, -1 or -2; None for the bias of down, which has no channels."""
     interleaved: bool = False
-    """gate_0, up_0, gate_1, up_1 along the axis of channels, instead of all of gate, then all of
-    up."""
+    """Whether the order along the axis of channels is gate_0, up_0, gate_1, up_1, instead of all of
+    gate, then all of up."""
 
     @property
     def is_bias(self) -> bool:
@@ -135,13 +136,13 @@ class Axes(NamedTuple):
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """role -> view of a tensor of torch or numpy: (..., I, H) of a matrix, (..., I) of a bias,
-    (..., H) of down's."""
+    """Role -> view of a tensor of torch or numpy: (..., I, H) for a matrix, (..., I) for a bias,
+    (..., H) for the bias of down."""
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
         tensor = tensor.swapaxes(-1, -2)
-    rest = () if axes.is_bias else (slice(None),)
+    hidden = () if axes.is_bias else (slice(None),)
     count = len(axes.roles)
     size = tensor.shape[-1 if axes.is_bias else -2] // count
     views = {}
@@ -151,12 +152,12 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
             if axes.interleaved
             else slice(number * size, (number + 1) * size)
         )
-        views[role] = tensor[(..., part, *rest)]
+        views[role] = tensor[(..., part, *hidden)]
     return views
 
 
 class BlockTensor(NamedTuple):
-    """What a tensor of a checkpoint is within its MoE block."""
+    """The role of a checkpoint's tensor in its MoE block."""
 
     block: str
     """Prefix of the names of all tensors of the block, ending in a dot."""
@@ -164,10 +165,10 @@ class BlockTensor(NamedTuple):
     kind: str
     """expert, stack (of all experts), router, vector (of the router), shared or unknown."""
     expert: int | None = None
-    """The number of the expert whose tensor it is."""
+    """The expert of a tensor of one expert."""
     axes: Axes | None = None
-    """Of tensors of experts; None where they are no plain projections, but scales, or packed in a
-    quantised format."""
+    """The axes of a tensor of experts; None if it holds no plain projections, but scales, or
+    numbers packed in a quantised format."""
 
 
 _GATE = Axes(("gate",), -2)
@@ -176,32 +177,32 @@ _DOWN = Axes(("down",), -1)
 GATE_UP = Axes(("gate", "up"), -2)
 
 
-ONE = {
+EXPERT_TENSORS = {
     **dict.fromkeys(("gate_proj.weight", "w1.weight"), _GATE),
     **dict.fromkeys(("up_proj.weight", "w3.weight"), _UP),
     **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
 }
 """Tensors of one expert on disk, below experts.<number>."""
 STACKED = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
-"""Tensors of all experts on disk, below the block, besides those that are named as in memory."""
+"""Tensors of all experts on disk, below the block, with names other than in memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A family, by default one whose experts are stacks (E, 2 I, H) and (E, H, I) in memory."""
+    """A family of models; by default its experts are stacks (E, 2 I, H) and (E, H, I) in memory."""
 
     kinds: tuple[str, ...] = ()
-    """model_type of its configurations."""
+    """Values of model_type of its configurations."""
     stacks: Mapping[str, Axes] = field(
         default_factory=lambda: {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
     )
-    """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by
-    the first one."""
+    """Tensors of the experts module, also below `experts.` on disk. Hidden states are multiplied by
+    the first tensor."""
     unfit: str | None = None
-    """Why channels of its experts cannot be removed or reordered, worded to follow "its experts";
-    None if they can."""
+    """Why channels of its experts cannot be removed or reordered, as the end of a sentence that
+    begins with "its experts"; None if they can."""
     fixed_top_k: bool = False
-    """Whether its routers mix the experts of a token by a formula for their number."""
+    """Whether its routers compute gates by a formula that is only valid for its top_k."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -209,16 +210,16 @@ class Family:
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """role -> view, channels first, of `tensors` named as in the experts module: stacks, or
-        those of one expert."""
+        """Role -> view, channels first, of `tensors`, which are named as in the experts module and
+        are stacks, or tensors of one expert."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name -> what it is, of those tensors of a checkpoint that belong to a MoE block, extra
-        prediction layers left out. UserError for a decoder layer with several MoE blocks."""
+        """Name -> role, of the tensors of a checkpoint that belong to a MoE block, extra prediction
+        layers left out. UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
         blocks: dict[str, int] = {}
@@ -237,24 +238,25 @@ class Family:
                 )
         return block_tensors
 
-    def _block_tensor(self, block: str, layer: int, rest: str) -> BlockTensor:
-        if match := re.fullmatch(r"experts\.(\d+)\.(.+)", rest):
-            return BlockTensor(block, layer, "expert", int(match[1]), ONE.get(match[2]))
-        if re.fullmatch(_STACKS, rest):
-            axes = STACKED.get(rest) or self.stacks.get(rest.removeprefix("experts."))
+    def _block_tensor(self, block: str, layer: int, name: str) -> BlockTensor:
+        """The role of the tensor `name`, relative to its block."""
+        if match := re.fullmatch(r"experts\.(\d+)\.(.+)", name):
+            return BlockTensor(block, layer, "expert", int(match[1]), EXPERT_TENSORS.get(match[2]))
+        if re.fullmatch(_STACKS, name):
+            axes = STACKED.get(name) or self.stacks.get(name.removeprefix("experts."))
             return BlockTensor(block, layer, "stack", axes=axes)
         kind = "unknown"
-        if rest in DISK_ROUTER_WEIGHTS:
+        if name in DISK_ROUTER_WEIGHTS:
             kind = "router"
-        elif rest in DISK_ROUTING_VECTORS:
+        elif name in DISK_ROUTING_VECTORS:
             kind = "vector"
-        elif rest.startswith(DISK_SHARED):
+        elif name.startswith(DISK_SHARED):
             kind = "shared"
         return BlockTensor(block, layer, kind)
 
 
 def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
-    """Stacks of experts that hidden states are multiplied with from the left, and their biases."""
+    """Stacks of experts, with biases, that are multiplied from the left by hidden states."""
     return {
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
         "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
@@ -275,12 +277,11 @@ FAMILIES = (
     Family(("muse_spark", "muse_spark_text"), unfit="are followed by a norm"),
     Family(("phimoe",), fixed_top_k=True),
 )
-"""Families that differ from the usual one."""
+"""Families that differ from the default `Family()`."""
 
 
 def family_of(kind: str | None) -> Family:
-    """The family of a model_type: its entry, or the usual one, whose models are judged by their
-    modules."""
+    """The family of a model_type: its entry in `FAMILIES`, or the default."""
     kind = (kind or "").removeprefix(PRUNED)
     return next((family for family in FAMILIES if kind in family.kinds), Family())
 
@@ -295,8 +296,8 @@ _OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the layers that predict several tokens, with a numbering of their own or that of
-    the decoder."""
+    """Prefixes of the tensors of layers that predict several tokens, which are numbered separately
+    or with the decoder layers."""
     prefixes = set()
     for name in names:
         layer, projects, _ = name.partition(PREDICTION_PROJECTION)
@@ -307,20 +308,17 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """The prefixes of `prediction_prefixes` if one of these layers has experts; else ()."""
+    """`prediction_prefixes` if one of these layers has experts; else ()."""
     names = list(names)
     extra = prediction_prefixes(names)
-    return (
-        extra
-        if any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)
-        else ()
-    )
+    have_experts = any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)
+    return extra if have_experts else ()
 
 
 def has_causal_model(kind: str) -> bool:
     """Whether the installed transformers, or a port, has a causal language model of a model type.
-    Read as text: importing transformers takes seconds and memory that an export does not need
-    otherwise."""
+    The source of transformers is read as text: importing it takes seconds and memory that an export
+    does not need otherwise."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)

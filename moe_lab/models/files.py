@@ -23,23 +23,23 @@ from moe_lab.models.families import UNSUPPORTED
 from moe_lab.paths import cache_folder, local_path
 
 UNRESOLVED = "hub"
-"""Key of the identity of a model or a text on the hub whose files are not known."""
+"""Key in the identity of a model or a text on the hub whose files are not known."""
 REMEMBERED_FROM = 1 << 26
-"""Bytes from which the sha256 of a file is remembered in the user's cache: smaller ones take less
-than a second."""
+"""Bytes from which the sha256 of a file is remembered in the user's cache; smaller files take less
+than a second to read."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
 SECONDS = 10
-"""Longest wait for an answer of the hub."""
+"""Longest wait for an answer of the hub, after it has answered once."""
 FIRST_SECONDS = 3
-"""Longest wait for its first one."""
+"""Longest wait for the first answer of the hub."""
 NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 """Endings of files of a data set that hold no data."""
 
 
 def sha256_of(file: Path) -> str:
-    """sha256 (hex) of a file's bytes. A large file is read once, while its path, size, time and
-    inode stay."""
+    """sha256 (hex) of a file's bytes. A large file is read again only if its path, size, time or
+    inode changes."""
     real = file.resolve()
     if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
         return real.name
@@ -47,14 +47,16 @@ def sha256_of(file: Path) -> str:
     if status.st_size < REMEMBERED_FROM:
         return _read(real)
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    note = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    remembered = (
+        cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    )
     with suppress(OSError, json_files.Damaged):
-        known: dict[str, Any] = json_files.read_sealed(note, SHAPE)
-        if known.items() >= state.items():
-            return str(known["sha256"])
+        entry: dict[str, Any] = json_files.read_sealed(remembered, SHAPE)
+        if entry.items() >= state.items():
+            return str(entry["sha256"])
     sha256 = _read(real)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_sealed(note, {"path": str(real), **state, "sha256": sha256})
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    json_files.write_sealed(remembered, {"path": str(real), **state, "sha256": sha256})
     return sha256
 
 
@@ -64,7 +66,7 @@ def _read(file: Path) -> str:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be asked: HF_HUB_OFFLINE is not set, and it answers anything within
+    """Whether the hub can be reached: HF_HUB_OFFLINE is not set, and the hub answers within
     FIRST_SECONDS."""
     from huggingface_hub import constants
 
@@ -90,8 +92,8 @@ def _answers(address: str) -> bool:
 
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
-    """File -> (size, sha256, or git's digest of a small file) of what a repository on the hub has;
-    None when the hub cannot be asked. `kind`: model or dataset."""
+    """File -> (size, digest) of a repository on the hub; None when the hub cannot be reached. The
+    digest is sha256, or git's for a small file. `kind`: model or dataset."""
     if not hub_answers():
         return None
     from httpx import HTTPError
@@ -113,7 +115,8 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 @lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
-    """config.json of a model on the hub, from the cache or fetched; empty when it cannot be had."""
+    """config.json of a model on the hub, from the cache or the network; empty when neither has
+    it."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 
@@ -126,23 +129,21 @@ def hub_config(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def data_files(name: str) -> str | None:
-    """Digest of the data in a data set on the hub; None when the hub cannot be asked."""
+    """Digest of the data in a data set on the hub; None when the hub cannot be reached."""
     files = stated_files(name, None, "dataset")
-    return (
-        None
-        if files is None
-        else _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
-    )
+    if files is None:
+        return None
+    return _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
 
 
 def data_file(name: str, file: str) -> str | None:
-    """sha256 of a file of a data set on the hub; None when it is not in the cache and the hub
-    cannot be asked."""
+    """sha256 of a file of a data set on the hub; None when the file is not in the cache and the hub
+    cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
-    here = try_to_load_from_cache(name, file, repo_type="dataset")
-    if isinstance(here, str):
-        return sha256_of(Path(here))
+    cached = try_to_load_from_cache(name, file, repo_type="dataset")
+    if isinstance(cached, str):
+        return sha256_of(Path(cached))
     _, digest = (stated_files(name, None, "dataset") or {}).get(file, (0, ""))
     return digest if SHA256.fullmatch(digest or "") else None
 
@@ -152,21 +153,20 @@ DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes
 tokens."""
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders beside the weights of which transformers reads files: further chat templates of the
-tokenizer, and the model's own way of generating."""
+"""Folders beside the weights from which transformers reads files: further chat templates of the
+tokenizer, and code that generates with the model."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
-"""Endings of the fields of config.json, at any depth, that name code: transformers fetches a name
-with a slash from the hub and runs it."""
+"""Endings of the fields of config.json, at any depth, that name code. If a name has a slash,
+transformers fetches the code from the hub and runs it."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
-"""A file that makes transformers fetch and load another model, which it names."""
+"""A file that names another model, which transformers then fetches and loads."""
 
 
 def check(settings: ModelConfig) -> None:
-    """Check everything about a model that needs neither torch nor network: of a folder its
-    config.json, safetensors files and family, of a hub id the form of the name. UserError for what
-    is wrong."""
+    """Raise UserError for a model that cannot be loaded, as far as known without torch and network:
+    check config.json, safetensors files and family of a folder, and the form of a hub id."""
     folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -183,8 +183,8 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError when a file of the folder makes transformers fetch code or another model that
-    is not trusted."""
+    """Raise UserError when a file of the folder makes transformers fetch code or another model,
+    unless `trust_remote_code`."""
     if trust_remote_code:
         return
     for field, value in _named_code(read_json(folder / "config.json")):
@@ -201,8 +201,8 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of each field that names code which is not part of transformers, such as flash
-    attention that is not installed, which transformers would fetch."""
+    """(field, value) for each field that names code which transformers would fetch, because it is
+    neither built in nor installed, such as flash attention."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
@@ -227,8 +227,8 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer, which are downloaded;
-    None when the hub cannot be reached or has no such model."""
+    """The folder of a model, with at least its configuration and tokenizer, which are downloaded if
+    missing; None when the hub cannot be reached or has no such model."""
     path = local_path(settings.path)
     if path.is_dir():
         return path
@@ -239,8 +239,7 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a model's folder that transformers may read, those of SUBFOLDERS among them, in
-    order."""
+    """All files of a model's folder and its SUBFOLDERS that transformers may read, in order."""
     folders = [folder, *(folder / name for name in SUBFOLDERS)]
     return sorted(
         file
@@ -253,7 +252,7 @@ def files_of(folder: Path) -> list[Path]:
 
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and
-    weights. UserError when it is no folder."""
+    weights. UserError when there is no such folder."""
     folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
@@ -265,12 +264,11 @@ def fingerprint(path: str | Path) -> str:
 
 
 def in_cache(path: str, revision: str | None) -> Path | None:
-    """The folder of a model of the hub in the cache; None where not all of its weights are
-    there."""
+    """The folder of a model of the hub in the cache; None unless the cache has all of its
+    weights."""
     with suppress(OSError, ValueError):
-        open_checkpoint(
-            folder := _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
-        )
+        folder = _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
+        open_checkpoint(folder)  # raises UserError, a ValueError, if a shard is missing
         return folder
     return None
 
@@ -281,44 +279,39 @@ def is_weights(file: str) -> bool:
 
 
 def fingerprint_of(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the
-    hub cannot be asked for the sha256 of its weights."""
+    """The fingerprint of a model that may be on the hub; None when the model is not in the cache
+    and the hub cannot be reached for the sha256 of its weights."""
     folder = local_path(settings.path)
-    return (
-        fingerprint(folder)
-        if folder.is_dir()
-        else _fingerprint_there(settings.path, settings.revision)
-    )
+    if folder.is_dir():
+        return fingerprint(folder)
+    return _hub_fingerprint(settings.path, settings.revision)
 
 
 @lru_cache(maxsize=256)
-def _fingerprint_there(path: str, revision: str | None) -> str | None:
+def _hub_fingerprint(path: str, revision: str | None) -> str | None:
+    """The fingerprint of a model on the hub, from the cache, or from what the hub states."""
     if (cached := in_cache(path, revision)) is not None:
         return fingerprint(cached)
-    described = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
-    if (
-        described is None
-        or (stated := stated_files(path, described.resolve().name, "model")) is None
-    ):
+    folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
+    if folder is None or (stated := stated_files(path, folder.resolve().name, "model")) is None:
         return None
-    return _fingerprint(
-        described, [], {name: entry for name, entry in stated.items() if is_weights(name)}
-    )
+    weights = {name: entry for name, entry in stated.items() if is_weights(name)}
+    return _fingerprint(folder, [], weights)
 
 
 def _fingerprint(
-    folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]
+    folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
 ) -> str:
-    """The fingerprint of the files of a folder that describe a model, of its weights, and of those
-    that are elsewhere: name -> (size, sha256)."""
+    """The fingerprint of a model, from the files of `folder` that describe it and its `weights`, of
+    which `remote_weights`, name -> (size, sha256), are not in a folder."""
     describing = [
         f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")
     ]
-    here = {
+    files = {
         file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file))
         for file in describing + weights
     }
-    return _digest({**here, **elsewhere})
+    return _digest({**files, **remote_weights})
 
 
 def _digest(files: Mapping[str, tuple[int, str]]) -> str:
@@ -328,8 +321,8 @@ def _digest(files: Mapping[str, tuple[int, str]]) -> str:
 
 
 class IdentifiedModel(ModelConfig):
-    """A model that is identified by the content of its files (its name on the hub where they are
-    not known), and by the settings that change what it computes."""
+    """A model that is identified by the content of its files (or by its name on the hub if they are
+    not known), and by the settings that change what the model computes."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -348,12 +341,14 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    # read for their errors alone: transformers would ignore a damaged generation config
+    # both raise UserError for damaged files; transformers would ignore a damaged generation config
     read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
+    """The folder of a model in the hub's cache, downloaded if missing: as `_snapshot`, with errors
+    as UserError, or Unavailable if the hub cannot be reached."""
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -362,12 +357,13 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
         )
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
-        at = f" at revision {settings.revision}" if settings.revision else ""
+        revision = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise (UserError if hub_answers() else Unavailable)(
-            f"model.path={settings.path} is no folder, and the hub gave no such model{at} "
-            f"({type(error).__name__}: {reason}): check the name, the revision and the network, or "
-            "give a folder"
+        kind = UserError if hub_answers() else Unavailable
+        raise kind(
+            f"model.path={settings.path} is no folder, and the hub gave no such model{revision} "
+            f"({type(error).__name__}: "
+            f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
 
 

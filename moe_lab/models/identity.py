@@ -1,5 +1,5 @@
-"""Which checkpoint a model in memory is: its folder, what tells it from other models of its shape,
-its tokenizer."""
+"""Identify a model in memory: the folder of its checkpoint, digests of its weights, its
+tokenizer."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from moe_lab.models.load import load_tokenizer, quiet
 from moe_lab.models.transformers_private import NameMapping
 
 SAMPLE = 1 << 24
-"""About how many weights of a model are hashed, at equal distances: all of a small one, and of a
-large one as many as take a tenth of a second."""
+"""About how many weights of a model are hashed, at equal distances: all weights of a small model, a
+sample that takes a tenth of a second of a large model."""
 
 
 def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, function that computes it) of what tells `model` from others of its shape, in the
-    order in which they count. Hashing a large checkpoint for the first time takes minutes.
+    """(name, function that computes the digest) for each digest that tells `model` from others of
+    its shape, the decisive digest first. Hashing a large checkpoint for the first time takes
+    minutes.
 
-    weights_DTYPES: sha256 of a sample of its weights as they are now, in the types that they have;
-    not of a model with offloaded weights. model_sha256: the `fingerprint` of the checkpoint it was
-    loaded from, as studies write it into plans; not of a model that was built in memory, or that
-    has other weights than its checkpoint.
+    weights_DTYPES  sha256 of a sample of the current weights, in their current types; not for a
+                    model with offloaded weights
+    model_sha256    `fingerprint` of the checkpoint that the model was loaded from, as in plans of
+                    studies; not for a model that was built in memory, or whose weights differ from
+                    its checkpoint's
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):
@@ -46,9 +48,9 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder of the checkpoint that `model` was loaded from; None if there is none. Of a model
-    that was loaded by its name on the hub, that of the default revision in the cache, as a model
-    does not know its revision."""
+    """The folder of the checkpoint that `model` was loaded from; None if there is none. For a model
+    that was loaded by its name on the hub, the default revision in the cache, because a model does
+    not know its revision."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -56,6 +58,7 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
+    """sha256 of the shapes, and of the bytes of about SAMPLE numbers, of `tensors`."""
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
@@ -66,12 +69,12 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
-    """Whether each weight matrix of `model`, those of each expert included, has the shape and the
-    first row that it has in the files of a folder. Those of quantised checkpoints are not
+    """Whether each weight matrix of `model`, and of each of its experts, has the shape and the
+    first row of that matrix in the files of `folder`. True for a quantised checkpoint, which is not
     compared."""
     try:
         checkpoint = open_checkpoint(folder)
-    except UserError:  # such as for weights in another format, which have no fingerprint
+    except UserError:  # weights in another format, for example, have no fingerprint
         return False
     if quantization_method(read_json(folder / "config.json")) is not None:
         return True
@@ -91,8 +94,8 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
 
 
 def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name of a tensor of a checkpoint, the tensor of `model` that it is read into, as a view in
-    its layout). None for a tensor of an expert that `model` does not have."""
+    """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor that
+    is read from the checkpoint; None in place of the tensor if `model` does not have the expert."""
     state = model.state_dict()
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
@@ -110,8 +113,9 @@ def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the model's own
-    one. Does nothing where that is not to be had, such as for a model that was built in memory."""
+    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the tokenizer
+    beside the model's checkpoint. Does nothing if there is none, as for a model that was built in
+    memory."""
     folder = checkpoint_folder(model)
     if folder is None:
         return
@@ -135,13 +139,14 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> its id, and whether it was added, so that it is looked for before a text is
-    split."""
+    """Token -> (its id, whether it was added: texts are searched for added tokens before they are
+    split)."""
     added = tokenizer.added_tokens_decoder
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 
 
 def _described(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
+    """The entry of a token for the message, such as "id 7, added"."""
     if token not in vocabulary:
         return "missing"
     number, is_added = vocabulary[token]

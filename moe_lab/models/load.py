@@ -1,5 +1,5 @@
-"""Load a model for scoring and evaluation: checked first, frozen, with one experts implementation
-for everything."""
+"""Load a model for scoring and evaluation: check it before reading weights, freeze it, and choose
+its experts implementation."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     number of CPU threads.
 
     Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that
-    gives the same bits (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA.
-    Everything that does not need the weights is checked before they are read. UserError for a
-    folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of
-    the wrong shape, NaN or infinite, and a device that is not there.
+    gives the same bits (`cpu_experts`). dtype auto is float32 on the CPU and the stored dtype on
+    CUDA. All checks that do not need the weights come before reading them. UserError for a folder
+    that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
+    wrong shape, NaN or infinite, and a device that this machine does not have.
     """
     dtype = precision(settings)
     device = resolve_device(settings)
@@ -85,9 +85,9 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 def skeleton(
     folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """Build the model of a folder on the meta device, without weights; UserError when transformers
-    cannot build it. `dtype` is the precision of its weights; None takes that of the
-    configuration."""
+    """Build the model of a folder on the meta device, without weights. `dtype`: the precision of
+    its weights; None takes the configuration's. UserError when transformers cannot build the
+    model."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
@@ -102,10 +102,10 @@ def skeleton(
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it
-    was trained. Gates follow the router's own rule: if it normalises, then over the chosen experts.
-    UserError when a router has fewer experts to choose from, or when its formula fixes the
-    number."""
+    """Make every router of `model` choose `top_k` experts, in place; None changes nothing. Gates
+    follow the router's own rule: a router that normalises them does so over the chosen experts.
+    UserError when a router has fewer experts to choose from, or a formula that is only valid for
+    its own top_k."""
     if top_k is None:
         return
     for layer in routed_layers(model):
@@ -131,15 +131,14 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and the position in it (of stacked experts first the
-    expert), if a weight whose name begins with `within` is NaN or infinite."""
+    """Raise UserError naming the tensor, and the position in it (in a stack of experts, the expert
+    comes first), if a weight whose name begins with `within` is NaN or infinite."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(within) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
         # It is accumulated in fp32 even without dtype=float32, which would take thirty times as
-        # long.
-        # torch does not add eight-bit numbers
+        # long. Eight-bit numbers are converted, because torch cannot add them.
         numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
             continue
@@ -152,6 +151,8 @@ def check_finite(model: nn.Module, within: str = "") -> None:
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
+    """The configuration object of a model folder. UserError when the installed transformers has no
+    causal language model for it."""
     check_code(folder, trust_remote_code)
     raw = read_json(folder / "config.json")
     kind = raw["model_type"]
@@ -175,14 +176,16 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
+    """The model of a folder with its weights on `device`. UserError when weights are missing,
+    unused or of the wrong shape, or do not fit on the GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
-    where = f"{folder}, stored as {method}" if method else str(folder)
+    source = f"{folder}, stored as {method}" if method else str(folder)
     changes: dict[str, Any] = {}
     if method in UNPACKED:
         changes["quantization_config"] = dequantising(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            # it is how to load, not what
+            # transformers warns that config.json has a quantisation too; ours only dequantises it
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -200,20 +203,20 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{where}: the installed transformers cannot load this model, {reason}"
+            f"{source}: the installed transformers cannot load this model, {reason}"
         ) from None
     model, report = loaded
-    check_shapes(where, report["mismatched_keys"])
+    check_shapes(source, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"{where}: {len(missing)} weights are missing that config.json asks for, the first is "
+            f"{source}: {len(missing)} weights are missing that config.json asks for, the first is "
             f"{missing[0]}"
         )
-    check_used(where, report["unexpected_keys"])
-    # by a device map
+    check_used(source, report["unexpected_keys"])
+    # a device map puts weights that do not fit on the GPUs elsewhere
     if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):
         raise UserError(
-            f"model.device={device}: {where} does not fit on the GPUs that are here: expected "
+            f"model.device={device}: {source} does not fit on the GPUs that are here: expected "
             "more of them"
         )
     if method in UNPACKED and isinstance(dtype, torch.dtype):
@@ -223,27 +226,26 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
     return model
 
 
-def check_used(where: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if `unused` has names of tensors, in the files of `where`, that change what
-    the model computes: others than those of `NOT_LOADED` and of layers that predict several
-    tokens."""
+def check_used(source: Path | str, unused: Iterable[str]) -> None:
+    """Raise UserError if `unused`, names of tensors in the files of the checkpoint `source`, has
+    any that would change what the model computes: names that are neither `NOT_LOADED` nor of layers
+    that predict several tokens."""
     names = list(unused)
     extra = prediction_prefixes(names)
     if lost := sorted(
         name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)
     ):
         raise UserError(
-            f"{where}: the model that config.json describes does not use {len(lost)} of the "
-            f"weights in the files, the first is {lost[0]}: expected the config.json that was "
-            "stored with them"
+            f"{source}: the model that config.json describes does not use {len(lost)} of the "
+            "weights in the files, "
+            f"the first is {lost[0]}: expected the config.json that was stored with them"
         )
 
 
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
-    """Raise UserError when an unquantised tensor has another number of elements than config.json
-    asks for, or is none that it asks for, or when experts of a layer are missing or of another
-    size. `names`: of the checkpoint's tensors in the model that config.json describes, with or
-    without weights.
+    """Raise UserError unless the tensors of an unquantised checkpoint are those that config.json
+    asks for, with as many elements, and the experts of each layer are complete. `names`: the names
+    of the checkpoint's tensors in the model that config.json describes, with or without weights.
 
     Shapes are not compared, because some experts are stored transposed.
     """
@@ -251,12 +253,12 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     stored = checkpoint.tensors
     if quantization_method(read_json(folder / "config.json")) is not None:
         return
-    wrong = []
+    mismatched = []
     for name, tensor in names.model.state_dict().items():
         stored_name = name if name in stored else names.copied.get(name)
         if stored_name is not None and prod(stored[stored_name].shape) != tensor.numel():
-            wrong.append((stored_name, stored[stored_name].shape, tensor.shape))
-    check_shapes(folder, wrong)
+            mismatched.append((stored_name, stored[stored_name].shape, tensor.shape))
+    check_shapes(folder, mismatched)
     unused, missing = names.unmatched()
     check_used(folder, unused)
     if missing:
@@ -277,27 +279,27 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             )
 
 
-def check_shapes(where: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise UserError for the first of `mismatched`: (name, stored shape, shape that config.json
-    asks for)."""
-    if wrong := sorted(mismatched):
-        name, shape, expected = wrong[0]
+def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise UserError for the first of `mismatched`, if any: (name, stored shape, shape that
+    config.json asks for)."""
+    for name, shape, expected in sorted(mismatched):
         raise UserError(
-            f"{where}: {name} has shape {tuple(shape)}, but config.json asks for "
-            f"{tuple(expected)}: they are of two models"
+            f"{source}: {name} has shape {tuple(shape)}, but config.json asks for "
+            f"{tuple(expected)}: they are of two "
+            "models"
         )
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer of a folder, with a pad token, and `date`: what its chat template writes as
-    today's. UserError when there is none."""
+    """The tokenizer of a folder, with a pad token, and with the attribute `date`, which its chat
+    template writes as today's date. UserError when the folder has no tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
         )
         if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("transformers made one up")
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain ones
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})"
@@ -315,8 +317,8 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and warnings of transformers while open; what matters is raised as an
-    error."""
+    """A context without progress bars and warnings of transformers; whatever matters is raised as
+    an error."""
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -331,13 +333,13 @@ def quiet() -> Iterator[None]:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PASS_TOKENS = 4096
-"""Tokens of one forward pass at most, where several rows share one: more would only take memory."""
+"""Most tokens of one forward pass over several rows; more tokens would only take memory."""
 LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass at most, unless a single row has more."""
+"""Most bytes of the logits of one forward pass, unless a single row has more."""
 
 
 def tokens_with_logits(model: Any) -> int:
-    """After how many tokens one forward pass of `model` may give logits."""
+    """Number of tokens for which one forward pass of `model` may compute logits."""
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
@@ -356,7 +358,7 @@ def resolve_device(settings: ModelConfig) -> str:
 
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the weights once loaded; "auto" stands for that of the checkpoint."""
+    """The dtype of the loaded weights; "auto" stands for the checkpoint's."""
     if settings.dtype == "auto":
         return torch.float32 if resolve_device(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]

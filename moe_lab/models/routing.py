@@ -1,5 +1,4 @@
-"""Keep what decides where tokens go in the precision of the files, whatever that of the loaded
-model is."""
+"""Keep routing tensors in the precision of the files, whatever precision the model is loaded in."""
 
 from __future__ import annotations
 
@@ -16,37 +15,37 @@ from moe_lab.models.discover import MoELayer, RoutingTensor
 from moe_lab.models.transformers_private import NameMapping
 
 PLAIN = ("F64", "F32", "F16", "BF16")
-"""Types of numbers that stand for themselves, without a scale."""
+"""Types of numbers without a scale."""
 LINEAR = ("weight", "bias")
-"""Names of the routing tensors that hidden states are multiplied with, and that are added to the
-product."""
+"""Names of the routing tensors of a linear map: hidden states are multiplied with the weight, and
+the bias is added to the product."""
 
 
 class StoredRouting:
     """The routing tensors of a model, as they are in the files of its checkpoint."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint, names: NameMapping) -> None:
-        """`names`: of the checkpoint's tensors in `model`."""
+        """`names`: the names in `model` of the checkpoint's tensors."""
         self.checkpoint = checkpoint
         self.names = names
         self.paths = {module: path for path, module in model.named_modules()}
         self.usual_bits = _usual_bits(checkpoint)
 
     def restore(self, layer: MoELayer) -> None:
-        """Give the routing tensors of a loaded layer, in place, the numbers of the files.
+        """Set the routing tensors of a loaded layer, in place, to the numbers of the files.
 
-        In some families transformers rounds them to the precision of the model: biases that differ
-        by little become equal, and tokens go to other experts. Vectors that are added to scores get
-        at least the precision of the files. So does the linear map of a router, but only where the
-        files have most other weights in a lower precision, because a checkpoint of one precision is
-        meant to be loaded in that of the model.
+        In some families transformers rounds routing tensors to the precision of the model: biases
+        that differ by little become equal, and tokens go to other experts. Vectors that are added
+        to scores get at least the precision of the files. So does the linear map of a router if
+        most other weights have a lower precision in the files; a checkpoint of one precision is
+        meant to be loaded in the model's.
         """
         stored = self._read(layer)
         linear = {
             part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR
         }
         router, loaded_dtype = next((part.module, part.tensor.dtype) for part in linear)
-        # a product takes one precision
+        # the weight and the bias must have the same type
         linear_dtype = loaded_dtype
         for tensor in linear.values():
             if 8 * tensor.element_size() > self.usual_bits:
@@ -63,8 +62,8 @@ class StoredRouting:
             router.register_forward_pre_hook(_in_precision_of_weight)
 
     def _read(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
-        """The routing tensors of a layer that the files have unconverted, fp32 at most: scores in
-        fp64 would need experts and statistics in fp64."""
+        """The routing tensors of a layer that the files hold in the model's layout, in fp32 at
+        most: scores in fp64 would need experts and statistics in fp64."""
         names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")
@@ -80,8 +79,8 @@ class StoredRouting:
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
-    """Bits of the numbers that most bytes of a checkpoint are of; packed ones, which are stored as
-    integers, do not count."""
+    """Bits of the floating-point type that takes most bytes of a checkpoint. Packed numbers are
+    stored as integers and do not count."""
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.startswith(("F", "BF")):
@@ -92,6 +91,6 @@ def _usual_bits(checkpoint: Checkpoint) -> int:
 def _in_precision_of_weight(
     module: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """The inputs of a router whose weight has a higher precision than hidden states."""
+    """A hook that converts the inputs of a router to the precision of its weight."""
     weight: Any = module.weight
     return tuple(tensor.to(weight.dtype) for tensor in inputs)

@@ -1,5 +1,5 @@
-"""Run models larger than the memory: one decoder layer at a time holds its weights, read from
-safetensors on demand."""
+"""Run models larger than the memory: one decoder layer at a time holds its weights, which are read
+from safetensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation, quantization_method
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.experts import output_of, run, stand_in
+from moe_lab.models.experts import bypass, output_of, run
 from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
@@ -42,15 +42,15 @@ from moe_lab.models.transformers_private import NameMapping, compute_buffers, lo
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
 """Bytes of one read."""
-REST = -1
-"""Used as a layer number for the tensors outside decoder layers: embeddings, the last norm, the
-vocabulary head."""
+OUTSIDE = -1
+"""Layer number of the tensors outside decoder layers: embeddings, the last norm, the vocabulary
+head."""
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. One that
-    would be spread over GPUs is read on the first; without a GPU, on the CPU. UserError as in
-    `load_model`, and for quantised models."""
+    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. With a
+    device map the first GPU is used, or the CPU without a GPU. UserError as in `load_model`, and
+    for quantised models."""
     folder = local_folder(settings)
     if (method := quantization_method(read_json(folder / "config.json"))) is not None:
         raise UserError(
@@ -71,16 +71,16 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision in which config.json says the weights are stored; fp32 if it states none."""
+    """The precision of the stored weights that config.json states; fp32 if it states none."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
 class StreamedModel:
-    """A causal language model whose decoder `layers` are on the meta device; everything else holds
-    its weights.
+    """A causal language model whose decoder `layers` are on the meta device; all other modules have
+    their weights.
 
     with streamed.layer(3):
-        ...   # layer 3 of streamed.model has its weights; all others cannot be run
+        ...   # layer 3 of streamed.model has its weights; other layers cannot be run
     """
 
     def __init__(
@@ -109,32 +109,35 @@ class StreamedModel:
         """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self.layer_of = dict(self._layers_of())
-        """Tensor in the checkpoint -> its decoder layer, or REST."""
-        self._reader, self._pending = ThreadPoolExecutor(1), dict[int, Future[None]]()
+        """Tensor in the checkpoint -> its decoder layer, or OUTSIDE."""
+        self._reader = ThreadPoolExecutor(1)
+        self._pending: dict[int, Future[None]] = {}
+        """Layer number -> the read that `_read_ahead` started."""
         self.model.set_experts_implementation(experts_implementation(device))
         compute_buffers(self.model, self.model, device)
-        self._read_ahead(REST)
+        self._read_ahead(OUTSIDE)
         self._read_ahead(0)
-        self._fill(REST, self.model)
+        self._fill(OUTSIDE, self.model)
 
     def _layers_of(self) -> Iterator[tuple[str, int]]:
-        """(tensor in the checkpoint, number of its decoder layer, or REST). Extra prediction layers
-        are left out."""
+        """(tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Extra prediction
+        layers are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
-            number = int(match[1]) if match else REST
+            number = int(match[1]) if match else OUTSIDE
             if not name.startswith(extra) and number < len(self.layers):
                 yield name, number
 
     def _names(self, number: int) -> list[str]:
+        """Names of the tensors of a layer in the checkpoint."""
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
     def layer(self, number: int, *, next_number: int = -1) -> Iterator[nn.Module]:
-        """Load the weights of one decoder layer while open, and read ahead those of the layer
-        `next_number`. UserError naming a weight that is missing, of the wrong shape, NaN or
-        infinite."""
+        """A context in which one decoder layer has its weights, while the weights of the layer
+        `next_number` are read ahead. UserError naming a weight that is missing, of the wrong shape,
+        NaN or infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
         if 0 <= next_number < len(self.layers):
@@ -147,30 +150,30 @@ class StreamedModel:
             module.to("meta")
 
     def each_layer(self) -> Iterator[MoELayer]:
-        """The layers with routed experts, in order, each with its weights while it is the current
-        one."""
+        """The layers with routed experts, in order; each has its weights until the next is
+        requested."""
         numbers = sorted(self.moe)
         for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):
             with self.layer(number, next_number=next_number):
                 yield self.moe[number]
 
-    def through(
+    def run_layer(
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
     ) -> torch.Tensor:
-        """The output (B, S, H) of layer `number`, whose weights are loaded, for `state` (B, S, H),
-        or the embeddings if that is None. From the batch, `ids` and `valid` (B, S), the model makes
-        its masks and positions."""
+        """The output (B, S, H) of layer `number`, whose weights are loaded. Its input is `state`
+        (B, S, H), or the embeddings if that is None. The model computes masks and positions from
+        the batch, `ids` and `valid` (B, S)."""
         with ExitStack() as undo:
             if state is not None:
                 for lower_layer in self.layers[:number]:
-                    stand_in(lower_layer, state, undo)
+                    bypass(lower_layer, state, undo)
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Compute logits (B, S, V) from `state` (B, S, H), the output of the last decoder layer."""
         with ExitStack() as undo:
             for layer in self.layers:
-                stand_in(layer, state, undo)
+                bypass(layer, state, undo)
             mask = valid.to(state.device, torch.int64)
             logits: torch.Tensor = self.model(
                 ids.to(state.device), attention_mask=mask, use_cache=False
@@ -178,42 +181,40 @@ class StreamedModel:
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Load the weights of `module`, converted from the layout of the checkpoint to that of the
-        model."""
-        # then conversion reads the system's cache, and the disk is free for the next layer; errors
-        # occur there again
+        """Load the weights of `module`, converted from the checkpoint's layout to the model's."""
+        # Conversion then reads from the system's cache, and the disk is free for the next layer. An
+        # error of the pending read would occur again in conversion.
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
             tensors = self.checkpoint.slices(self._names(number), files)
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
-        if number == REST:
-            # as from_pretrained does: weights that are both in the files are not tied, whatever the
-            # configuration says
+        if number == OUTSIDE:
+            # as from_pretrained does: two weights that are in the files are not tied, even if the
+            # configuration says so
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         if number in self.moe:
             self.routing.restore(self.moe[number])
         module.requires_grad_(False)
         tensors = self.model.state_dict()
-        beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."
+        beginning = f"{self.path}." if number == OUTSIDE else f"{self.path}.{number}."
         for name, tensor in tensors.items():
-            if tensor.is_meta and name.startswith(beginning) != (number == REST):
+            if tensor.is_meta and name.startswith(beginning) != (number == OUTSIDE):
                 raise UserError(
                     f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
                     f"{name}"
                 )
-        check_finite(self.model, within=beginning if number != REST else "")
+        check_finite(self.model, within=beginning if number != OUTSIDE else "")
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading the bytes of a layer into the system's cache, unless that is going on. By
-        posix_fadvise the system would read no more of each range than the disk's read-ahead, a few
-        MB."""
+        """Start reading the bytes of a layer into the system's cache, unless already started. (With
+        posix_fadvise the system would read at most the disk's read-ahead, a few MB, of each
+        range.)"""
         if number not in self._pending:
+            folder = self.checkpoint.folder
             entries = [self.checkpoint.tensors[name] for name in self._names(number)]
-            ranges = [
-                (self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries
-            ]
+            ranges = [(folder / entry.shard, entry.start, entry.size) for entry in entries]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
 

@@ -43,13 +43,14 @@ down_proj (n, I)."""
 
 
 def dequantising(method: str) -> Any:
-    """transformers' configuration of a method of quantisation, by which weights are dequantised
-    while they are read."""
+    """transformers' configuration of a quantisation method that dequantises weights while they are
+    read."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
 def activation(experts: Any) -> Activation:
-    """The activation of an experts module, which differs by family: SwiGLU, a clamped one, GELU."""
+    """The activation of an experts module, which differs by family: SwiGLU, clamped SwiGLU,
+    GELU."""
     function: Activation = experts._apply_gate if experts.has_gate else experts.act_fn
     return function
 
@@ -75,8 +76,8 @@ def experts_implementation(experts: Any) -> str | None:
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the forward pass for one more token, from those of the last pass and its
-    `output`."""
+    """Arguments of the forward pass for the next token, from the arguments `inputs` and the
+    `output` of the last pass."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
 
@@ -89,8 +90,8 @@ def template_variables(template: str) -> frozenset[str]:
 
 
 def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
-    """While open, a chat template that writes today's date writes that of `day`."""
-    # arguments of a template are reduced to plain data, so a function cannot be one of them
+    """A context in which a chat template that writes today's date writes the date of `day`."""
+    # transformers reduces arguments of a template to plain data, so no function can be passed
     return patch.dict(
         _compile_jinja_template(template).environment.globals, strftime_now=day.strftime
     )
@@ -126,21 +127,22 @@ def load_tensors(
 
 
 def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
-    """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their
+    """A context in which FP8 checkpoints are dequantised by the `weight_block_size` that their
     configuration states."""
-    changed = {"dequantize": _DequantizeStatedBlocks}
-    return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: changed)
+    operations = {"dequantize": _DequantizeStatedBlocks}
+    return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: operations)
 
 
 class _DequantizeStatedBlocks(Fp8Dequantize):
-    """As its base class, which divides a matrix evenly by the grid of scales instead: 192 rows with
-    2 scales, stored as blocks of 128 and 64 rows, would be read as two of 96."""
+    """Dequantises in blocks of the stated size. The base class divides a matrix evenly by the grid
+    of scales: it would read 192 rows with 2 scales, stored as blocks of 128 and 64 rows, as two
+    blocks of 96."""
 
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         block = self.hf_quantizer.quantization_config.weight_block_size
-        # four-bit experts of an FP8 checkpoint have blocks of their own, which are always whole
+        # four-bit experts of an FP8 checkpoint have blocks of another size, which always divide it
         if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
             return super()._dequantize_one(quantized, scales, output_dtype)
         rows, columns = quantized.shape[-2:]
@@ -149,30 +151,30 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
             raise ValueError(
                 f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {block}"
             )
-        whole = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
-        whole[..., :rows, :columns] = quantized
-        return (
-            super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
-        )
+        padded = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
+        padded[..., :rows, :columns] = quantized
+        dequantised = super()._dequantize_one(padded, scales, output_dtype)
+        return dequantised[..., :rows, :columns].contiguous()
 
 
 class NameMapping:
-    """Which tensors of a model from_pretrained reads the tensors of a checkpoint into."""
+    """The tensors of a model into which from_pretrained reads the tensors of a checkpoint."""
 
     def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
-        """`model`: with or without weights. `names`: the tensors of the checkpoint."""
+        """`model`: with or without weights. `names`: names of the tensors of the checkpoint."""
         self.model = model
         self.names = names
 
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
-        """(name in the checkpoint, name in the model, the pattern of what converts the tensor)."""
+        """(name in the checkpoint, name in the model, pattern of the converter of the tensor, or
+        None)."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         expected = self.model.state_dict()
         prefix = self.model.base_model_prefix
-        # some renamings depend on the names before
+        # some renamings depend on names that come before
         ordered = sorted(self.names, key=dot_natural_key)
         return [
             (name, *rename_source_key(name, renamings, converters, prefix, expected))
@@ -181,14 +183,14 @@ class NameMapping:
 
     @cached_property
     def copied(self) -> dict[str, str]:
-        """Name in the model -> name in the checkpoint of each tensor that is read without changing
-        more than its precision."""
+        """Name in the model -> name in the checkpoint, for each tensor of which only the precision
+        is changed."""
         return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
     def unmatched(self) -> tuple[list[str], list[str]]:
-        """(unused, missing): the tensors of a plain checkpoint that are not read, and those of the
-        model that none is read into. Without those that the model's class ignores on purpose, and
-        those that are tied."""
+        """(unused, missing): names of the tensors of a plain checkpoint that are not read, and
+        names of the tensors of the model that no tensor is read into; without names that the
+        model's class ignores on purpose, and tied tensors."""
         expected = self.model.state_dict()
         unused = {}
         for name, renamed, _ in self.renamed:
@@ -202,8 +204,7 @@ class NameMapping:
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model, under the names and in the layout of its checkpoint, as save_pretrained
-    writes them."""
-    model._weight_conversions = None  # those of `load_tensors` cannot be reverted
+    """Tensors of a model, with the names and in the layout in which save_pretrained writes them."""
+    model._weight_conversions = None  # the conversions of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted

@@ -263,7 +263,7 @@ def layered_routing(
 
     if plan is not None:
         plan.check_model(moe_layers(streamed.model))
-        options["under"] = lambda layer: mask_layers([layer], plan)
+        options["layer_context"] = lambda layer: mask_layers([layer], plan)
     load = stream(streamed, LoadHook, batches, **options).layers
     return _routing(plan, pruned, load, batches)
 

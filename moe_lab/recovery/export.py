@@ -14,7 +14,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linears
-from moe_lab.models.streamed import REST, StreamedModel
+from moe_lab.models.streamed import OUTSIDE, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
 from moe_lab.pruning import is_stock
 from moe_lab.pruning.cost import NF4_BLOCK
@@ -103,7 +103,7 @@ class _RecoveredTensors:
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """What is written in place of a tensor of the checkpoint."""
-        return self.layer(self.streamed.layer_of.get(name, REST)).get(name, {name: tensor})
+        return self.layer(self.streamed.layer_of.get(name, OUTSIDE)).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
         """`quantization_config`: all linear maps that are not stored in 4 bits are listed as
@@ -137,7 +137,7 @@ class _RecoveredTensors:
     def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Name of each changed tensor of a decoder layer in the checkpoint -> what is written in
         its place."""
-        if number == REST:
+        if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
         within = f"{self.streamed.path}.{number}."

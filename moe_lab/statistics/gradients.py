@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import routed_output, run, sort_by_expert, stand_in, wide
+from moe_lab.models.experts import bypass, routed_output, run, sort_by_expert, wide
 from moe_lab.models.families import split
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
@@ -150,7 +150,7 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
     its scaling or capping. The decoder is replaced by one that returns `states` in an object of the
     type of `output`."""
     with ExitStack() as undo:
-        stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
+        bypass(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
         return logits
 

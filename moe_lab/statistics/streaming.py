@@ -19,7 +19,7 @@ import torch
 from moe_lab import progress
 from moe_lab.machine import main_memory
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import stand_in
+from moe_lab.models.experts import bypass
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite, read
 from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
@@ -115,15 +115,15 @@ def stream(
     batches: Sequence[Batch],
     *,
     out: Path,
-    under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
+    layer_context: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
     """The sums that `hook` collects in a forward pass, as by `gather`, with one decoder layer in
     memory.
 
     Hidden states of all batches are kept in memory, up to SHARE of it, and the others in the folder
     `out`, where the pass saves as `SaveTimer` decides. An interrupted pass resumes after the layer
-    that was finished at the last save. `under`: a context in which a layer is run, such as a mask.
-    """
+    that was finished at the last save. `layer_context`: a context in which a layer is run, such as
+    a mask."""
     layer_pass = LayerPass(
         streamed,
         batches,
@@ -133,7 +133,9 @@ def stream(
     )
     with layer_pass.running():
         for number in range(layer_pass.done, len(streamed.layers)):
-            context = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
+            context = (
+                layer_context(streamed.moe[number]) if number in streamed.moe else nullcontext()
+            )
             with streamed.layer(number, next_number=number + 1), torch.no_grad(), context:
                 sums = layer_pass.run(number, hook, keep=number + 1 < len(streamed.layers))
             layer_pass.finish(sums, [number + 1])
@@ -281,7 +283,7 @@ class LayerPass:
         self.save_if_due()
         ids, valid = self.batches[index]
         output: torch.Tensor = observer.read(
-            ids, valid, lambda *_: self.streamed.through(number, ids, valid, state)
+            ids, valid, lambda *_: self.streamed.run_layer(number, ids, valid, state)
         )
         return output
 
@@ -302,7 +304,7 @@ def _gradient_at_head(
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:
-            stand_in(layer, leaf, undo)
+            bypass(layer, leaf, undo)
         forward_and_backward(streamed.model, ids, valid)
     assert leaf.grad is not None
     return leaf.grad

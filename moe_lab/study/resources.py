@@ -19,7 +19,14 @@ from moe_lab.config import (
     RecoveryConfig,
 )
 from moe_lab.config.pruning import DEVICE_MAPS
-from moe_lab.models.config_json import GPU_COUNTS, ROOM, Size, config_of, size_of, tensor_parallel
+from moe_lab.models.config_json import (
+    GPU_COUNTS,
+    OVERHEAD,
+    Size,
+    config_of,
+    size_of,
+    tensor_parallel,
+)
 
 GIB = 2**30
 PROCESS = 600 * 2**20
@@ -115,7 +122,7 @@ def on_gpu(model: ModelConfig, size: Size) -> bool:
 
 def loaded_weights(size: Size) -> Resources:
     """Resources for the weights of a model of this size on GPUs."""
-    return Resources(memory=ROOM * size.bytes, on_gpu=True)
+    return Resources(memory=OVERHEAD * size.bytes, on_gpu=True)
 
 
 def expert_weights(size: Size) -> float:
@@ -200,7 +207,9 @@ def text_pass(
                 states = min(base_bytes, disk(size))
             return base_bytes + states + fixed_bytes
         batch = batch_tokens * (size.logits + size.activations(size.moe_layers if backward else 1))
-        return PROCESS + ROOM * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
+        return (
+            PROCESS + OVERHEAD * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
+        )
 
     return _by_size(
         model,
@@ -294,7 +303,7 @@ def benchmark_run(
 
     def memory(size: Size) -> float:
         row = size.cache(PROMPT + written) if written else PROMPT * size.logits
-        return PROCESS + ROOM * size.bytes * copies + benchmark.batch_size * row
+        return PROCESS + OVERHEAD * size.bytes * copies + benchmark.batch_size * row
 
     return _by_size(
         model,

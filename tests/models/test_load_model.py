@@ -328,7 +328,7 @@ def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         shutil.copy(file, blob)
         (root / "snapshots" / commit / file.name).symlink_to(blob)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    files._fingerprint_there.cache_clear()
+    files._hub_fingerprint.cache_clear()
     return root / "snapshots" / commit
 
 
@@ -353,7 +353,7 @@ def remote(
     monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
     for module in (files, config_json):
         monkeypatch.setattr(module, "stated_files", lambda *_: stated if request.param else None)
-    files._fingerprint_there.cache_clear()
+    files._hub_fingerprint.cache_clear()
     config_json._measured.cache_clear()
     return bool(request.param)
 

@@ -226,7 +226,7 @@ def computed(model: Any) -> list[torch.Tensor]:
     prefill = tiny.tokens()
     long = tiny.tokens(6, 60)
     one = tiny.tokens(1, 1)
-    assert long.numel() > experts.FEW > prefill.numel()
+    assert long.numel() > experts.SMALL_BATCH > prefill.numel()
     padded = torch.nn.functional.pad(prefill, (3, 0))
     asked = {
         "max_new_tokens": 6,

@@ -66,8 +66,8 @@ def verify(
                 for model in (masked, pruned):
                     _align(stack.enter_context(model.layer(number, next_number=number + 1)))
                 with mask_layers([] if moe is None else [moe], plan):
-                    output = masked.through(number, ids, valid, state)
-                compared = [("outputs", output, pruned.through(number, ids, valid, state))]
+                    output = masked.run_layer(number, ids, valid, state)
+                compared = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
                 if moe is not None and written is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
                     compared.append(_all_experts(moe, written, plan.layers[number], hidden))
