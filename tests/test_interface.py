@@ -325,7 +325,7 @@ def test_scores_that_are_not_one_for_each_expert_are_refused(
 
 
 @pytest.mark.parametrize(
-    "wrong, parts",
+    "call, parts",
     [
         (lambda model, statistics: moe_lab.load("pocket:olmoe", dtyp="float16"), ("dtyp", "dtype")),
         (

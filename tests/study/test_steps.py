@@ -133,8 +133,13 @@ def test_merged_sums_are_those_of_one_pass(
     assert read_step(folder)["provenance"]["merged"] == merged
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("parts", "engine"), [(2, "resident"), (3, "resident"), (2, "streamed")])
+@pytest.mark.parametrize(
+    ("kind", "parts", "engine"),
+    [
+        *((kind, parts, "resident") for kind in KINDS for parts in (2, 3)),
+        ("statistics", 2, "streamed"),
+    ],
+)
 def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine: str) -> None:
     """And its parts have ids of their own."""
     undivided_pass = step_of(kind)
@@ -198,7 +203,7 @@ def test_a_last_batch_of_one_row_is_a_share() -> None:
 def shares_of(parts: int, rows: int, batch_size: int) -> list[tuple[int, int]]:
     """First row and end of each part of a text with so many rows of 4 tokens."""
     tokens = rows * 4 + 3
-    return calibrations.shares(
+    return calibrations.part_bounds(
         CalibrationConfig(
             name="t", path="t", length=4, tokens=tokens, batch_size=batch_size, parts=parts
         )
