@@ -46,7 +46,7 @@ class Files:
 
 
 def content(group: str, name: str, folder: Path = CONF) -> dict[str, Any]:
-    """What a choice is made of, without values that a user must give."""
+    """The content of a file of a group, without values that a user must give."""
     file = folder / group / f"{name}.yaml"
     settings: Any = (
         OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {"name": name}

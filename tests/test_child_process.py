@@ -104,7 +104,7 @@ def test_output_of_a_process_that_ends_or_hangs_is_in_the_error(
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
-    """Also when that is killed, and with all that it has started."""
+    """The parent is killed; the processes that the child has started end too."""
     program = (
         "import os, sys; from moe_lab.child_process import Child\n"
         f"child = Child([sys.executable, '-c', {WORKER!r}, {str(tmp_path / 'ended')!r}], "

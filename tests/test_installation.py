@@ -96,7 +96,7 @@ def test_steps_of_a_plugin_record_its_source(plugin_study: Path) -> None:
 
 
 def test_equal_scores_are_reported_at_the_end_of_a_study(folder: Path) -> None:
-    """Each time, as the plan is of ids; and of plans without any nothing is said."""
+    """Each time the study ends; plans without equal scores are not reported."""
     (folder / "my_methods" / "scores.py").write_text(
         MODULE.replace("return mean_square.max(axis=1) ** power", "return layer.tokens * 0")
     )
@@ -196,7 +196,8 @@ def hostile(tmp_path: Path) -> Path:
 def test_programs_start_from_this_installation(
     variables: dict[str, str], arguments: list[str], output: str, hostile: Path
 ) -> None:
-    """Whatever the current folder holds, and whatever packages of our names are on PYTHONPATH."""
+    """Modules of the current folder and packages on PYTHONPATH with the same names are not
+    imported."""
     for name in ("moe_lab", "analysis"):
         shutil.copytree(hostile / name, hostile / "packages" / name)
     result = subprocess.run(

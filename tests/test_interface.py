@@ -68,8 +68,8 @@ def run(example: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> di
 
 
 def test_functions_need_no_hydra_and_plans_no_torch() -> None:
-    """What they call is imported where neither Hydra nor OmegaConf is, as in a notebook or on a
-    machine for timings."""
+    """The modules of the Python interface are imported where Hydra and OmegaConf are missing, as in
+    a notebook or on a machine for timings."""
     names = (
         "calibration.batches models.load models.streamed statistics.gradients criteria "
         "allocation pruning.export"
@@ -146,7 +146,7 @@ def own_model() -> Any:
 
 @pytest.fixture(scope="module")
 def own_statistics(own_model: Any) -> moe_lab.ModelStatistics:
-    """Its statistics of a list of documents."""
+    """The statistics of `own_model` on a list of documents."""
     tokenizer = AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
     lines = Path(resolve(GENERAL)).read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]

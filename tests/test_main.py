@@ -309,7 +309,7 @@ def test_choices_are_composed_together_as_alone() -> None:
 
 @pytest.mark.slow
 def test_paths_are_relative_to_the_working_directory(tmp_path: Path) -> None:
-    """Also where Hydra changes into another folder."""
+    """Hydra changes into another folder here."""
     (tmp_path / "notes.txt").write_text("A dog sleeps. " * 2000)
     result = moe_lab(
         "calibration=text",

@@ -81,7 +81,7 @@ def problems_of(arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documented_studies_can_start(page: Path) -> None:
-    """Of every `python -m moe_lab` in a page: its settings and their combination are valid."""
+    """The settings of every `python -m moe_lab` in a page, and their combination, are valid."""
     refused = {}
     for command in COMMAND.findall(page.read_text("utf-8")):
         text = command.replace("\\\n", " ")

@@ -48,7 +48,7 @@ def moe_lab(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def leaks(folder: Path, result: subprocess.CompletedProcess[str]) -> list[str]:
-    """Where planted secrets are to be read."""
+    """The files and outputs that contain planted secrets."""
     texts = {
         str(file): file.read_bytes()
         for file in folder.rglob("*")

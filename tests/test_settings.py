@@ -86,7 +86,7 @@ ALL = {
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_all_invalid_values_are_reported_at_once(kind: Any, data: st.DataObject) -> None:
-    """In one sentence each."""
+    """Each gets one sentence."""
     known_paths = [path for path, (owner, _) in ALL.items() if owner is kind]
     paths = data.draw(st.sets(st.sampled_from(known_paths), min_size=1, max_size=6))
     content = {name: dict(needed) for name, needed in REQUIRED.items() if name in fields_of(kind)}
@@ -186,7 +186,7 @@ def load_group(file: Path) -> Any:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_group_file_is_valid_and_named_after_its_content(file: Path) -> None:
-    """But for files that give parameters to a criterion or an allocation."""
+    """Files that give parameters to a criterion or an allocation may have other names."""
     group_settings = load_group(file)
     name = getattr(group_settings, "name", file.stem)
     if file.parent.name == "export":
@@ -453,7 +453,7 @@ INVALID_LISTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @given(st.sets(st.sampled_from(sorted(INVALID_LISTS)), min_size=1))
 def test_all_invalid_lists_are_reported_at_once(beginnings: set[str]) -> None:
-    """In one sentence each; of two values for one key, the last counts."""
+    """Each gets one sentence; of two values for one key, the last counts."""
     lists: dict[str, Any] = {}
     beginning_of: dict[str, str] = {}
     for beginning in sorted(beginnings):

@@ -210,7 +210,7 @@ def project(
 
 
 def test_the_version_of_an_installed_package_changes_the_digest(project: Project) -> None:
-    """And its code does not."""
+    """The code of the package does not change the digest."""
     digest = project.digest()
     write(project.site_packages, {"installed/__init__.py": "x = 1"})
     assert project.digest() == digest
@@ -321,7 +321,7 @@ def test_ids_of_steps_depend_on_the_code_of_their_plugin(
 def test_steps_refuse_another_version_of_their_plugin(
     edited_plugins: tuple[dict[str, FromScores], dict[str, FromScores]],
 ) -> None:
-    """Each time, not only at the first step."""
+    """The second step refuses it like the first."""
     before, after = edited_plugins
     plugins.import_modules_at(after["signed"].scores.plugins)
     for _ in range(2):

@@ -124,7 +124,7 @@ def test_a_dry_run_for_slurm_submits_nothing(tmp_path: Path) -> None:
 def test_missing_models_and_gpus_are_reported_after_the_table(
     name: str, resource: str, dry_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And before any step."""
+    """No step begins before that."""
     settings, requests = composed(name)
     store = tmp_path / "store"
     with pytest.raises(Unavailable) as raised:

@@ -154,7 +154,7 @@ def test_neither_keys_nor_command_lines_are_logged(log_folder: Path) -> None:
 def test_variables_of_a_wandb_agent_do_not_name_runs(
     isolated: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What wandb is told to do with all runs, such as their project, counts."""
+    """Variables that hold for all runs, such as the project, are used."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_PROJECT", "of_the_shell")
     for name in ("RUN_ID", "NAME", "RUN_GROUP", "SWEEP_ID"):

@@ -101,7 +101,7 @@ def variants(name: str, kind: str, way: str, tmp_path_factory: pytest.TempPathFa
 
 @each_variant
 def test_a_masked_model_is_the_pruned_model(variants: Variants, kind: str, way: str) -> None:
-    """To the bit; but masked channels are multiplied in another order than retained ones."""
+    """Equal to the bit, except where channels are masked: they are multiplied in another order."""
     assert not torch.equal(variants.masked[0], variants.original[0]) or way == "uneven"
     if kind == "experts":
         assert torch.equal(variants.pruned[0], variants.masked[0])
@@ -226,7 +226,8 @@ def save_in_bfloat16(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_routing_is_loaded_in_the_precision_of_the_files(name: str, tmp_path: Path) -> None:
-    """In a model that is loaded in bfloat16 otherwise, as a whole and layer by layer, twice."""
+    """The other tensors are loaded in bfloat16. The model is loaded at once, and layer by layer
+    twice."""
     routing = save_in_bfloat16(name, tmp_path)
     model = load_model(tiny.settings(tmp_path, **NARROW))[0]
     streamed = open_streamed(tiny.settings(tmp_path, **NARROW))[0]
@@ -257,7 +258,7 @@ def test_masks_and_exports_keep_the_precision_of_routing(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_experts_compute_what_the_model_computes(name: str) -> None:
-    """To the bit: each expert alone, with a gate of 1."""
+    """Each expert alone, with a gate of 1, gives the same bits."""
     for layer in moe_layers(naive.model(name)):
         states = torch.randn(5, layer.hidden, generator=torch.Generator().manual_seed(0))
         states = states.to(layer.experts.down_proj.dtype)

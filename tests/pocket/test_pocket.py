@@ -335,7 +335,7 @@ def values_of(calls: set[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
 def test_training_has_arguments_of_items_but_not_their_calls(
     training: list[Example], items: Items
 ) -> None:
-    """Not even as the second of two calls."""
+    """The second of two calls is compared too."""
     training_calls = calls_of(training)
     item_calls = calls_of(items["function_calls"])
     assert not training_calls & item_calls
@@ -394,7 +394,7 @@ def test_a_shipped_model_is_a_stock_model_of_its_recipe(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SHIPPED.keys() - {"function_calls"}))
 def test_shipped_models_share_a_tokenizer(name: str) -> None:
-    """But for the model of function calls, which knows nothing else."""
+    """The model of function calls has a tokenizer of its own."""
     tokenizer, expected = (
         (DATA / model / "tokenizer.json").read_bytes() for model in (name, "olmoe")
     )
@@ -432,7 +432,7 @@ def test_training_is_repeatable_and_can_be_resumed(trained: Path) -> None:
 
 @pytest.mark.slow
 def test_training_moves_correction_biases(trained: Path) -> None:
-    """Of the routers that have them."""
+    """Only routers of ernie4_5_moe have them."""
     biases = [
         tensor
         for path, tensor in load_network(trained / "in two").named_parameters()

@@ -142,7 +142,7 @@ class Cluster:
         return result.stdout + result.stderr
 
     def job(self, job: str) -> Mapping[str, str]:
-        """What scontrol says of a job, ended ones too."""
+        """The fields that scontrol prints of a job, also of an ended one."""
         entries = self.ask("scontrol", "--oneliner", "show", "job", job).split()
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

@@ -164,7 +164,7 @@ def test_equal_commands_on_two_mounts_do_each_step_once(
 
 
 def test_a_node_goes_on_when_another_is_killed(mounts: list[Path], tmp_path: Path) -> None:
-    """And a third command has nothing left to do."""
+    """A third command finds all steps finished."""
     begun = tmp_path / "begun"
     killed = start(mounts[0], tmp_path, "node-a")
     surviving = start(mounts[1], tmp_path, "node-b")

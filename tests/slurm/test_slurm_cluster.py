@@ -169,7 +169,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all scenarios have their stores."""
+    """The folder with the stores of all scenarios."""
     return tmp_path_factory.mktemp("scenarios")
 
 
@@ -232,7 +232,7 @@ def test_each_step_of_the_main_experiment_is_done_once(
 
 
 def test_a_job_evaluates_three_models_at_most(agnostic_run: Path) -> None:
-    """There are nine."""
+    """The study has nine models."""
     rows = json.loads((agnostic_run / "jobs.json").read_text())["jobs"]
     assert Counter(row["job"]["kind"] for row in rows)["evaluate"] == 3
 
@@ -327,7 +327,7 @@ def test_a_study_inside_a_job_submits_jobs_of_its_own(cluster: Cluster, tmp_path
 def test_why_shows_errors_of_a_job_that_dies_before_python(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """By the last lines of its own errors, of a line of `setup` here."""
+    """It shows the last lines of the job's stderr, here of a line of `setup`."""
     setup = "resources.every.setup=['echo no such module >&2', 'false']"
     result = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
     assert result.returncode == 0, result.stderr

@@ -95,8 +95,8 @@ def a_job_is_requeued_and_the_controller_restarted(
 
 
 def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
-    """What runs on a drained node goes on there, what waits is started when it is back; a lost
-    node's job again."""
+    """Jobs that run on a drained node go on; pending jobs start when the node is back; the job of a
+    lost node is requeued."""
     cluster = instant.cluster
     node = f"nodename={instant.cluster.host}"
     cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
@@ -110,7 +110,7 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
 
 
 def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
-    """It makes one study per job: the store keeps what they share single."""
+    """The launcher submits one study per job; steps that the studies share are computed once."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     settings = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
     launcher = [

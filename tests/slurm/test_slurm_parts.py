@@ -258,7 +258,7 @@ def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Qu
 def test_a_preempted_job_saves_and_a_cancelled_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its image has no scontrol that says which it is."""
+    """Where scontrol is missing, a signal is taken for a preemption."""
     preempted = [{"JobState": "RUNNING"}, {}, UserError("there is no scontrol here")]
     # cancelled; requeued by Slurm
     ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]
@@ -421,7 +421,7 @@ def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
 def test_a_merge_waits_for_parts_that_become_visible_late(
     merge: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As files of other nodes do on NFS."""
+    """Files of other nodes become visible late on NFS."""
     store = Store(tmp_path).create()
     unwritten = iter(merge.merges)
 
@@ -522,7 +522,7 @@ def test_an_untracked_installation_has_no_commit(repository: Callable[..., None]
 def test_new_files_of_a_tracked_installation_are_edits(
     repository: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in the checkout of a colleague."""
+    """Git is also asked in a checkout that belongs to a colleague."""
     repository("add", ".")
     repository("commit", "-q", "-m", "moe_lab")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
@@ -604,7 +604,7 @@ def step_about(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
 
 
 def test_models_and_texts_are_downloaded_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and their texts; none that no step reads."""
+    """Each model and text that a step reads is downloaded once, and no other."""
     downloads: list[str] = []
     monkeypatch.setattr(
         "moe_lab.models.files.local_folder", lambda model: downloads.append(model.name)
@@ -670,7 +670,7 @@ def heads_28(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("heads_28")
 def test_vllm_jobs_ask_for_gpus_that_divide_the_attention_heads() -> None:
-    """As vLLM uses only such a number of the GPUs it is given."""
+    """vLLM uses no other number of GPUs."""
     step = evaluated(BIG, WRITTEN, backend=BackendConfig("vllm"))
     assert request_of([step])["gpus"] == 4
     with pytest.raises(UserError, match=r"at most 4 GPUs of resources\.gpu_memory=24 "):
@@ -694,7 +694,7 @@ def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
     ["[ -f none ] && . none", "exit 3", "f() { false; }; f", "set -u; echo $none", "(exit 4)"],
 )
 def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, command: str) -> None:
-    """Whatever ends it in a file that the line sources."""
+    """The line sources a file with a command that ends the job."""
     result = run_setup(tmp_path, command)
     assert result.stdout == "before\n" and result.returncode != 0
     assert f"source {tmp_path}/rc" in result.stderr

@@ -318,7 +318,7 @@ def test_slurm_page_shows_the_printed_plan(tmp_path: Path, fake_slurm: Mapping[s
 def test_a_refusal_cancels_accepted_jobs(
     refusal: str, message: str, tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    """Also job 4, which Slurm accepted although sbatch reported an error."""
+    """Job 4 is cancelled too, which Slurm accepted although sbatch reported an error."""
     listing = (
         'case "$*" in *%o*) printf "4|$(ls -d '
         f'{tmp_path}/cache/moe_lab/jobs/0*)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
@@ -339,7 +339,8 @@ def test_a_refusal_cancels_accepted_jobs(
 def test_each_array_is_submitted_once_if_the_controller_is_away(
     tmp_path: Path, fake_slurm: Mapping[str, str]
 ) -> None:
-    """It has taken 4 without saying so, and 5 when sbatch was tried again."""
+    """The controller accepted job 4 although sbatch reported an error, and job 5 when sbatch was
+    repeated."""
     script = f"$(ls -d {tmp_path}/cache/moe_lab/jobs/0*)/x.sh"
     listing = f'case "$*" in *%o*) for job in 1 4 5; do echo "$job|{script}"; done;; esac'
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{listing}\n")

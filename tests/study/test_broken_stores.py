@@ -222,7 +222,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
 def test_a_changed_result_is_computed_again_before_it_is_logged(
     tracked_study: StudyRequest, tmp_path: Path, logged: set[bytes]
 ) -> None:
-    """By the tracker, as by a sweeper or the hub."""
+    """The tracker, a sweeper and the hub read results at the end of a study."""
     store = tmp_path / "store"
     assert start(store, tracked_study) == 0
     changed = next(store.glob("evaluate/*/result.json"))
@@ -424,7 +424,7 @@ def test_commands_on_a_read_only_store(done_store: Path, arguments: list[str], c
 
 @pytest.mark.root  # which may mount
 def test_the_analysis_reads_a_read_only_store(done_store: Path, tmp_path: Path) -> None:
-    """Its output, which is not read here, breaks the pipe."""
+    """Nobody reads its output, so that it ends with a broken pipe."""
     command = quoted("-m", "analysis", "gaps", f"store={done_store}", f"out={tmp_path}")
     script = f"{command} | true"
     result = mounted(f"--bind {done_store}", done_store, "bash", "-o", "pipefail", "-c", script)

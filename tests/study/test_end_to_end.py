@@ -224,7 +224,7 @@ def copy_with_signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with_signs(folder: Path, *settings: str) -> str:
-    """What a study with the criterion prints to stderr."""
+    """The stderr of a study with the criterion."""
     result = moe_lab(
         folder / "store",
         "criterion=fewest_negative",

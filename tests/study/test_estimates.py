@@ -78,7 +78,7 @@ def memory(step: Step) -> float:
 
 
 def test_gpus_of_published_searches_are_estimated() -> None:
-    """As EvoESAP's Table 3 prints, on cards of 48 GiB."""
+    """Table 3 of EvoESAP has the numbers, for GPUs of 48 GiB."""
     text = replace(TEXT, tokens=262144, batch_size=1)
     with (ROOT / "analysis/published/evoesap.csv").open(encoding="utf-8") as lines:
         published = {
@@ -137,8 +137,8 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
     parts: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine with five GPUs of 80 GiB, if its weights are known not to be quantised. Engine
-    and parts do not change the id of the pass."""
+    """The machine has five GPUs of 80 GiB; quantised models, and those of unknown format, are not
+    streamed. Engine and parts do not change the id of the pass."""
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01234"))
     configs = {
         "Qwen/Qwen2-57B-A14B": {"model_type": "qwen2_moe"},

@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store for all experiments: what they share is computed once."""
+    """One store for all experiments, so that steps that they share are computed once."""
     return tmp_path_factory.mktemp("experiments") / "store"
 
 

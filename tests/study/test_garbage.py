@@ -112,7 +112,7 @@ def test_gc_frees_garbage_and_nothing_else(
 def test_a_study_that_starts_after_gc_replaces_the_later_one(
     replaced: Path, aimer_study: StudyRequest, aimer_steps: set[str], reap_steps: set[str]
 ) -> None:
-    """Its run and its record are then the last ones."""
+    """The last run and the last record of the study are those of `aimer_study` then."""
     assert study_command(replaced, "gc", "apply=true") == 0
     assert start(replaced, aimer_study) == 0
     assert set(Worker.executed) == aimer_steps - reap_steps
@@ -154,7 +154,7 @@ def interrupted(root: Path, aimer_study: StudyRequest, reap_study: StudyRequest)
 def test_gc_keeps_the_steps_of_interrupted_runs(
     interrupted: Path, aimer_steps: set[str], reap_steps: set[str]
 ) -> None:
-    """Of both, though the last run needs other steps."""
+    """The steps of both runs are kept, though the last run needs other steps."""
     steps_before = finished(interrupted)
     assert steps_before & (aimer_steps - reap_steps)
     gc(Store(interrupted), apply=True)
@@ -187,7 +187,7 @@ def killed_step(root: Path) -> Step:
 
 
 def test_files_of_a_killed_run_are_garbage(root: Path, killed_step: Step) -> None:
-    """Its resume files are kept for the next run as long as its record of the run is there."""
+    """Its resume files are garbage after the record of the run is removed."""
     store = Store(root)
     assert steps_at_work(store) == set()
     assert {item.kind for item in find_garbage(store)[0]} == {LEFTOVERS}
@@ -244,7 +244,7 @@ def test_gc_keeps_steps_of_a_run_that_ends_meanwhile(
     reap_study: StudyRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its claim ends after gc has read the old records."""
+    """The claim of the run ends after gc has read the old records."""
     claims = ExitStack()
     read_record = garbage.read_record
 
@@ -262,7 +262,7 @@ def test_gc_keeps_steps_of_a_run_that_ends_meanwhile(
 def test_a_run_that_starts_during_gc_waits(
     replaced: Path, aimer_study: StudyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would find a step finished that is freed right afterwards."""
+    """Otherwise the run would find a finished step that gc frees right afterwards."""
     threads: list[threading.Thread] = []
     codes: list[int] = []
 
@@ -284,7 +284,7 @@ def test_a_run_that_starts_during_gc_waits(
 def test_a_store_works_after_a_killed_gc(
     replaced: Path, aimer_study: StudyRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is killed when the first folder is half removed."""
+    """gc is killed when the first folder is half removed."""
     garbage_before = garbage_in(replaced)
     run_until_killed(f"""
         from moe_lab.study.garbage import gc
@@ -375,7 +375,7 @@ def unrecorded_run(root: Path, aimer_study: StudyRequest) -> str:
 def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
     root: Path, aimer_study: StudyRequest, unrecorded_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though no queue lists the job."""
+    """No queue lists the job."""
 
     def collect_garbage(step: Step, scratch: Path) -> None:
         assert {read_sealed(path, {})["limit"] for path in root.glob("claims/*")} == {30.0}

@@ -242,7 +242,8 @@ def test_figures_have_one_pass_for_every_gate_and_one_seed() -> None:
 
 
 def test_models_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    """As `model=local model.path=A,B` gives them; the same model twice is one cell."""
+    """`model=local model.path=A,B` gives two models of one name. The same model twice is one
+    cell."""
     paths = [str(tmp_path / "a"), str(tmp_path / "b"), "pocket:olmoe", "pocket:olmoe"]
     for path in paths[:2]:
         Path(path).mkdir()

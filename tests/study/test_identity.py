@@ -291,7 +291,7 @@ def test_auto_on_a_login_node_is_the_device_of_its_jobs(
 
 
 def test_dtype_auto_of_an_unknown_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the precision of the files."""
+    """dtype=auto is the precision of the files, which is unknown here."""
     monkeypatch.setattr(estimates, "visible_gpus", list)
     assert resolved(UNKNOWN, config.Config(launcher=SLURM)).dtype == "auto"
 
@@ -350,7 +350,7 @@ def test_labels_and_merges_do_not_change_the_id() -> None:
 
 
 def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not computed again there, where files may have changed."""
+    """The other process does not compute it again, as files may have changed."""
     step = Pass.of(cell_of(MODEL, TEXT), "statistics")
     content = pickle.dumps(step)
     monkeypatch.setattr(

@@ -21,7 +21,8 @@ OTHER = replace(MODEL, name="other", top_k=2)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was made, in order. No weights are read, and no engine is started."""
+    """Names of the models, copies and engines that are created, in order; no weights are read, and
+    no engine is started."""
     events: list[str] = []
 
     def note(name: str, result: Any) -> Any:

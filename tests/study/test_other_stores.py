@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_worker")]
 
 @pytest.fixture(params=["folders", "links", "packs"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """In which form steps are finished in the other store, or here when they are taken over."""
+    """How finished steps are stored in the other store, or in this one after they are taken
+    over."""
     monkeypatch.setattr(packing, "MANY", 1 if request.param == "packs" else 500)
     monkeypatch.setattr(
         other_stores, "LARGE", 1 if request.param == "links" else other_stores.LARGE

@@ -143,8 +143,7 @@ def test_few_steps_are_packed_if_there_is_a_pack(
 
 
 def test_a_step_reads_inputs_from_packs(store: Store, tmp_path: Path) -> None:
-    """By `Files.read`, whether the input is packed by another run before the step begins, or while
-    it runs."""
+    """`Files.read` finds inputs that another run packs before the step begins, or while it runs."""
 
     class Reads(Example):
         kind = "scores"  # type: ignore[assignment]
@@ -215,7 +214,7 @@ def damaged_pack(store: Store) -> tuple[Store, list[Step]]:
 def test_damage_in_a_pack_is_found_when_a_step_is_read(
     damaged_pack: tuple[Store, list[Step]],
 ) -> None:
-    """By hashing, as sizes and times say nothing of a row. The other steps stay."""
+    """Reading hashes the rows, as rows have no sizes and times to compare. The other steps stay."""
     store, steps = damaged_pack
     assert store.done_of(steps) == {step.id for step in steps}
     assert [step.id for step in steps if not store.readable(step)] == [steps[7].id]
@@ -246,7 +245,7 @@ def test_a_step_that_was_damaged_in_a_pack_is_in_another_pack(
 @pytest.mark.parametrize("file", ["result.json", "step.json"])
 @pytest.mark.parametrize("change", ["content = :new", "name = 'other'"])
 def test_a_changed_row_of_a_pack_is_refused(store: Store, file: str, change: str) -> None:
-    """Though it is compressed rightly. `verify` takes the step out of the pack."""
+    """The row is compressed correctly. `verify` removes its step from the pack."""
     steps = packed(store, range(3))
     new = zlib.compress(b'{"text": "result 7", "files": {}}')
     os.chmod(pack_of(store), 0o644)
@@ -351,7 +350,7 @@ def test_packing_that_is_killed_loses_nothing(store: Store, point: str) -> None:
 def test_a_step_that_is_packed_while_it_is_listed_is_listed(
     list_steps: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another process, which finds the store by another path here."""
+    """Another process packs it, which opens the store by another path."""
     steps = publish(store, range(3))
     refresh = store.packs.refresh
     (path := store.root.with_name("link")).symlink_to(store.root)

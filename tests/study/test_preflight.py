@@ -83,7 +83,8 @@ def test_defaults_are_those_of_shipped_models(
 
 
 def test_resources_of_unknown_models_are_reported() -> None:
-    """But for those that moe_lab has, of which a file of a cluster names many."""
+    """Models of conf/model that the study does not use are not reported: a cluster's file names
+    many."""
     resources = "{mixtral_8x7b: {gpus: 4}, pocket_olmo: {gpus: 1}, pocket_olmoe: {gpus: 2}}"
     config, requests = request("model.top_k=1", f"resources.models={resources}")
     assert [
@@ -99,8 +100,8 @@ def test_resources_of_unknown_models_are_reported() -> None:
     [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)],
 )
 def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_path: Path) -> None:
-    """Each of the 200 documents has eight tokens. Of packing=reap only what no packing could fill
-    is known."""
+    """Each of the 200 documents has eight tokens. With packing=reap, only more tokens than any
+    packing could give are refused."""
     (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
     packed, _, gap = packing.partition(" gap=")
     values = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
@@ -322,8 +323,8 @@ def test_a_listed_plan_is_read_before_anything_runs(
     message: str | None,
     tmp_path: Path,
 ) -> None:
-    """Its two experts are merged into one, and tokens of both reach it; or only the first is
-    retained."""
+    """The plan merges its two experts into one, and tokens of both reach it; or it retains only the
+    first."""
     layer = LayerPlan(2, retained, numpy.array([[True], [False]]), merged={0: {0: 0.5, 1: 0.5}})
     aligned = provenance.get("allocation") != {"replacement": "m_smoe"}
     Plan({0: layer}, provenance, aligned=aligned).save(tmp_path / "plan.json")

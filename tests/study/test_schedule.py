@@ -99,8 +99,7 @@ def test_each_step_runs_once_after_its_inputs(tmp_path: Path, threads: int, merg
 def test_a_failure_skips_dependent_steps_only(
     tmp_path: Path, merged: bool, transient: bool
 ) -> None:
-    """It is remembered unless it is the machine's fault, as when a server dies or memory runs
-    out."""
+    """The failure is recorded unless it is transient, as when a server dies or memory runs out."""
     first, left, right, last = chain(merged)
     store = Store(tmp_path).create()
     schedule = Schedule((first, left, right, last))
@@ -118,7 +117,7 @@ def test_a_failure_skips_dependent_steps_only(
 def test_a_dead_worker_is_reported_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the kernel kills it, because memory ran out."""
+    """The kernel kills a worker so when memory runs out."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     first, left, right, _ = chain()
     with WorkerProcess(Store(tmp_path / "store").create()) as execute:
@@ -132,8 +131,8 @@ def test_a_dead_worker_is_reported_and_replaced(
 def test_a_worker_ignores_the_warning_of_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job's first process handles the warning; a worker that died of it would leave a failed
-    step."""
+    """The first process of the job handles the warning; a worker that died of it would leave a
+    failed step."""
     worker_that(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGUSR2)")
     first, left, *_ = chain()
     with WorkerProcess(Store(tmp_path / "store").create()) as execute:
@@ -189,7 +188,7 @@ def test_a_warned_job_lets_its_worker_save(
 def test_files_of_a_step_are_writable_by_the_group_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the umask of the process, which is not changed."""
+    """The umask of the process does not matter and is not changed."""
     resume_files = tmp_path / "store" / "partial"
     worker_that(tmp_path, monkeypatch, f"os.mkdir({str(resume_files)!r})")
     resume_files.parent.mkdir()
@@ -206,7 +205,7 @@ def test_files_of_a_step_are_writable_by_the_group_of_the_store(
 def test_a_worker_that_cannot_import_a_step_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here it does not find the module of the step."""
+    """The worker does not find the module of the step."""
     monkeypatch.setenv("PYTHONPATH", "")
     first, *_ = chain()
     with (
@@ -297,9 +296,9 @@ def test_local_workers_get_the_visible_gpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By index, UUID or MIG name. Workers share single GPUs in turn, but no sets of GPUs; a step of
-    unknown size gets one GPU; on the CPU (a negative size), there are up to three workers, one for
-    each core, as far as 10 GiB of memory suffice."""
+    """GPUs are named by index, UUID or MIG name. Workers share single GPUs in turn, but no sets of
+    GPUs; a step of unknown size gets one GPU; on the CPU (a negative size), there are up to three
+    workers, one for each core, as far as 10 GiB of memory suffice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     # CUDA ignores the names after an invalid one
     valid_names = takewhile(re.compile(r"\d|GPU-|MIG-").match, visible.split(","))
@@ -419,7 +418,7 @@ def test_status_of_a_finished_study(
 
 
 def test_status_shows_missing_steps_of_a_killed_command(tmp_path: Path, study: Study) -> None:
-    """Its claim ends with it."""
+    """The claim of a command ends with its process."""
     store = Store(tmp_path).create()
     steps = [Example()]
     process = ExitStack()
@@ -473,7 +472,7 @@ def test_a_record_is_not_missing_while_a_run_will_write_it(
 def test_commands_work_without_an_answer_of_the_scheduler(
     tmp_path: Path, study: Study, job_state: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for `cancel`."""
+    """Only `cancel` needs the scheduler."""
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
     output = study("why", tmp_path)
     assert "it broke" in output and "squeue has not answered" in output and not job_state.called
@@ -482,7 +481,7 @@ def test_commands_work_without_an_answer_of_the_scheduler(
 
 
 class Vanished(RuntimeError):
-    """As transformers raises it when the import of a family fails."""
+    """The error of transformers when the import of a family fails."""
 
     __cause__ = ImportError("cannot import name 'Cache'")
 
@@ -521,7 +520,7 @@ def missing_name() -> AttributeError:
 def test_errors_of_the_installation_are_retried(
     tmp_path: Path, error: Exception, retried: bool
 ) -> None:
-    """Its message stays until the next start, which tries the step again."""
+    """The message of the error stays until the next start, which retries the step."""
     store = Store(tmp_path).create()
     step = Example()
     store.fail(step, error_document(error))

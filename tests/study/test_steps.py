@@ -141,7 +141,7 @@ def test_merged_sums_are_those_of_one_pass(
     ],
 )
 def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine: str) -> None:
-    """And its parts have ids of their own."""
+    """Its parts have ids of their own."""
     undivided_pass = step_of(kind)
     step = step_of(kind, parts=parts, engine=engine)
     assert step.id == undivided_pass.id and not undivided_pass.merges
@@ -256,7 +256,7 @@ def test_the_table_of_experts_has_all_experts(
 def test_the_table_of_experts_has_the_sums_of_the_pass(
     folders: dict[str, Path], sums: dict[int, dict[str, Any]], expert: int
 ) -> None:
-    """Of the first and the last expert of the last layer."""
+    """The rows of the first and the last expert of the last layer are compared."""
     layer = max(sums)
     arrays = sums[layer]
     squares = arrays["channel_square"][expert].tolist()
@@ -570,7 +570,7 @@ def test_contamination_counts_the_planted_items(
     one_document: BenchmarkConfig,
     planted: CalibrationConfig,
 ) -> None:
-    """In any case, with any marks between words; of a document, paragraphs are counted."""
+    """Case and punctuation do not matter; paragraphs of a document are counted."""
     step = Contamination.of(MODEL, planted, {"s": stories, "w": one_document})
     folder = done(Store(tmp_path / "store").create(), step)
     counts = json.loads((folder / "contamination.json").read_text())

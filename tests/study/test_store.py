@@ -291,7 +291,7 @@ def test_damage_within_a_tick_of_a_coarse_clock_is_noticed(
 
 
 def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With thousands of steps, each further call to a shared disk counts."""
+    """Studies have thousands of steps, and calls to a shared disk are slow."""
     step = Example()
     publish(store, step)
     reopened = Store(store.root)
@@ -437,7 +437,7 @@ def of_the_group(tmp_path: Path) -> Iterator[Path]:
 
 
 def as_user(user: int, umask: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns or raises in a process of that user."""
+    """The result or error of a function in a process of that user."""
 
     def become() -> None:
         os.setgroups([])
@@ -479,8 +479,7 @@ def test_mode_of_the_folder_says_whether_a_store_is_shared(
 def test_people_of_a_group_share_steps(
     of_the_group: Path, min_packed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever their umask, in a folder of the group, also with steps in packs; all of it stays the
-    group's."""
+    """Whatever their umask, with steps in folders or in packs, the group may write all files."""
     monkeypatch.setattr(packing, "MANY", min_packed)
     first = Example(number=1)
     second = Example(number=2)
@@ -494,7 +493,7 @@ def test_people_of_a_group_share_steps(
 
 @pytest.mark.root
 def test_a_store_that_only_its_owner_may_write_can_be_read(of_the_group: Path) -> None:
-    """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence
+    """A colleague can read finished steps with the usual umask; the colleague's run is refused
     before it starts."""
     step = Example(number=1)
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 1
@@ -563,7 +562,7 @@ def private_folder(of_the_group: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.root
 def test_only_the_owner_can_write_files_that_jobs_execute(private_folder: Path) -> None:
-    """Whatever the umask, and after modes that allowed more."""
+    """The umask does not matter, and permissions that the folders have are reduced."""
     folders = (private_folder.parent, private_folder)
     assert [path.stat().st_mode & 0o777 for path in folders] == [0o700, 0o700]
     for path in folders:

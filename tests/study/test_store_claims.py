@@ -100,7 +100,7 @@ def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
 
 
 def test_a_copied_claim_is_ignored(folder: Path, tmp_path: Path) -> None:
-    """Of a store that was copied while a process that still runs worked in it."""
+    """The store was copied while a process worked in it that still runs."""
     with Claims(folder).take("x"):
         shutil.copytree(folder, tmp_path / "copy")
         with Claims(tmp_path / "copy").take("x"):
@@ -109,8 +109,8 @@ def test_a_copied_claim_is_ignored(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
-    """As sshfs does: the claim of a living process on this machine is no copy, one of an ended
-    process is free."""
+    """On sshfs, each mount has its own inodes: the claim of a living process on this machine is no
+    copy, and the claim of an ended process is free."""
     claim = Claims(folder).take("x")
     owner = read_sealed(claim.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
@@ -271,10 +271,10 @@ def test_a_heartbeat_renews_a_claim(folder: Path, fast: None) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 class TestAnotherMachine:
-    """Its processes cannot be looked up: heartbeats decide."""
+    """Processes of another machine cannot be looked up: heartbeats decide."""
 
     def test_an_old_claim_is_free_after_some_missed_heartbeats(self, folder: Path) -> None:
-        """Its owner says what is old."""
+        """The limit of the claim's owner counts."""
         for limit in (10 * HOUR, 60):
             path = foreign(folder, HOUR, limit)
             claims = Claims(folder)
@@ -284,8 +284,8 @@ class TestAnotherMachine:
             path.unlink()
 
     def test_a_claim_of_the_day_before_is_free_at_once(self, folder: Path) -> None:
-        """For commands that do not wait, such as gc: else what a lost node held would be kept for
-        ever."""
+        """Commands such as gc do not wait for heartbeats; otherwise steps that a lost node claimed
+        would be kept for ever."""
         assert not Claims(folder).is_stale(foreign(folder, 12 * HOUR))
         Claims(folder).path("x", 1).unlink()
         assert Claims(folder).is_stale(foreign(folder, 25 * HOUR))
@@ -343,7 +343,7 @@ class TestAnotherMachine:
 
     @pytest.mark.parametrize("text", ["", "{", "[]", "another process"])
     def test_an_unreadable_claim_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
-        """One with a changed byte, too: it may name a process of this machine that never was."""
+        """A claim with a changed byte may name a process that never was on this machine."""
         path = foreign(folder, machine=claiming.machine())
         pid = f'"pid": {os.getpid()}'
         path.write_text(
