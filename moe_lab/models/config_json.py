@@ -123,10 +123,12 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: str = "") -> None:
+def check_chat_template(
+    settings: ModelConfig, user: str, tools: bool, alternative: str = ""
+) -> None:
     """Raise UserError when a model on this machine has no chat template, or, with `tools`, none
-    that knows tools. For the message, `user`: the setting that needs the template; `other`: what
-    can be used instead of an instruction-tuned model."""
+    that knows tools. For the message, `user`: the setting that needs the template; `alternative`:
+    what can be used instead of an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
@@ -139,7 +141,7 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
     if not template:
         raise UserError(
             f"{user} needs a chat template, and model={settings.name} has none: expected an "
-            f"instruction-tuned model{other}"
+            f"instruction-tuned model{alternative}"
         )
     # a template that is used instead if there are tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"

@@ -115,14 +115,15 @@ class MoELayer:
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
-        named = self.tensors(expert) if tensors is None else tensors
+        if tensors is None:
+            tensors = self.tensors(expert)
         first = next(iter(self.family.stacks))
-        inward = named[first]
-        down = named["down_proj"]
+        inward = tensors[first]
+        down = tensors["down_proj"]
         if self.family.stacks[first].channels == -1:
             inward = inward.t()
             down = down.t()
-        return Weights(inward, down, named.get(f"{first}_bias"), named.get("down_proj_bias"))
+        return Weights(inward, down, tensors.get(f"{first}_bias"), tensors.get("down_proj_bias"))
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
         """phi (n, I), the input of the down projection of an expert, from its rows of the hidden

@@ -84,13 +84,13 @@ def routed_output(
     the slice `part` of `rows`, whose hidden states are `states` (n, H), or None if the expert adds
     nothing."""
     gates = weights[rows.token, rows.column, None]
-    mixed = torch.zeros_like(hidden)
+    output = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
         token = rows.token[part]
         f = compute(expert, part, hidden.index_select(0, token))  # much faster than hidden[token]
         if f is not None:
-            mixed.index_add_(0, token, (f * gates[part]).to(mixed.dtype))
-    return mixed
+            output.index_add_(0, token, (f * gates[part]).to(output.dtype))
+    return output
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -221,9 +221,9 @@ def _same_bits(layer: MoELayer) -> bool:
     rows = sort_by_expert(index, layer.n_experts)
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
-        few = cpu_experts(layer.experts, hidden, index, weights)
-        many = _one_by_one(layer.experts, hidden, rows, weights)
-    return torch.equal(few, expected) and torch.equal(many, expected)
+        at_once = cpu_experts(layer.experts, hidden, index, weights)
+        one_by_one = _one_by_one(layer.experts, hidden, rows, weights)
+    return torch.equal(at_once, expected) and torch.equal(one_by_one, expected)
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:

@@ -45,7 +45,7 @@ def sha256_of(file: Path) -> str:
         return real.name
     status = real.stat()
     if status.st_size < REMEMBERED_FROM:
-        return _read(real)
+        return _hash_file(real)
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
     remembered = (
         cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
@@ -54,13 +54,13 @@ def sha256_of(file: Path) -> str:
         entry: dict[str, Any] = json_files.read_sealed(remembered, SHAPE)
         if entry.items() >= state.items():
             return str(entry["sha256"])
-    sha256 = _read(real)
+    sha256 = _hash_file(real)
     remembered.parent.mkdir(parents=True, exist_ok=True)
     json_files.write_sealed(remembered, {"path": str(real), **state, "sha256": sha256})
     return sha256
 
 
-def _read(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -124,16 +124,18 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
             expected = _vocabulary(load_tokenizer(folder, ModelConfig("model", str(folder))))
     except UserError:
         return
-    given = _vocabulary(tokenizer)
+    actual = _vocabulary(tokenizer)
     different = [
-        token for token in expected.keys() | given.keys() if expected.get(token) != given.get(token)
+        token
+        for token in expected.keys() | actual.keys()
+        if expected.get(token) != actual.get(token)
     ]
     if different:
         token = min(different)
         raise UserError(
             f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens "
             f"differ from those of {folder}, such as {token!r}, which is "
-            f"{_described(given, token)} and expected to be {_described(expected, token)}: give "
+            f"{_described(actual, token)} and expected to be {_described(expected, token)}: give "
             "the model's own tokenizer, or any_tokenizer=True"
         )
 

@@ -130,11 +130,11 @@ def set_top_k(model: Any, top_k: int | None) -> None:
             setattr(config, field, [top_k] * len(stated) if isinstance(stated, list) else top_k)
 
 
-def check_finite(model: nn.Module, within: str = "") -> None:
+def check_finite(model: nn.Module, prefix: str = "") -> None:
     """Raise UserError naming the tensor, and the position in it (in a stack of experts, the expert
-    comes first), if a weight whose name begins with `within` is NaN or infinite."""
+    comes first), if a weight whose name begins with `prefix` is NaN or infinite."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not name.startswith(within) or not tensor.is_floating_point() or tensor.is_meta:
+        if not name.startswith(prefix) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
         # It is accumulated in fp32 even without dtype=float32, which would take thirty times as

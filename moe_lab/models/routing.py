@@ -40,7 +40,7 @@ class StoredRouting:
         most other weights have a lower precision in the files; a checkpoint of one precision is
         meant to be loaded in the model's.
         """
-        stored = self._read(layer)
+        stored = self._stored_tensors(layer)
         linear = {
             part: stored.get(part, part.tensor) for part in layer.routing if part.name in LINEAR
         }
@@ -61,7 +61,7 @@ class StoredRouting:
         if linear_dtype != loaded_dtype:
             router.register_forward_pre_hook(_in_precision_of_weight)
 
-    def _read(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
+    def _stored_tensors(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
         """The routing tensors of a layer that the files hold in the model's layout, in fp32 at
         most: scores in fp64 would need experts and statistics in fp64."""
         names = {}

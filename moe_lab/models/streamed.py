@@ -205,7 +205,7 @@ class StreamedModel:
                     f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
                     f"{name}"
                 )
-        check_finite(self.model, within=beginning if number != OUTSIDE else "")
+        check_finite(self.model, prefix="" if number == OUTSIDE else beginning)
 
     def _read_ahead(self, number: int) -> None:
         """Start reading the bytes of a layer into the system's cache, unless already started. (With

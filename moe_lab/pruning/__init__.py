@@ -62,13 +62,13 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     experts that are constants or are computed with the weights of others."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
-        raise no_replacements(shape)
-    make = FORMS[shape]
-    return {number: make(plan.layers[number], element_size) for number in sorted(plan.layers)}
+        raise replacement_error(shape)
+    layer_form = FORMS[shape]
+    return {number: layer_form(plan.layers[number], element_size) for number in sorted(plan.layers)}
 
 
-def no_replacements(shape: str) -> UserError:
-    """The error for a shape that cannot hold what replaces dropped experts."""
+def replacement_error(shape: str) -> UserError:
+    """The error for a shape that cannot hold the replacements of dropped experts."""
     return UserError(
         f"export={shape} cannot hold what replaces dropped experts (constants, merged experts): "
         "expected export=natural"

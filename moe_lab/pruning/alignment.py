@@ -146,7 +146,7 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
     in R principal components times their singular values. R is COMPONENTS, or less in small models.
     The randomised decomposition has a fixed seed."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
-    # one copy of the weights of all experts, filled row by row to have no second one
+    # filled expert by expert, so that there is only one copy of the weights of all experts
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
     for expert, rows in enumerate(flat.split(layer.width)):
         rows.copy_(torch.nn.functional.normalize(channel_weights(layer, expert)))

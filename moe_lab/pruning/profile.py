@@ -36,7 +36,7 @@ def profile(
             hooks.callback(module.register_forward_hook(layer.after_layer).remove)
             if layer.moe is not None:
                 hooks.callback(layer.moe.router.register_forward_hook(layer.after_router).remove)
-        _read(model, batches, layers)
+        _run(model, batches, layers)
     losses = output_losses(model, plan, batches) if plan is not None else {}
     return [(*layer.row(), losses.get(layer.index, float("nan"))) for layer in layers]
 
@@ -52,11 +52,11 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
                 loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove
             )
             hooks.callback(decoder_layer.register_forward_hook(loss.after_layer).remove)
-        _read(model, batches, losses)
+        _run(model, batches, losses)
     return {loss.layer.index: loss.total / loss.tokens for loss in losses}
 
 
-def _read(
+def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
     """Run the model on each batch, after setting the observers' `valid` (B * S,): which tokens

@@ -40,7 +40,7 @@ def prune(model: Model, plan: Plan) -> Model:
     on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(
         model, "_hf_hook"
     )
-    if not on_meta:  # accelerate, which sets that attribute, would bring whole weights back
+    if not on_meta:  # offloaded weights are on meta too, but accelerate (_hf_hook) loads them
         for layer in layers:
             check_in_memory(layer)
     element_size = cast(torch.Tensor, layers[0].experts.down_proj).element_size()
@@ -92,7 +92,7 @@ def install(layer: MoELayer, form: LayerForm) -> None:
     stacks: dict[str, torch.Tensor]
     if form.changed:
         stacks = {name: _restacked(layer, form, name) for name in layer.family.stacks}
-    else:  # also of parameters that moe_lab does not know
+    else:  # slice all parameters, also those that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
         stacks = {
             name: tensor.detach().index_select(0, ids.to(tensor.device))

@@ -26,7 +26,7 @@ from moe_lab.evaluation.harness import harness_of, wrong_benchmarks
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
-from moe_lab.pruning import no_replacements
+from moe_lab.pruning import replacement_error
 from moe_lab.pruning.plan import ROUNDED
 from moe_lab.results import RANDOM
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
@@ -312,7 +312,7 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
             f"are stored as {method}: expected a checkpoint in bfloat16 or float32"
         )
     if routes and shape not in (None, "natural"):
-        yield str(no_replacements(shape))
+        yield str(replacement_error(shape))
     if routes and config.export.format != "safetensors":
         yield (
             f"export.format={config.export.format} has no place for {by}: expected "

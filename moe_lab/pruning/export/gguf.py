@@ -106,7 +106,7 @@ def pre_tokenizer(folder: Path) -> str | None:
         return None
     sequence = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
-        # without merges across line breaks, they are tokens of their own in any case
+        # without merges across line breaks, each line break is a token even without this step
         sequence = sequence[1:]
     return next((name for name, known in PRE_TOKENIZERS.items() if sequence == known), None)
 

@@ -42,7 +42,7 @@ class Changes:
 
     tensors: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
     """(name, tensor) of the checkpoint -> the tensors that are written in its place, by name."""
-    words: str
+    summary: str
     """A sentence for the model card that says what was changed."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are set in config.json."""
@@ -71,7 +71,7 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
     if (folder / INDEX).exists():
         write_index(target, {name: entry.shard for name, entry in entries.items()}, total)
     card = (folder / CARD).read_text(encoding="utf-8")
-    text = f"{changes.words} The weights of this folder take {total:,} bytes."
+    text = f"{changes.summary} The weights of this folder take {total:,} bytes."
     (target / CARD).write_text(with_section(card, "Changes after pruning", text), encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A context with an empty folder next to `target` that replaces it at the end; nothing stays
     when it fails."""
     work = target.with_name(f".{target.name}.unfinished")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
     try:
         yield work
