@@ -51,10 +51,7 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                 config_json.check_chat_template(
                     model, user, bool(document.arguments.get("tools")), alternatives
                 )
-                if (local_path(model.path) / "tokenizer.json").is_file():
-                    from moe_lab.models.load import load_tokenizer
-
-                    tokenizer = load_tokenizer(local_path(model.path), model)
+                if (tokenizer := _local_tokenizer(model)) is not None:
                     # raises UserError for content that the template leaves out
                     document_text(document, tokenizer, part.special_tokens)
 
@@ -64,14 +61,22 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     `unread_texts`; [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
     documents = [document for _, part in sets for document in first_record(part)]
-    tokenizer = None
-    if any(unread_texts(document, None) for document in documents):
-        if not (local_path(model.path) / "tokenizer.json").is_file():
-            return []
-        from moe_lab.models.load import load_tokenizer
-
-        tokenizer = load_tokenizer(local_path(model.path), model)
+    if not any(unread_texts(document, None) for document in documents):
+        return []
+    tokenizer = _local_tokenizer(model)
+    if tokenizer is None:
+        return []
     return sorted({key for document in documents for key in unread_texts(document, tokenizer)})
+
+
+def _local_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of a model in a local folder; None for other models."""
+    folder = local_path(model.path)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from moe_lab.models.load import load_tokenizer
+
+    return load_tokenizer(folder, model)
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:

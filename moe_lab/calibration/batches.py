@@ -291,8 +291,12 @@ def _report(packed: Packed) -> dict[str, Any]:
     sources = packed.sources
     digests = [_digest(source) for source in sources]
     retained = {source.settings.name: source.retained for source in sources}
-    first = packed.rows[0]
-    end = max(index for index, position in enumerate(first) if position != GAP) + 1
+    total = sum(retained.values())
+    composition = ", ".join(f"{name} {count / total:.1%}" for name, count in retained.items())
+    first_row = packed.rows[0]
+    while first_row[-1] == GAP:
+        first_row = first_row[:-1]
+    ids = [packed.gap or 0 if position == GAP else packed.ids[position] for position in first_row]
     shares = [
         {
             "name": source.settings.name,
@@ -304,8 +308,7 @@ def _report(packed: Packed) -> dict[str, Any]:
     ]
     return {
         "name": settings.name,
-        "source": settings.path
-        or ", ".join(f"{name} {retained[name] / sum(retained.values()):.1%}" for name in retained),
+        "source": settings.path or composition,
         "sha256": hashlib.sha256(repr(shares).encode()).hexdigest()
         if settings.sources
         else digests[0],
@@ -319,12 +322,7 @@ def _report(packed: Packed) -> dict[str, Any]:
         "packing": settings.packing,
         "valid_tokens": retained,
         "tokens_cut": sum(source.tokens - source.retained for source in sources),
-        "first_row": packed.tokenizer.decode(
-            [
-                packed.ids[position] if position != GAP else packed.gap or 0
-                for position in first[:end]
-            ]
-        ),
+        "first_row": packed.tokenizer.decode(ids),
     }
 
 
@@ -407,12 +405,12 @@ def _turn_spans(
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _common_prefix(document, number, text, tokenizer)
+        start = _common_prefix_length(document, number, text, tokenizer)
         other_keys = [key for key in message if key != "content" and is_content(message[key])]
         if header and number + 1 == len(turns):
             yield start, len(text)
         elif header:
-            yield start, _common_prefix(document, number + 1, text, tokenizer)
+            yield start, _common_prefix_length(document, number + 1, text, tokenizer)
         elif other_keys:
             raise UserError(
                 f"calibration.path: the chat template writes {other_keys[0]} of the assistant, so "
@@ -430,7 +428,7 @@ def _turn_spans(
             yield begin, begin + len(content)
 
 
-def _common_prefix(document: Chat, count: int, text: str, tokenizer: Any) -> int:
+def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
     """Length in characters of the longest common prefix of `text` and the first `count` messages,
     rendered."""
     rendered = (

@@ -106,11 +106,10 @@ def document(
         )
     record = _without(_without_null(record), ignored)
     if template is not None:
+        setting = "calibration.template"
         return Text(
             re.sub(
-                r"\{(\w+)\}",
-                lambda match: _field(record, match[1], location, "calibration.template"),
-                template,
+                r"\{(\w+)\}", lambda match: _field(record, match[1], location, setting), template
             )
         )
     if field is not None:
@@ -248,11 +247,12 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
     """A message with all its keys; its content may be missing if it calls functions."""
+    error = UserError(
+        f"{location}: expected messages with a role and a content that are strings, found "
+        f"{entry!r:.80}"
+    )
     if not isinstance(entry, Mapping):
-        raise UserError(
-            f"{location}: expected messages with a role and a content that are strings, found "
-            f"{entry!r:.80}"
-        )
+        raise error
     message = _without(entry, ignored)
     if calls := _decoded(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
         message = {
@@ -261,10 +261,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
             "tool_calls": [_tool_call(call, location) for call in calls],
         }
     if not fits(message, {"role": str, "content": str}):
-        raise UserError(
-            f"{location}: expected messages with a role and a content that are strings, found "
-            f"{entry!r:.80}"
-        )
+        raise error
     return message
 
 
@@ -321,7 +318,9 @@ def _names(record: Mapping[str, Any]) -> str:
 def is_empty(document: Document) -> bool:
     """Whether a document has no content."""
     text = document.plain
-    return not text.text.strip() if text else isinstance(document, Chat) and not document.messages
+    if text:
+        return not text.text.strip()
+    return isinstance(document, Chat) and not document.messages
 
 
 def has_answer(document: Document) -> bool:

@@ -187,7 +187,7 @@ def whole_text(file: Path, setting: str) -> str:
     for files without text."""
     if file_format(str(file), file, setting) == "document":
         return text_of(file, setting).replace("\r\n", "\n")
-    texts = [document(record, None, where).plain for where, record in records(file, setting)]
+    texts = [document(record, None, location).plain for location, record in records(file, setting)]
     if None in texts:
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"

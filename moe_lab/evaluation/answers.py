@@ -189,8 +189,8 @@ class _Encoder:
         """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
         already has them or is a rendered chat. Trailing special tokens are cut off."""
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
-            return _encoded(self.engine.tokenizer, text, False)
-        tokens = _encoded(self.engine.tokenizer, text, True)
+            return _encode_text(self.engine.tokenizer, text, False)
+        tokens = _encode_text(self.engine.tokenizer, text, True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
@@ -212,7 +212,7 @@ class _Encoder:
             row = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
         else:
-            row = _encoded(self.engine.tokenizer, continuation, False)
+            row = _encode_text(self.engine.tokenizer, continuation, False)
             start = 1
             if self.first_token is not None and row[:1] != (self.first_token,):
                 row = (self.first_token, *row)
@@ -291,7 +291,7 @@ class _Encoder:
 
 # cached, since all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
-def _encoded(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
+def _encode_text(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
     return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
 
@@ -353,7 +353,9 @@ def _generate_batch(
     def compute() -> list[Any]:
         texts = engine.generate(batch, generation)
         for text in texts:
-            check_finite(text.likelihood[0] if text.likelihood else 0.0, "log-likelihood")
+            if text.likelihood:
+                total, _ = text.likelihood
+                check_finite(total, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
     rows = [

@@ -167,7 +167,7 @@ class Harness(ABC):
             "version": self.version(benchmark),
             "data": self.data_digest(benchmark),
             **{name: getattr(benchmark, name) for name in names},
-            "parameters": _selected(benchmark, self.question_parameters),
+            "parameters": _parameters(benchmark, self.question_parameters),
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Harness(ABC):
             **self.question_identity(benchmark),
             "reports": dict(benchmark.reports),
             "expected": benchmark.expected,
-            "parameters": _selected(benchmark, keys),
+            "parameters": _parameters(benchmark, keys),
             **judge,
         }
 
@@ -232,9 +232,9 @@ class Harness(ABC):
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Raise UserError when the files of a benchmark without a mirror are missing, or have
         another number of items than benchmark.expected."""
-        files, _ = self.hashed_files(benchmark)
-        if files[-1].suffix == ".jsonl":
-            lines = files[-1].read_bytes().splitlines()
+        *_, items_file = self.data_files(benchmark)
+        if items_file.suffix == ".jsonl":
+            lines = items_file.read_bytes().splitlines()
             check_count(benchmark, sum(1 for line in lines if line.strip()))
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
@@ -277,7 +277,8 @@ class Harness(ABC):
             return False
 
 
-def _selected(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:
+def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """The benchmark's parameters with these keys."""
     return {key: value for key, value in benchmark.parameters.items() if key in keys}
 
 

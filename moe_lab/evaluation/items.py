@@ -269,6 +269,7 @@ def _end_of(closing: str, text: str) -> int | None:
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
+    """Whether a text after `prompt` has the harmony format."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):

@@ -24,6 +24,7 @@ memory is measured."""
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
+"""Written to `_RESET`, resets the peak of resident memory."""
 
 
 @torch.inference_mode()

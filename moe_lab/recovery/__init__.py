@@ -1,7 +1,7 @@
 """Recovery of a pruned model before it is evaluated: fine-tuning or a fit of merged experts, then
 4-bit weights.
 
-Here: checks before anything is loaded, and what is said of it. No torch.
+This module checks a recovery before anything is loaded, and describes it. It imports no torch.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery called none, and for a required package that is not
+    """Raise UserError for a recovery that is called none, and for a required package that is not
     installed."""
     setting = "bits" if settings.bits == 4 else settings.text_role
     if settings.name == "none" and setting is not None:
         raise UserError(
-            f"recovery.name=none means none, and recovery.{setting} asks for one: expected another "
-            "name"
+            "recovery.name=none means no recovery, and "
+            f"recovery.{setting} is set: expected another name"
         )
     if settings.bits == 4:
         check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError when there is a recovery and the weights of the model are quantised."""
+    """Raise UserError for a recovery of a model whose weights are quantised."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 
 
 def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio: float) -> None:
-    """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge
-    none."""
+    """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge no
+    experts."""
     if settings.fit is None:
         return
     path = allocation.path
@@ -51,9 +51,9 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
         )
 
 
-def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
-    """A sentence that says how a model was fine-tuned or fitted on the set `text`; empty when it
-    was not."""
+def training_sentence(settings: RecoveryConfig, text: str | None) -> str:
+    """A sentence for the model card that says how a model was fine-tuned or fitted on the
+    calibration set named `text`; "" without a set."""
     if text is None:
         return ""
     if settings.fit is not None:
@@ -68,12 +68,12 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
         if settings.train == "routers"
         else f"{adapters} were trained and merged"
     )
-    learnt = (
+    target = (
         f"the unpruned model's predictions on {text}"
         if settings.distill
         else f"the answers of {text}"
     )
     return (
-        f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for "
+        f"It was then fine-tuned (recovery={settings.name}): {trained}, on {target}, for "
         f"{settings.epochs} epochs."
     )

@@ -30,11 +30,10 @@ REPORT = "finetune.json"
 def recovered(
     model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
 ) -> Any:
-    """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order;
-    returns a new model. `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning,
-    or None; with `bits` 4 the weights of `modules` are stored as NF4. `model` is not changed;
-    tensors that stay the same are shared with it. The result can be used like any model: forward,
-    generate, evaluation."""
+    """Apply a recovery to a copy of `model` and return the copy: prune it by `plan`, load its tuned
+    tensors, quantise it. `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning
+    or fit, or None; with `bits` 4 the weights of `modules` are stored as NF4. `model` is not
+    changed, and shares the tensors that stay the same."""
     result = pruned(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
@@ -44,8 +43,8 @@ def recovered(
 
 
 def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan` unless that is None. Tensors that stay the same are
-    shared."""
+    """A copy of `model`, pruned by `plan` (None: not pruned). It shares the tensors that stay the
+    same with `model`."""
     return share_copy(model) if plan is None else prune(model, plan)
 
 
@@ -58,15 +57,16 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
-    """Replace the parameters of `model` by the tensors of the same names in `file`, and return
-    these names. Only tensors whose names begin with `within` are read."""
+def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
+    """Replace parameters of `model` by the tensors of the same names in `file`, and return these
+    names. Only tensors whose names begin with `prefix` are read."""
     with safe_open(file, framework="pt") as tensors:
-        names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
+        names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
         for name in names:
-            before = model.get_parameter(name)
-            # a copy: rows in the mapped file may start where matrix products round differently
-            tensor = tensors.get_tensor(name).to(before.device, before.dtype, copy=True)
+            original = model.get_parameter(name)
+            # copied, because rows of the mapped file may not be aligned, and matrix products of
+            # such rows round differently
+            tensor = tensors.get_tensor(name).to(original.device, original.dtype, copy=True)
             owner, _, attribute = name.rpartition(".")
             replace_tensor(
                 model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False)
@@ -78,8 +78,8 @@ def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
 
 
 def storage(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and
-    their total. Tensors that share memory count once."""
+    """Bytes of the parameters and buffers of `model` by part: experts, shared_experts, attention,
+    rest, and total. Tensors that share memory count once."""
     sizes = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
     seen: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -92,9 +92,9 @@ def storage(model: nn.Module) -> dict[str, int]:
 
 def quantize(model: Any, modules: Iterable[str]) -> None:
     """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with
-    double quantisation. Each matrix is dequantised when it is used, one at a time, to the model's
-    own dtype. Tensors that `model` shares with another model are replaced, not written to. Experts
-    run eagerly afterwards, because grouped kernels need all of them at once. UserError when
+    double quantisation. Each matrix is dequantised to its original dtype when it is used, one at a
+    time. Tensors are replaced, not written to, as other models may share them. Afterwards experts
+    run one after another, because grouped kernels need all experts at once. UserError when
     bitsandbytes is missing."""
     for part in modules:
         if part == "experts":
@@ -119,13 +119,13 @@ def _quantize_experts(model: Any) -> None:
 def _ragged_weights(
     gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `RaggedExperts.weights` returns."""
+    """The weights of an expert, as `RaggedExperts.weights` returns them."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored
-    in memory."""
+    """Name of each stack of weights of an experts module -> the matrix of each expert, as it is
+    stored in memory."""
     if is_ragged(experts):
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
@@ -138,7 +138,7 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
-    """Name -> each stack of weights of an experts module, as the numbers that `quantize` rounds it
+    """Name of each stack of weights of an experts module -> the numbers that `quantize` rounds it
     to."""
     return {
         name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
@@ -153,9 +153,10 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes, which
-    stands for the numbers of `rounded` if the columns are a multiple of NF4_BLOCK."""
-    packed, state = _quantized(weight.detach())
+    """The tensors that store a weight (rows, columns) in the NF4 format of bitsandbytes, by what is
+    appended to the weight's name. They stand for the numbers of `rounded` if the number of columns
+    is a multiple of NF4_BLOCK."""
+    packed, state = _quantize(weight.detach())
     return {
         "": packed,
         **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()},
@@ -167,25 +168,26 @@ class FourBitMatrix(nn.Module):
     original dtype.
 
     A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale
-    of its block of 64, their largest magnitude. A scale takes 8 bits: the mean of all scales is
-    subtracted, and the result is stored relative to the largest of 256. That is 4.127 bits per
-    weight in all. The matrix is cut into blocks row by row; its last block is padded with zeros.
+    of its block of 64 weights, which is their largest magnitude. A scale takes 8 bits: the mean of
+    all scales is subtracted, and the difference is stored relative to the largest of 256 of them.
+    That is 4.127 bits per weight in all. The matrix is cut into blocks row by row; its last block
+    is padded with zeros.
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1): two weights a byte. Further buffers: scales, nested (their scales),
-    and their mean."""
+    """uint8 (blocks * 32, 1): two weights in a byte. Further buffers: `scales`, their scales
+    `nested`, and their `mean`."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
         super().__init__()
         self.shape = matrix.shape
         flat = matrix.detach().reshape(-1)
-        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside
-        # a block wrongly.
-        packed, self.state = _quantized(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
+        # Each block is a row: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a
+        # block wrongly.
+        packed, self.state = _quantize(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
-            self.state.offset.zero_()  # the mean of nothing
+            self.state.offset.zero_()  # the mean of no scales is NaN
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
         self.register_buffer("nested", self.state.state2.absmax)
@@ -193,19 +195,19 @@ class FourBitMatrix(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """The matrix (rows, columns)."""
-        self.state.to(self.packed.device)  # which the model may have been moved to
+        self.state.to(self.packed.device)  # the model may have been moved
         blocks = bitsandbytes_functional().dequantize_4bit(self.packed, self.state)
         matrix: torch.Tensor = blocks.reshape(-1)[: self.shape.numel()].view(self.shape)
         return matrix
 
 
 class FourBitMatrices(nn.ModuleList):
-    """Replaces a stack of matrices by NF4 weights: `matrices[e]` (a number, or a tensor with one)
-    is matrix e, so that the eager forward of an experts module dequantises one expert after the
-    other."""
+    """Replaces a stack of matrices by NF4 weights. `matrices[e]`, where e is a number or a tensor
+    with one number, is matrix e, dequantised: so the eager forward of an experts module dequantises
+    one expert after another."""
 
     def __getitem__(self, expert: Any) -> Any:
-        """One matrix (rows, columns)."""
+        """The dequantised matrix (rows, columns) of an expert."""
         return super().__getitem__(int(expert))()
 
 
@@ -224,8 +226,9 @@ class FourBitLinear(nn.Module):
         return linear(rows, self.weight(), self.bias)
 
 
-def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A matrix in the NF4 format of bitsandbytes: packed weights, and the rest."""
+def _quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A matrix in the NF4 format of bitsandbytes: its packed weights, and the state with scales and
+    mean."""
     packed, state = bitsandbytes_functional().quantize_4bit(
         matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
     )

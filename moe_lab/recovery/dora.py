@@ -19,14 +19,14 @@ from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
-"""s of the adapters, alpha / rank of other programs: that of the fine-tuning of MoE-Slimming."""
+"""s of the adapters, which other programs call alpha / rank. The value is that of MoE-Slimming."""
 
 
 class Dora(nn.Module):
     """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of
-    each row. A (rank, in), B (out, rank) and m (out,) are trained, in at least fp32, s is the
+    each row. A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the
     scaling; at first W' = W. As in peft, no gradient flows into the norm, and dropout, in training,
-    acts on what is added to the output of W."""
+    acts on the input of the terms that are added to the output of W."""
 
     def __init__(
         self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
@@ -42,8 +42,8 @@ class Dora(nn.Module):
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """W' (out, in) in the dtype of `weight`, which is W."""
-        moved = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
-        return (self._factor(moved.detach())[:, None] * moved).to(weight.dtype)
+        adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
+        return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
     def forward(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -63,23 +63,23 @@ class Dora(nn.Module):
         output = (output + added).to(output.dtype)
         return output if bias is None else output + bias
 
-    def _factor(self, moved: torch.Tensor) -> torch.Tensor:
-        """m / ||W + s B A|| of each row (out,); 0 for a row of zeros, whose m is 0."""
-        factor: torch.Tensor = self.magnitude / moved.norm(dim=1).clamp(
-            min=torch.finfo(moved.dtype).tiny
-        )
+    def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
+        """m / ||adapted|| of each row (out,), where `adapted` is W + s B A; 0 for a row of zeros,
+        whose m is 0."""
+        norm = adapted.norm(dim=1).clamp(min=torch.finfo(adapted.dtype).tiny)
+        factor: torch.Tensor = self.magnitude / norm
         return factor
 
 
 class DoraLinear(nn.Module):
-    """Replaces a linear map by the same one with an adapter."""
+    """Replaces a linear map by the same map with an adapter."""
 
     plain: nn.Linear
-    """Not a submodule: it is frozen."""
+    """The original map, which is frozen and therefore not a submodule."""
 
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
         super().__init__()
-        self.__dict__["plain"] = plain
+        self.__dict__["plain"] = plain  # an attribute would be a submodule
         self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -89,8 +89,8 @@ class DoraLinear(nn.Module):
 
 
 class DoraWeight(nn.Module):
-    """Parametrises a router's weight by its adapted form, which works for every formula of a
-    router."""
+    """Parametrises a router's weight by its adapted form. This works for routers of all
+    formulas."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """Replaces the experts module of a layer, which stays as it is, by the same experts with
-    adapters. `adapters[e]` holds those of expert e by name: gate, up and down."""
+    """Replaces the experts module of a layer by the same experts with adapters; the original module
+    is not changed. `adapters[e]` are the adapters of expert e by name: gate, up and down."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -123,37 +123,34 @@ class DoraExperts(nn.Module):
         """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates
         `top_k_weights` (T, K)."""
 
-        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            return self._expert(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
+        def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
         index = top_k_index
         if is_ragged(original):  # merged experts are computed with the weights of their owner
             index = torch.tensor(original.owners, device=index.device)[index]
         rows = sort_by_expert(index, len(self.adapters))
-        mixed = routed_output(hidden_states, rows, top_k_weights, of_expert)
+        output = routed_output(hidden_states, rows, top_k_weights, expert_output)
         if is_ragged(original) and original.constants is not None:
-            arguments = (
+            output = output + constant_output(
                 top_k_index,
                 top_k_weights,
                 original.num_experts,
                 original.null,
                 original.constants,
             )
-            mixed = mixed + constant_output(*arguments)
-        return mixed
+        return output
 
-    def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _expert_output(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the
         gate."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
-        inward = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
+        inner = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
         joined = (
-            torch.cat(inward, -1)
-            if experts.is_concatenated
-            else torch.stack(inward, -1).flatten(-2)
+            torch.cat(inner, -1) if experts.is_concatenated else torch.stack(inner, -1).flatten(-2)
         )
         output: torch.Tensor = adapters["down"](activation(experts)(joined), *maps["down"])
         norm = post_expert_norm(experts)
@@ -161,14 +158,14 @@ class DoraExperts(nn.Module):
 
 
 Adapted: TypeAlias = dict[str, dict[str, Any]]
-"""Part of the model -> path -> module: experts (DoraExperts), routers (modules with a parametrised
-weight) and shared_experts (DoraLinear)."""
+"""Part of the model (experts, routers, shared_experts) -> path -> module with adapters: a
+DoraExperts, a module with a parametrised weight, or a DoraLinear."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
-    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen. They are put
-    on all routed and shared experts, and on routers unless recovery.router_rank=0, and are in
-    training mode. `seed` determines the random first A of each."""
+    """Put adapters on all routed and shared experts of `model`, in place, and on its routers unless
+    recovery.router_rank=0. They are in training mode; everything else is frozen. `seed` determines
+    the random first A of each adapter."""
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
     shared = list(linears(model, "shared_experts"))
@@ -210,9 +207,9 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules, which hold these, back
-    into `model`. Returns the new tensors by their names in the model's state dict. UserError naming
-    one that is not finite."""
+    """Merge the adapters into new tensors, and put the original modules with these tensors back
+    into `model`. Returns the new tensors by their names in the model's state dict. UserError for a
+    tensor that is not finite."""
     changed: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
         changed |= {f"{path}.{name}": tensor for name, tensor in _merged_experts(experts).items()}
@@ -236,26 +233,26 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
 
 
 def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Name -> new stack of the experts module of a layer, into which the merged projections, views
-    of it, are written. Other models may share the old stacks."""
+    """Name -> new stack of weights of the experts module of a layer, with the merged projections.
+    The old stacks, which other models may share, are not changed."""
     module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if not name.endswith("_bias") and name != "constants":  # which are not adapted
+        if not name.endswith("_bias") and name != "constants":  # these have no adapters
             stacks[name] = parameter.detach().clone()
             replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
     for expert, adapters in enumerate(adapted.adapters):
         for name, (weight, _) in linear_maps(adapted.layer, expert).items():
-            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
+            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]  # a view of a stack
     return stacks
 
 
 def linear_maps(
     layer: MoELayer, expert: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down) ->
-    weight (out, in), bias (out,) or None. They are views of its stacked or ragged module, which is
-    written to by writing to them."""
+    """The linear maps of one expert of a layer: name (gate, up or down) -> weight (out, in), and
+    bias (out,) or None; {} for an expert without channels. Weights and biases are views: writing to
+    them changes the experts module."""
     views = layer.projections(expert)
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):

@@ -1,5 +1,5 @@
-"""Put a recovery into an exported checkpoint: merged fine-tuned tensors, and NF4 where the format
-has it."""
+"""Put a recovery into an exported checkpoint: fine-tuned tensors, and weights in NF4 where
+transformers can load them."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ def recovery_changes(
     bits: int,
     modules: Sequence[str],
     tuned: Path | None,
-    words: str,
+    sentence: str,
 ) -> Changes:
-    """The changes that make the pruned checkpoint in `folder` the recovered model, as
-    `apply.recovered` computes it.
+    """The changes that turn the pruned checkpoint in `folder` into the recovered model of
+    `apply.recovered`.
 
-    Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`,
-    `bits` and `modules` as there; `words` say what fine-tuning was done, for the model card. With
-    `bits` 4, linear maps are stored in the NF4 format of bitsandbytes where it can compute with
-    them on every machine, and other weights, such as those of routed experts, as the numbers they
-    were rounded to: transformers has no 4-bit form for stacked experts.
+    Weights are tuned and rounded on the CPU in `dtype`, in which the model was evaluated. `tuned`,
+    `bits` and `modules` are the arguments of `apply.recovered`; `sentence` describes the training,
+    for the model card. With `bits` 4, linear maps with which bitsandbytes can compute on every
+    machine are stored in its NF4 format. Other weights are stored as the numbers they were rounded
+    to, among them those of routed experts: transformers has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
     if bits == 4:
-        words += (
+        sentence += (
             f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
             f"quantisation; {len(recovered.in_4_bits)} linear maps are stored in 4 bits, as "
             "bitsandbytes does, the others as the numbers they were rounded to."
         )
-    words += (
+    sentence += (
         f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} "
         "for these numbers."
     )
     return Changes(
-        recovered.change, words.strip(), recovered.config() if recovered.in_4_bits else {}
+        recovered.change, sentence.strip(), recovered.config() if recovered.in_4_bits else {}
     )
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the
-    files in `source`: experts of a width that fits the kernels in one precision only are stacked in
-    one of them, and packed in the other.
+    """Raise UserError if a model in `dtype` and an export of the files in `source`, both pruned by
+    `plan`, have different modules. A width of experts may fit the kernels in one precision only:
+    the experts are stacked in that precision, and packed in the other.
     """
     stored = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
@@ -90,24 +90,23 @@ class _RecoveredTensors:
         self.tuned = tuned
         self.layer = lru_cache(maxsize=1)(self._layer)
         self.in_4_bits: dict[str, str] = {}
-        """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4
-        bits."""
+        """Path of each linear map that is stored in 4 bits -> name of its weight in the
+        checkpoint."""
         for path, module in self._rounded_maps():
             names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
-            # On a CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly, and, where it
-            # has AVX512 for
-            # bfloat16, stops unless the number of rows is a multiple of 32.
+            # On the CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly; and where it
+            # uses AVX512 for bfloat16, it fails unless the number of rows is a multiple of 32.
             fits = module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
             if fits and len(names) == 1:
                 self.in_4_bits[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """What is written in place of a tensor of the checkpoint."""
+        """The tensors that are written in place of a tensor of the checkpoint, by name."""
         return self.layer(self.streamed.layer_of.get(name, OUTSIDE)).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
-        """`quantization_config`: all linear maps that are not stored in 4 bits are listed as
-        skipped."""
+        """The field `quantization_config` of config.json, which lists all linear maps that are not
+        stored in 4 bits as skipped."""
         from transformers import BitsAndBytesConfig
 
         maps = [
@@ -115,50 +114,49 @@ class _RecoveredTensors:
             for path, module in self.streamed.model.named_modules()
             if type(module) is nn.Linear
         ]
-        stated = BitsAndBytesConfig(
+        quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=self.dtype,
             llm_int8_skip_modules=[path for path in maps if path not in self.in_4_bits],
         )
-        return {"quantization_config": stated.to_dict()}
+        return {"quantization_config": quantization.to_dict()}
 
-    def _rounded_maps(self, within: str = "") -> Iterator[tuple[str, nn.Linear]]:
+    def _rounded_maps(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
+        """(path, module) of the linear maps outside of routed experts whose weights are rounded,
+        and whose paths begin with `prefix`."""
         for part in self.modules:
             if part != "experts":
-                yield from (
-                    pair
-                    for pair in linears(self.streamed.model, part)
-                    if pair[0].startswith(within)
-                )
+                for path, module in linears(self.streamed.model, part):
+                    if path.startswith(prefix):
+                        yield path, module
 
     @torch.no_grad()
     def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Name of each changed tensor of a decoder layer in the checkpoint -> what is written in
-        its place."""
+        """Name in the checkpoint of each changed tensor of a decoder layer -> the tensors that are
+        written in its place, by name."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
-        within = f"{self.streamed.path}.{number}."
+        prefix = f"{self.streamed.path}.{number}."
         changed: dict[str, torch.Tensor] = {}
-        four_bits = {}
+        in_4_bits = {}
         with self.streamed.layer(number):
             if self.tuned is not None:
-                names = load_tuned(model, self.tuned / TENSORS, within=within)
+                names = load_tuned(model, self.tuned / TENSORS, prefix)
                 changed = {name: model.get_parameter(name) for name in names}
             if "experts" in self.modules and number in self.streamed.moe:
                 layer = self.streamed.moe[number]
                 for name, tensor in rounded_experts(layer.experts).items():
                     changed[f"{layer.name}.{name}"] = tensor
-            for path, module in self._rounded_maps(within):
+            for path, module in self._rounded_maps(prefix):
                 if path in self.in_4_bits:
                     name = self.in_4_bits[path]
-                    four_bits[name] = {
-                        f"{name}{end}": tensor for end, tensor in nf4_tensors(module.weight).items()
-                    }
+                    tensors = nf4_tensors(module.weight)
+                    in_4_bits[name] = {f"{name}{end}": tensors[end] for end in tensors}
                     changed.pop(f"{path}.weight", None)
                 else:
                     changed[f"{path}.weight"] = rounded(module.weight)
             plain = to_checkpoint(model, changed)
-            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | four_bits
+            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | in_4_bits

@@ -1,5 +1,6 @@
 """Fit the down projections of merged experts to the outputs of their members, by least squares, as
-MergeMoE does (arXiv 2510.14436). The formula, and what the paper leaves open: docs/recovery.md."""
+MergeMoE does (arXiv 2510.14436). docs/recovery.md has the formula, and what the paper leaves
+open."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from moe_lab.recovery.apply import save_tuned
 from moe_lab.statistics.observe import StatisticsHook, gather
 
 RIDGE = 1e-6
-"""How strongly fits are held to the plain average, as a share of the mean square of their inputs:
-enough for channels that are never active, and too little to matter for others."""
+"""Weight of the penalty for differences from the plain average, as a share of the mean square of
+the inputs: enough for channels that are never active, and too little to matter for others."""
 
 
 def fit(
@@ -35,14 +36,14 @@ def fit(
     out: Path,
     partial: Path,
 ) -> dict[str, Any]:
-    """Fit the down projection of each expert that `plan` merges others into to its members' outputs
-    on `text`.
+    """Fit the down projections of the merged experts of `plan` to the outputs of their members on
+    `text`, and return the report.
 
-    Writes tuned.safetensors, the experts of each layer that has merged ones by their names in the
-    pruned model's state dict, and the report finetune.json to the folder `out`, from which
-    `apply.recovered` makes the fitted model, and returns the report. Sums are saved in `partial`, a
-    folder of this fit alone, which continues from them. UserError for a plan that merges nothing,
-    outputs that are not finite, and a text too short for every expert.
+    Writes two files to the folder `out`, from which `apply.recovered` makes the fitted model:
+    tuned.safetensors, the experts of each layer with merged experts by their names in the pruned
+    model's state dict, and finetune.json, the report. Sums are saved in the folder `partial`, which
+    no other fit uses; a stopped fit continues from them. UserError for a plan that merges nothing,
+    outputs that are not finite, and a text that is too short for every expert.
     """
     if not plan.merged_layers:
         raise UserError(
@@ -50,29 +51,29 @@ def fit(
         )
     started = time.monotonic()
     pruned = prune(model, plan)
-    weights_of = merged_weights(pruned, plan)
-    hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_of})
+    merged = merged_weights(pruned, plan)
+    hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": merged})
     sums = gather(model, hook, batches(text, tokenizer).rows, out=partial).layers
     experts = []
-    for layer, of_layer in weights_of.items():
-        for owner, weights in of_layer.items():
+    for layer, weights_by_owner in merged.items():
+        for owner, weights in weights_by_owner.items():
             summary = {
                 "layer": layer,
                 "expert": owner,
                 "members": sorted(plan.layers[layer].merged[owner]),
             }
-            experts.append({**summary, **_fitted(weights.down, owner, sums[layer])})
+            experts.append({**summary, **_fit_expert(weights.down, owner, sums[layer])})
     fitted = sum(summary["error_fitted"] is not None for summary in experts)
     if not fitted:
+        most = max(summary["tokens"] for summary in experts)
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
-            f"than it has channels (at most {max(summary['tokens'] for summary in experts)}): "
-            "expected a longer text"
+            f"than it has channels (at most {most}): expected a longer text"
         )
     changed = {
         f"{layer.name}.{name}": weight
         for layer in routed_layers(pruned)
-        if layer.index in weights_of
+        if layer.index in merged
         for name, weight in layer.experts.named_parameters()
     }
     seconds = round(time.monotonic() - started, 1)
@@ -87,8 +88,8 @@ def fit(
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> expert that others are merged into -> its weights in the model that was `pruned` by
-    `plan`: views, so that writing to them writes to the model."""
+    """Layer -> id of each merged expert -> its weights in the model that was `pruned` by `plan`.
+    They are views: writing to them changes the model."""
     merged: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
@@ -101,8 +102,7 @@ def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
 
 
 class MergeHook(StatisticsHook):
-    """Adds what a fit reads, for each merged expert j: phi and f are summed over the valid tokens
-    routed to a member.
+    """Sums for the fit of each merged expert j, over the valid tokens that are routed to a member:
 
     tokens.j  ()      number of these tokens
     square.j  ()      sum of ||y||^2, y the weighted sum of the members' outputs
@@ -114,22 +114,22 @@ class MergeHook(StatisticsHook):
     kind = "merge_fit"
     plan: ClassVar[Plan]
     merged: ClassVar[Mapping[int, Mapping[int, Weights]]]
-    """Layer -> expert that others are merged into -> the weights of all of them."""
+    """Layer -> id of each merged expert -> its weights."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The routed output (T, H) of the unpruned layer."""
         valid = self.valid(hidden)
-        for owner, merged in self.merged.get(self.layer.index, {}).items():
+        for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]
             routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
             states = hidden[routed if valid is None else routed & valid]
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in members.items():
                 target += share * self.layer.expert_output(states, member).double()
-            phi = self.layer.phi(states, merged).double()
-            error = target - phi @ merged.down.detach().double().T
+            phi = self.layer.phi(states, owner_weights).double()
+            error = target - phi @ owner_weights.down.detach().double().T
             self.add(f"tokens.{owner}", target.new_tensor(len(states)))
             self.add(f"square.{owner}", target.square().sum())
             self.add(f"error.{owner}", error.square().sum())
@@ -139,29 +139,31 @@ class MergeHook(StatisticsHook):
 
 
 @torch.no_grad()
-def _fitted(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write the fitted down projection of an expert to its model, where it is `down`, if it saw
-    enough tokens; returns what was done. `sums`: those of its layer, see `MergeHook`; `owner`: the
-    expert's id in the unpruned model."""
+def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Replace the down projection of a merged expert, in place, by the fitted projection, if the
+    expert saw enough tokens. `sums` are those of its layer, see `MergeHook`; `owner` is its id.
+    Returns its number of tokens, and the relative squared errors of the average and of the fit
+    (None without a fit)."""
     tokens, square, error = (
         float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
     )
     gram = sums[f"gram.{owner}"]
     cross = sums[f"cross.{owner}"]
-    whole = square or math.inf
-    summary = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
+    scale = square or math.inf
+    summary = {"tokens": int(tokens), "error_averaged": error / scale, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()
         fitted = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted.double() - average
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
-        summary["error_fitted"] = max(0.0, error + float(change_of_error)) / whole
+        summary["error_fitted"] = max(0.0, error + float(change_of_error)) / scale
         down.copy_(fitted)
     return summary
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """(H, I) fp64: what the fit adds to the down projection, (Y - W_D P) P^T (P P^T + r I)^-1."""
+    """The difference (H, I) between the fitted and the averaged down projection W_D, in fp64:
+    (Y - W_D P) P^T (P P^T + r I)^-1, where the columns of P and Y are the phi and y of tokens."""
     scale = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
     damped = gram + scale * torch.eye(len(gram), dtype=torch.float64)
     return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped)).T

@@ -1,1 +1,1 @@
-"""What was pruned, in a server."""
+"""Serving of pruned models by vLLM."""

@@ -1,5 +1,5 @@
-"""An engine of vLLM that evaluates many plans of one model; another process tells it what to do, in
-lines of JSON.
+"""An engine of vLLM that evaluates many plans of one model. It gets requests from another process,
+as lines of JSON.
 
     python -m moe_lab.serving.vllm_engine      (in the environment of vLLM)
 
@@ -24,9 +24,10 @@ from moe_lab.child_process import serve
 
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
-EFFECT, REPEATED = 1e-3, 1e-4
-"""Differences of log-probabilities: a mask without half of the experts changes one by more than
-EFFECT; the same engine without a mask changes none by more than REPEATED."""
+EFFECT = 1e-3
+"""Dropping half of the experts changes a log-probability of that text by more than this."""
+REPEATED = 1e-4
+"""Computing its log-probabilities again without a mask changes none by more than this."""
 
 
 class Engine:
@@ -37,21 +38,21 @@ class Engine:
         self.masks_proved = False
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM; returns its
-        version and limits."""
+        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM. Returns the
+        version of vLLM, and the model's maximum length and dtype."""
         import vllm
         from vllm.platforms import current_platform
 
-        from moe_lab.serving import vllm_masks  # which masks the routers of this process
+        from moe_lab.serving import vllm_masks  # importing it masks the routers of this process
 
-        usual = {
-            # compiling takes longer there than most benchmarks
+        defaults = {
+            # compiling for the CPU takes longer than most benchmarks
             "enforce_eager": current_platform.is_cpu(),
             "generation_config": "vllm",
             "disable_log_stats": True,
             "worker_extension_cls": f"{vllm_masks.__name__}.{vllm_masks.PlanWorker.__name__}",
         }
-        self.llm = vllm.LLM(folder, **{**usual, **arguments})
+        self.llm = vllm.LLM(folder, **{**defaults, **arguments})
         config = self.llm.llm_engine.vllm_config.model_config
         return {
             "vllm": vllm.__version__,
@@ -60,23 +61,25 @@ class Engine:
         }
 
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask what a plan drops, for each layer the experts it keeps; [] takes the mask away.
+        """Mask all experts of each layer in `retained_experts` (layer, experts) but those listed;
+        [] removes the mask.
 
-        ValueError for experts that the model lacks, and if masks have no effect on this engine,
-        which is tried before the first plan.
+        ValueError for experts that the model does not have, and if masks have no effect on this
+        engine, which is tested before the first plan.
         """
         if retained_experts and not self.masks_proved:
             self._prove_masks()
         experts = {layer: count for layer, count, _ in self._on_workers("experts_of_layers")}
-        for layer, numbers in retained_experts:
-            if layer not in experts or not set(numbers) <= set(range(experts[layer])):
+        for layer, retained in retained_experts:
+            if layer not in experts or not set(retained) <= set(range(experts[layer])):
                 raise ValueError(
-                    f"the plan keeps experts {list(numbers)} of layer {layer}, the model has "
+                    f"the plan retains experts {list(retained)} of layer {layer}, the model has "
                     f"{experts}"
                 )
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """As `set_plan`, without checks of experts and masks."""
         self._on_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
@@ -91,10 +94,10 @@ class Engine:
         stop: Sequence[str],
         ends: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
-        """(number of a prompt, its new tokens, their log-likelihood) as soon as a text is done.
+        """Generate greedily after `prompts` of token ids. Yields (index of a prompt, its new
+        tokens, their log-likelihood in nats) as soon as a text is complete.
 
-        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was.
-        ValueError for a text that vLLM broke off.
+        The log-likelihood is NaN if a logit was NaN. ValueError for a text that vLLM broke off.
         """
         from vllm import SamplingParams
 
@@ -103,9 +106,9 @@ class Engine:
             max_tokens=max_tokens,
             stop=list(stop) or None,
             stop_token_ids=list(ends),
-            ignore_eos=True,  # the tokens that end a text are those that the caller names
+            ignore_eos=True,  # only the caller's `ends` end a text
             detokenize=bool(stop),
-            logprobs=0,  # of the chosen tokens alone
+            logprobs=0,  # only of the chosen tokens
         )
         for number, output in self._finished((ids, sampling) for ids in prompts):
             (text,) = output.outputs
@@ -118,37 +121,37 @@ class Engine:
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Iterator[tuple[int, float, bool]]:
-        """(number of a row, log-likelihood of its tokens from index `start` on, whether all are the
-        likeliest).
+        """Yield (index of a row, log-likelihood of its tokens from its start on, whether all of
+        them are the likeliest).
 
         Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that
-        differ only in the last one are read once.
+        differ only in the last token are read once.
         """
         from vllm import SamplingParams
 
-        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        rows_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
-            alike[*row[:-1]].append(number)
+            rows_of[*row[:-1]].append(number)
         requests = []
-        for read, numbers in alike.items():
-            last = sorted({rows[number][-1] for number in numbers})
-            of_prompt = 0 if min(starts[number] for number in numbers) < len(read) else None
+        for read_tokens, numbers in rows_of.items():
+            # vLLM computes log-probabilities of the tokens that are read only where rows need them
+            scores_read = min(starts[number] for number in numbers) < len(read_tokens)
             sampling = SamplingParams(
                 temperature=0,
                 max_tokens=1,
-                prompt_logprobs=of_prompt,
-                logprob_token_ids=last,
+                prompt_logprobs=0 if scores_read else None,
+                logprob_token_ids=sorted({rows[number][-1] for number in numbers}),
                 detokenize=False,
             )
-            requests.append((read, sampling))
-        of_request = list(alike.values())
-        for place, output in self._finished(requests):
+            requests.append((read_tokens, sampling))
+        rows_of_request = list(rows_of.values())
+        for request, output in self._finished(requests):
             (sampled,) = output.outputs[0].token_ids
-            (of_last,) = output.outputs[0].logprobs
-            for number in of_request[place]:
+            (last_logprobs,) = output.outputs[0].logprobs
+            for number in rows_of_request[request]:
                 row = rows[number]
-                total = of_last[rows[number][-1]].logprob
-                likeliest = rows[number][-1] == sampled
+                total = last_logprobs[row[-1]].logprob
+                likeliest = row[-1] == sampled
                 for index in range(starts[number], len(row) - 1):
                     token = output.prompt_logprobs[index][row[index]]
                     total += token.logprob
@@ -156,11 +159,13 @@ class Engine:
                 yield number, total, likeliest
 
     def _on_workers(self, method: str, *arguments: Any) -> Any:
-        """What the first of vLLM's workers returns; the others do the same."""
+        """Call a method on all of vLLM's workers, and return the result of the first, as all give
+        the same."""
         return self.llm.collective_rpc(method, args=arguments)[0]
 
     def _finished(self, requests: Any) -> Iterator[tuple[int, Any]]:
-        """(number, output) of each request (token ids, settings) when it is finished."""
+        """Yield (index, output) of each of the `requests` (token ids, sampling) when it is
+        finished."""
         engine = self.llm.llm_engine
         for number, (ids, sampling) in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": list(ids)}, sampling)
@@ -170,8 +175,8 @@ class Engine:
                     yield int(output.request_id), output
 
     def _prove_masks(self) -> None:
-        """ValueError if dropping half of the experts does not change the log-likelihoods of a text,
-        or lastingly."""
+        """ValueError if dropping half of the experts does not change the log-probabilities of a
+        text, or if they stay changed after the mask is removed."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
@@ -184,7 +189,7 @@ class Engine:
                 "backend=hf"
             )
         before, masked, after = (
-            self._losses(text, retained_experts) for retained_experts in ([], plan, [])
+            self._log_probabilities(text, retained_experts) for retained_experts in ([], plan, [])
         )
         if not _difference(before, masked) > EFFECT:
             raise ValueError(
@@ -199,29 +204,31 @@ class Engine:
             )
         self.masks_proved = True
 
-    def _losses(
+    def _log_probabilities(
         self, text: list[int], retained_experts: list[tuple[int, list[int]]]
     ) -> list[float]:
+        """Log-probability of each token of `text` but the first, under a mask."""
         self._mask(retained_experts)
         rows = [text[:length] for length in range(2, len(text) + 1)]
-        found = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
-        return [value for _, value, _ in found]
+        likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
+        return [value for _, value, _ in likelihoods]
 
 
 def _difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """The largest difference between two values at the same index."""
     return max(abs(one - other) for one, other in zip(first, second, strict=True))
 
 
-def _show_package(folder: str) -> None:
-    """Let processes that vLLM starts import this moe_lab, and no other package that is installed
-    beside it."""
+def _add_to_search_path(folder: str) -> None:
+    """Let processes that vLLM starts import this moe_lab, by a link in `folder`, and no other
+    package of the environment that has it."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     search = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(search)  # of programs
-    sys.path.insert(0, folder)  # which processes of multiprocessing inherit
+    os.environ["PYTHONPATH"] = os.pathsep.join(search)  # for programs
+    sys.path.insert(0, folder)  # for processes of multiprocessing, which inherit it
 
 
 if __name__ == "__main__":
-    shown = tempfile.mkdtemp(prefix=f"moe_lab-vllm-{os.getpid()}-")
-    _show_package(shown)
-    serve(Engine(), partial(shutil.rmtree, shown, ignore_errors=True))
+    folder_of_link = tempfile.mkdtemp(prefix=f"moe_lab-vllm-{os.getpid()}-")
+    _add_to_search_path(folder_of_link)
+    serve(Engine(), partial(shutil.rmtree, folder_of_link, ignore_errors=True))

@@ -1,11 +1,11 @@
-"""Plans of whole experts as masks on the routers of an engine of vLLM. Importing this module masks
-them.
+"""Plans of whole experts as masks on the routers of an engine of vLLM. Importing this module gives
+all routers a mask.
 
-A mask is an addend to the logits of a router: 0 for experts that are kept, minus infinity for those
-that are dropped. Routers get their mask when they are built, as a compiled engine ignores what is
-added later; afterwards its numbers are changed in place, which takes about a millisecond. vLLM
-imports this module in each of its workers before it builds the model, since `PlanWorker` extends
-them.
+A mask is added to the logits of a router: it is 0 for retained experts and minus infinity for
+dropped ones. Routers get their mask when they are built, as a compiled engine ignores attributes
+that are added later; afterwards its numbers are changed in place, which takes about a millisecond.
+vLLM imports this module in each of its workers before it builds the model, since `PlanWorker`
+extends the workers.
 
 Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32:
 BaseRouter._select_experts, e_score_correction_bias of routers, WorkerBase.model_runner.model.
@@ -30,6 +30,8 @@ def mask_routers() -> None:
 
 
 def _with_mask(original: Any) -> Any:
+    """The `__init__` of routers that have a mask."""
+
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         self.moe_lab_mask = torch.zeros(self.global_num_experts)
@@ -38,6 +40,8 @@ def _with_mask(original: Any) -> Any:
 
 
 def _masked(original: Any) -> Any:
+    """The `_select_experts` of routers that add their mask to the logits."""
+
     def _select_experts(
         self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any
     ) -> Any:
@@ -57,7 +61,7 @@ class PlanWorker:
     model_runner: Any
 
     def experts_of_layers(self) -> list[tuple[int, int, int]]:
-        """Number of every MoE layer, of its experts, and of those that a token gets."""
+        """For every MoE layer: its index, its number of experts, and its top k."""
         return [
             (layer, router.global_num_experts, router.top_k)
             for layer, router in routers(self.model_runner.model)
@@ -65,9 +69,11 @@ class PlanWorker:
 
     @torch.inference_mode()
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask all experts of a layer but those that are kept; layers that are not named keep all.
+        """Mask all experts of each layer in `retained_experts` (layer, experts) but those listed;
+        other layers retain all experts.
 
-        A correction bias is added to what the logits become, so that it must be minus infinity too.
+        A correction bias is added after the logits have become scores, so it must be minus infinity
+        too.
         """
         by_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):

@@ -7,10 +7,11 @@ versions of transformers.
 
 vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven
 exports under a model type of their own. `parse` gives vLLM the configuration of the family instead,
-with the largest number of each, and with the architecture `Pruned<Stock>ForCausalLM`. For every
-architecture <Stock> of vLLM there is a class of that name here. It sets the fields of each layer
-while that layer is built, so that no code is needed per family, and compares the experts in the
-files with what it built, since vLLM notices neither missing nor surplus ones.
+with the largest number of experts and the largest width, and with the architecture
+`Pruned<Stock>ForCausalLM`. This module has a class of that name for every architecture <Stock> of
+vLLM. It sets the fields of each layer while that layer is built, so that no code is needed per
+family, and compares the experts in the files with those that it built, since vLLM notices neither
+missing nor surplus experts.
 
 Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the
 modules of models, utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its
@@ -31,29 +32,29 @@ from unittest.mock import patch
 import torch
 
 PREFIX = "Pruned"
-"""Of the names of this module's classes, before that of a class of vLLM."""
+"""Prefix of the names of this module's classes; the name of a class of vLLM follows."""
 FIELD = "pruned"
 """Field of config.json with the shapes of an uneven export; moe_lab/pruning/export/config.py writes
 it."""
 FORMAT = 2
 """The format of that field that this module reads."""
 LAYERS = "moe_lab_layers"
-"""Attribute of a configuration: layer -> field -> value, of the fields that differ between
+"""Attribute of a configuration: layer -> field -> value, for the fields that differ between
 layers."""
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
 SHARED = ("n_shared_experts", "moe_num_shared_experts")
-"""Fields for shared experts whose width vLLM derives from that of the routed ones."""
+"""Fields with a number of shared experts, whose width vLLM derives from that of routed experts."""
 WITHOUT_LAYERS = ("GptOssForCausalLM",)
-"""Architectures of vLLM that read weights by one number of experts for all layers."""
+"""Architectures of vLLM that read weights with the same number of experts for all layers."""
 EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
-"""Name of an expert's tensor: layer, expert, and what it is."""
+"""Name of an expert's tensor: layer, expert, and name of the tensor in the expert."""
 
 Layers = Mapping[int, Mapping[str, Any]]
 
 
 def register() -> None:
-    """Tell vLLM the classes of this module; a second call changes nothing."""
+    """Register the classes of this module with vLLM; a second call changes nothing."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> type:
 
 
 def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Put make(original) into the place of a method, once."""
+    """Replace a method by make(original method); a second call changes nothing."""
     original = getattr(owner, name)
     if not hasattr(original, "moe_lab"):
         replacement = make(original)
@@ -83,8 +84,8 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of an export as its family has it, with the attribute `LAYERS`; any other one
-    as it is.
+    """The config.json of an export in the form of its family, with the attribute `LAYERS`; a
+    config.json of other models is unchanged.
 
     ValueError for an export that this module cannot read.
     """
@@ -98,7 +99,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "export again"
         )
     layers: Mapping[str, Mapping[str, Any]] = export_settings["layers"]
-    # one tensor holds the experts of a layer in vLLM
+    # in vLLM, a single tensor has all experts of a layer
     if any("widths" in layer for layer in layers.values()):
         raise ValueError(
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
@@ -111,7 +112,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if "width" in layer:
             fields[index][width] = layer["width"]
     names = {name for layer_fields in fields.values() for name in layer_fields}
-    default_fields = {name: config[name] for name in names}  # of layers that keep all
+    default_fields = {name: config[name] for name in names}  # those of unpruned layers
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
     largest = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
@@ -121,20 +122,20 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_exports() -> None:
-    """Let vLLM see the configuration of the family of an export."""
+    """Let vLLM read the configuration of an export in the form of its family."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
 
     def make(original: Any) -> Any:
-        def parse(self: Any, model: Any, *given: Any, **named: Any) -> Any:
+        def parse(self: Any, model: Any, *arguments: Any, **named: Any) -> Any:
             read = PreTrainedConfig.get_config_dict
 
-            def get_config_dict(name: Any, **asked: Any) -> Any:
-                config, rest = read(name, **asked)
-                return family_config(str(name), config), rest
+            def get_config_dict(name: Any, **options: Any) -> Any:
+                config, unused_options = read(name, **options)
+                return family_config(str(name), config), unused_options
 
             with patch.object(PreTrainedConfig, "get_config_dict", get_config_dict):
-                return original(self, model, *given, **named)
+                return original(self, model, *arguments, **named)
 
         return parse
 
@@ -153,7 +154,7 @@ def _uneven(name: str) -> type:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **named: Any) -> None:
         config = vllm_config.model_config.hf_text_config
         layers = {int(index): fields for index, fields in getattr(config, LAYERS, {}).items()}
-        _check(name, module, vllm_config, layers)
+        _check_support(name, module, vllm_config, layers)
         make_layers = module.make_layers
 
         def make(n_layers: int, layer_fn: Any, prefix: str) -> Any:
@@ -177,7 +178,7 @@ def _uneven(name: str) -> type:
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         experts: dict[tuple[int, str], set[int]] = defaultdict(set)
-        loaded = stock.load_weights(self, _noted(weights, experts))
+        loaded = stock.load_weights(self, _record_experts(weights, experts))
         _check_files(self.moe_lab_counts, experts)
         return loaded
 
@@ -188,8 +189,9 @@ def _uneven(name: str) -> type:
     )
 
 
-def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
-    """ValueError for what vLLM would serve wrong."""
+def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
+    """ValueError for an architecture, widths or settings with which vLLM would serve the export
+    wrongly."""
     import vllm
 
     if name in WITHOUT_LAYERS or not hasattr(module, "make_layers"):
@@ -214,20 +216,20 @@ def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
 
 @contextmanager
 def _fields(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set fields of a configuration while open. In place, as some classes of vLLM keep the object
-    they were given."""
-    before = {name: getattr(config, name) for name in values}
+    """A context in which fields of a configuration have other `values`. They are set in place, as
+    some classes of vLLM keep a reference to the configuration."""
+    original = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
             setattr(config, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in original.items():
             setattr(config, name, value)
 
 
 def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
-    """Number and router of every MoE layer that was built."""
+    """(layer, router) of every MoE layer that was built."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     for name, module in model.named_modules():
@@ -236,10 +238,11 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
             yield extract_layer_index(name), router
 
 
-def _noted(
+def _record_experts(
     weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors; the experts they belong to are noted, by layer and by what they are."""
+    """Yield `weights` unchanged, and add to `experts` (layer, name in the expert) -> the experts
+    that have this tensor."""
     for name, tensor in weights:
         if match := EXPERT.search(name):
             experts[int(match[1]), match[3]].add(int(match[2]))
@@ -247,25 +250,25 @@ def _noted(
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """ValueError when the files have other experts than the layers that were built; vLLM itself
-    would serve them."""
-    for (layer, what), numbers in experts.items():
+    """ValueError when the files have other experts than the layers that were built (layer ->
+    number of experts); vLLM itself would serve such files."""
+    for (layer, name), numbers in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and numbers != expected:
             missing = sorted(expected - numbers)
             surplus = sorted(numbers - expected)
             raise ValueError(
                 f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
-                f"{what} of experts {missing or 'none'} and have it of {surplus or 'none'} beyond: "
+                f"{name} of experts {missing or 'none'} and have it of {surplus or 'none'} beyond: "
                 "export again"
             )
-    if gone := sorted(set(counts) - {layer for layer, _ in experts}):
-        raise ValueError(f"the files have no experts of layers {gone}: export again")
+    if missing_layers := sorted(set(counts) - {layer for layer, _ in experts}):
+        raise ValueError(f"the files have no experts of layers {missing_layers}: export again")
 
 
 def _repair_rotary_embedding() -> None:
-    """The CPU operation turns interleaved queries wrongly (DeepSeek, up to 6.9 off); the formula in
-    torch is right."""
+    """Use torch's formula for interleaved rotary embeddings (DeepSeek) on the CPU: the results of
+    vLLM's CPU operation are wrong by up to 6.9."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def make(original: Any) -> Any:
@@ -279,7 +282,8 @@ def _repair_rotary_embedding() -> None:
 
 
 def _repair_bias() -> None:
-    """The CPU router ignores the correction bias of a softmax without groups (ERNIE-4.5)."""
+    """Add the correction bias of a softmax without groups (ERNIE-4.5), which the CPU router
+    ignores."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     def make(original: Any) -> Any:

@@ -213,7 +213,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             bits=bits,
             modules=modules,
             tuned=files,
-            words="It was tuned.",
+            sentence="It was tuned.",
         )
         if case == "dora_nf4_ragged":
             shutil.copytree(source / "natural", source.parent / "ragged")

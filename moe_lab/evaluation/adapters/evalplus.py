@@ -155,6 +155,7 @@ class _Grading:
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
+        """The encoded arguments of each test of a part."""
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
     def _run(
@@ -189,6 +190,7 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
+        """Run and compare the program for a task; the plus tests only after it passes base."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]

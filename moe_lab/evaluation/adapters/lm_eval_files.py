@@ -121,18 +121,16 @@ def _data_files(code: Path) -> Iterator[Path]:
                     yield file
 
 
-_PROGRAM_EVENTS = {
-    *(
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.system",
-        "pty.spawn",
-        "subprocess.Popen",
-    ),
+_PROGRAM_EVENTS = (
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+    "pty.spawn",
+    "subprocess.Popen",
     "socket.connect",
-}
+)
 """Audit events of starting programs and connections, by which files may be read that this process
 does not see."""
 _LIBRARIES = [

@@ -78,10 +78,10 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Load the tasks and groups, and build their requests."""
     if benchmark.data is not None:
-        return _with_items(_published(benchmark), benchmark)
+        return _with_items(_load_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
     with reading_only(files, f"benchmark {benchmark.name}"):
-        return _with_items(_in_file(benchmark), benchmark)
+        return _with_items(_load_defined(benchmark), benchmark)
 
 
 def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
@@ -103,7 +103,7 @@ def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mappin
     return loaded
 
 
-def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """A task or group of lm-eval, with data from the benchmark's mirror. Only its folder is
     indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
@@ -121,7 +121,7 @@ def _published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     return _load(manager, benchmark.task, from_mirror)
 
 
-def _in_file(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """The task in a file of lm-eval's format, with items in the JSON lines file of the same name;
     or the task that parameters.definition defines, with items in the file benchmark.task. All its
     splits have the same items."""

@@ -293,7 +293,7 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
     """Whether the cache can forget the last tokens of a row: it has only keys and values, each of
     one token."""
     cache = inputs.get("past_key_values")
-    plain = (
+    has_plain_cache = (
         type(cache) is DynamicCache
         and bool(cache.layers)
         and {type(layer) for layer in cache.layers} == {DynamicLayer}
@@ -301,7 +301,7 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
     takes_positions = (
         set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
     )
-    return plain and takes_positions and has_full_attention(model)
+    return has_plain_cache and takes_positions and has_full_attention(model)
 
 
 def _beginning(

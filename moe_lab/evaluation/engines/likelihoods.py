@@ -74,10 +74,10 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
     """The rows by question, the longest question first. Without `share`, each question has one
     answer, for one or more rows.
 
-    With `share`, a question has answers that together are no longer than the question itself; its
-    other answers follow another copy of it. So a question with its answers is at most twice as long
-    as the question, which bounds the memory of its mask, and windows of a document that begin with
-    the same token are not taken for answers to that token.
+    With `share`, a question has several answers if these together are no longer than the question;
+    its other answers follow another copy of it. So a question is read with at most twice as many
+    tokens as without `share`, which bounds the memory of its mask, and windows of a document that
+    begin with the same token are not taken for answers to that token.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
@@ -113,7 +113,7 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
     first = min(len(question.tokens) for question in questions) - 1
     options = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
     logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
-    first = longest - logits.shape[1]
+    first = longest - logits.shape[1]  # 0 if the model computes all logits
     return [
         row_logits[len(question.tokens) - 1 - first : len(question) - first]
         for question, row_logits in zip(questions, logits, strict=True)
@@ -137,10 +137,10 @@ def _separate_answers(
             positions[row, end : end + len(answer)] = len(question.tokens) + steps
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
-    seen = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
-    seen &= torch.ones(longest, longest, dtype=torch.bool).tril()
-    added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-    return {"position_ids": positions, "attention_mask": added[:, None]}
+    visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
+    visible &= torch.ones(longest, longest, dtype=torch.bool).tril()
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    return {"position_ids": positions, "attention_mask": mask[:, None]}
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
@@ -171,12 +171,10 @@ _sharing: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 def has_full_attention(model: Any) -> bool:
     """Whether every token attends to all tokens before it, in every layer."""
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    return (
-        set(kinds) == {"full_attention"}
-        if kinds
-        else getattr(config, "sliding_window", None) is None
-    )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return set(layer_types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
 
 
 def _arguments(model: Any) -> Collection[str]:

@@ -62,7 +62,10 @@ class FunctionCalls(Harness):
         questions = self.questions(benchmark)[: benchmark.limit]
         max_tokens = benchmark.max_new_tokens
         return text_items(
-            (question.name, Text(question.messages, max_tokens, tools=_tools(question)))
+            (
+                question.name,
+                Text(question.messages, max_tokens, tools=list(map(tool, question.functions))),
+            )
             for question in questions
         )
 
@@ -113,11 +116,6 @@ class FunctionCalls(Harness):
 
 
 HARNESS = FunctionCalls()
-
-
-def _tools(question: Question) -> list[dict[str, Any]]:
-    """The question's functions in the form of chat templates."""
-    return [tool(function) for function in question.functions]
 
 
 def _check_ids(

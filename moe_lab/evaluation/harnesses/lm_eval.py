@@ -35,20 +35,23 @@ class LmEval(Harness):
         return lm_eval.grade(answers, benchmark)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """A task's file and its items under the same name; or the items alone, where the benchmark
-        defines the task by parameters.definition."""
-        (task,) = super().paths(benchmark)
-        return (
-            [task] if "definition" in benchmark.parameters else [task, task.with_suffix(".jsonl")]
-        )
+        """The file of a task, and the file of its items with the same name; or only the file of the
+        items, if parameters.definition defines the task."""
+        (path,) = super().paths(benchmark)
+        if "definition" in benchmark.parameters:
+            return [path]
+        return [path, path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        *task, items = self.data_files(benchmark)
-        definition, versions = definition_files(*task) if task else ([], {})
-        return [*definition, items], versions
+        *task_files, items = self.data_files(benchmark)
+        if not task_files:
+            return [items], {}
+        files, versions = definition_files(*task_files)
+        return [*files, items], versions
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         super().check_data(benchmark)
+        self.hashed_files(benchmark)  # raises UserError for a definition that cannot be read
         definition = benchmark.parameters.get("definition", {})
         if not isinstance(definition, dict):
             raise UserError(

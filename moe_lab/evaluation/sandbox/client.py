@@ -68,9 +68,8 @@ class Runner(Child):
             self.call("start")
         except Ended as error:
             self.close()
-            raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(
-                str(error)
-            ) from None
+            kind = NoNamespaces if NO_NAMESPACES in str(error) else RunnerError
+            raise kind(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome. Raises Ended if

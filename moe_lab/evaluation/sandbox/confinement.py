@@ -80,17 +80,16 @@ def _call(name: str, *arguments: object) -> None:
 def _mount(
     source: str, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    encoded = [
-        text.encode() if text is not None else None for text in (source, target, kind, options)
-    ]
-    _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    """Mount a file system of the `kind` at `target`; see mount(2)."""
+    names = [text and text.encode() for text in (source, target, kind)]
+    _call("mount", *names, ctypes.c_ulong(flags), options and options.encode())
 
 
 def _visible_paths() -> list[str]:
     """Paths that programs can read: system libraries, the interpreter and its packages. No path is
     inside another."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
-    # links are not followed below
+    # the links and their targets, since `_bind` copies a link and nothing behind it
     paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     visible: list[str] = []

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 HUGE = 50_000
 _PLAIN = (type(None), bool, float, str)
@@ -55,19 +55,25 @@ def _decode_items(items: Any) -> list[Any]:
     return [decode(item) for item in items]
 
 
-# Base type -> (function from a value to JSON, function back). The first uses methods of the base
-# type, not of a subclass.
-_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: (lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
-    float: (float.__float__, float),
-    complex: (lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
-    str: (str.__str__, str),
-    bytes: (bytes.hex, bytes.fromhex),
-    list: (_encode_items, _decode_items),
-    tuple: (_encode_items, lambda items: tuple(_decode_items(items))),
-    set: (_encode_items, lambda items: set(_decode_items(items))),
-    frozenset: (_encode_items, lambda items: frozenset(_decode_items(items))),
-    dict: (
+class _Form(NamedTuple):
+    """Functions between values of a type and JSON."""
+
+    to_json: Callable[[Any], Any]
+    """Uses methods of the base type, not of a subclass."""
+    from_json: Callable[[Any], Any]
+
+
+_FORMS: dict[type, _Form] = {
+    int: _Form(lambda value: hex(int.__index__(value)), lambda text: int(text, 16)),
+    float: _Form(float.__float__, float),
+    complex: _Form(lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
+    str: _Form(str.__str__, str),
+    bytes: _Form(bytes.hex, bytes.fromhex),
+    list: _Form(_encode_items, _decode_items),
+    tuple: _Form(_encode_items, lambda items: tuple(_decode_items(items))),
+    set: _Form(_encode_items, lambda items: set(_decode_items(items))),
+    frozenset: _Form(_encode_items, lambda items: frozenset(_decode_items(items))),
+    dict: _Form(
         lambda value: [[encode(key), encode(item)] for key, item in dict.items(value)],
         lambda pairs: {decode(key): decode(item) for key, item in pairs},
     ),
@@ -135,7 +141,7 @@ def encode(value: Any) -> Any:
     if kind is int and -_SHORT_INTEGER < value < _SHORT_INTEGER:
         return value
     if kind in _FORMS:
-        return {"kind": kind.__name__, "value": _FORMS[kind][0](value)}
+        return {"kind": kind.__name__, "value": _FORMS[kind].to_json(value)}
     for base in _FORMS:
         if isinstance(value, base):
             return _encode_subclass(base, value)
@@ -143,7 +149,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode_subclass(base: type, value: Any) -> Any:
-    return {"kind": "like", "value": [base.__name__, _FORMS[base][0](value)]}
+    return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
 
 
 def _encode_other(value: Any) -> Any:
@@ -194,8 +200,8 @@ def decode(encoded: Any) -> Any:
         return Fraction(numerator, denominator)
     if kind == "like":
         base = _BY_NAME[value[0]]
-        return _SUBCLASSES[base](_FORMS[base][1](value[1]))
-    return _FORMS[_BY_NAME[kind]][1](value)
+        return _SUBCLASSES[base](_FORMS[base].from_json(value[1]))
+    return _FORMS[_BY_NAME[kind]].from_json(value)
 
 
 def decode_text(text: str) -> Any:

@@ -260,6 +260,7 @@ def _child(request: Request, results: int) -> None:
 
 
 def _call_program(request: Request) -> None:
+    """Execute the program, and send a line after loading it and the result of each call."""
     names: dict[str, Any] = {}
     exec(compile(request.program, "<program>", "exec"), names)
     function = names[request.entry_point]

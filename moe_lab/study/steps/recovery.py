@@ -351,15 +351,15 @@ class Export(Step):
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
         """Write the pruned checkpoint again, with the weights of the recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
-        from moe_lab.recovery import finetune_words
+        from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
 
         dtype = self._evaluated_dtype(natural)
         text = self.finetune.text.name if self.finetune else None
-        words = finetune_words(self.pruned.recovery, text)
+        sentence = training_sentence(self.pruned.recovery, text)
         rewrite(
             natural,
-            recovery_changes(natural, dtype=dtype, words=words, **self.pruned.changes(files)),
+            recovery_changes(natural, dtype=dtype, sentence=sentence, **self.pruned.changes(files)),
             out,
         )
 
