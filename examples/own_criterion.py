@@ -1,4 +1,5 @@
-"""A criterion of one's own beside REAP: which experts would both drop, and what does each cost?"""
+"""Compare a criterion of your own with REAP: the experts that both drop, and the loss of a prompt
+after pruning by each."""
 
 import torch
 
@@ -8,7 +9,7 @@ from moe_lab.criteria import Array, Layer, criterion
 
 @criterion("loudest", needs=("statistics",), reference="this file")
 def loudest(layer: Layer) -> Array:
-    """The largest channel an expert ever had."""
+    """The largest absolute activation of all channels of an expert."""
     return layer["channel_max"].max(axis=1)
 
 
