@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -48,31 +48,33 @@ class Case:
         random = numpy.random.default_rng(seed)
         counts = groups * random.integers(2, 8, random.integers(1, 5))
         self.layers = {
-            2 * at: {
+            2 * index: {
                 **layer(int(count), top_k=int(random.integers(1, 3)), n_group=groups, width=width),
                 "protected": random.choice(
                     count, random.integers(0, 3) * (seed % 2), replace=False
                 ).tolist(),
             }
-            for at, count in enumerate(counts)
+            for index, count in enumerate(counts)
         }
         self.experts = {
-            at: random.normal(size=facts["n_experts"]) for at, facts in self.layers.items()
+            index: random.normal(size=facts["n_experts"]) for index, facts in self.layers.items()
         }
         self.channels = {
-            at: random.gamma(0.5, size=(len(row), width)) for at, row in self.experts.items()
+            index: random.gamma(0.5, size=(len(row), width)) for index, row in self.experts.items()
         }
         for values in self.channels.values():
             values[random.random(len(values)) < 0.1] = -1.0  # as an expert that saw no token
         self.evidence: dict[str, Any] = {"statistics": {}, "gradients": {}, "scaling": {}}
-        for at, values in self.channels.items():
-            self.evidence["statistics"][at] = {
+        for index, values in self.channels.items():
+            self.evidence["statistics"][index] = {
                 "layer_loss": random.gamma(1) + 1e-6,
                 "ala_first": random.normal(1, 1, len(values)),
                 "tokens": random.integers(0, 9, len(values)),
             }
-            self.evidence["gradients"][at] = {"channel_product": random.normal(size=values.shape)}
-            self.evidence["scaling"][at] = {"scaling": random.gamma(1) + 1e-6}
+            self.evidence["gradients"][index] = {
+                "channel_product": random.normal(size=values.shape)
+            }
+            self.evidence["scaling"][index] = {"scaling": random.gamma(1) + 1e-6}
 
 
 CASES = st.builds(Case, st.integers(0, 10_000), st.sampled_from([1, 1, 2, 4]), st.integers(1, 20))
@@ -81,75 +83,134 @@ CASES = st.builds(Case, st.integers(0, 10_000), st.sampled_from([1, 1, 2, 4]), s
 RATIOS = st.integers(0, 9900).map(lambda parts: parts / 10_000)
 
 
-def or_what_is_feasible(
-    decide: Callable[[float], Mapping[int, Any]], ratio: float
-) -> tuple[float, Any] | None:
-    """The ratio and what is decided, at `ratio` or at the one that the refusal names; None if it
-    names none."""
+class Decision(NamedTuple):
+    """Experts (or channels) to drop or retain in each layer, at a feasible ratio."""
+
+    ratio: float
+    layers: Any
+
+
+def feasible(decide: Callable[[float], Mapping[int, Any]], ratio: float) -> Decision | None:
+    """What is decided at `ratio`, or at the one that the refusal names; None if it names none."""
     try:
-        return ratio, decide(ratio)
+        return Decision(ratio, decide(ratio))
     except UserError as error:
-        named = re.search(r"; (\S+) is the (largest|smallest) feasible ratio", str(error))
-        if named is None:
+        match = re.search(r"; (\S+) is the (largest|smallest) feasible ratio", str(error))
+        if match is None:
             assert "no other ratio is feasible" in str(error) or "multiple_of" in str(error)
             return None
-        nearest = float(named[1])
-        assert 0 <= nearest < 1 and (nearest < ratio) == (named[2] == "largest")
-        return nearest, decide(nearest)
+        nearest = float(match[1])
+        assert 0 <= nearest < 1 and (nearest < ratio) == (match[2] == "largest")
+        return Decision(nearest, decide(nearest))
 
 
-@given(CASES, st.sampled_from([1, 1, 2, 3]), RATIOS)
+def expert_decider(name: str, case: Case, multiple_of: int) -> Callable[[float], dict[int, int]]:
+    """Ratio -> numbers of experts to drop, by an allocation; the same each time."""
+
+    def decide(ratio: float) -> dict[int, int]:
+        chosen = {**settings(name, ratio), "multiple_of": multiple_of}
+        remove = allocate(chosen, case.layers, case.experts, case.evidence)
+        assert remove == allocate(chosen, case.layers, case.experts, case.evidence), "random"
+        return remove
+
+    return decide
+
+
+MULTIPLES = st.sampled_from([1, 1, 2, 3])
+
+
+@given(CASES, MULTIPLES, RATIOS)
 @how(max_examples=60)
-def test_experts_leave_in_equal_numbers_within_limits_of_routers(
-    case: Case, multiple_of: int, ratio: float
-) -> None:
+def test_allocations_drop_equally_many_experts(case: Case, multiple_of: int, ratio: float) -> None:
     totals: dict[float, set[int]] = {}
     for name in OF_EXPERTS:
-
-        def decide(at: float, name: str = name) -> dict[int, int]:
-            chosen = {**settings(name, at), "multiple_of": multiple_of}
-            remove = allocate(chosen, case.layers, case.experts, case.evidence)
-            assert remove == allocate(chosen, case.layers, case.experts, case.evidence), "random"
-            return remove
-
-        decided = or_what_is_feasible(decide, ratio)
-        if decided is None:
-            continue
-        at, remove = decided
-        totals.setdefault(at, set()).add(sum(remove.values()))
-        check_fits({**settings(name, at), "multiple_of": multiple_of}, case.layers, "expert")
-        if abs(at - ratio) > 0.0011:
-            with pytest.raises(UserError):
-                decide(at + (0.001 if at < ratio else -0.001))
-        # refuses what routers cannot work with
-        plan = make_plan(case.experts, remove, case.layers, provenance={})
-        for index, facts in case.layers.items():
-            assert (facts["n_experts"] - remove[index]) % multiple_of == 0
-            assert set(facts["protected"]) <= set(plan.layers[index].retained)
-            lowest = [
-                expert
-                for expert in numpy.argsort(case.experts[index])
-                if expert not in facts["protected"]
-            ]
-            if facts["n_group"] == 1:  # of the others, those of the lowest scores leave
-                assert set(range(facts["n_experts"])) - set(plan.layers[index].retained) == set(
-                    lowest[: remove[index]]
-                )
-        smaller = or_what_is_feasible(decide, at / 2)
-        assert (
-            smaller is None or sum(smaller[1].values()) <= sum(remove.values()) or smaller[0] > at
-        )
+        decision = feasible(expert_decider(name, case, multiple_of), ratio)
+        if decision is not None:
+            totals.setdefault(decision.ratio, set()).add(sum(decision.layers.values()))
     assert all(len(total) == 1 for total in totals.values())
     plain = multiple_of == 1 and case.layers[0]["n_group"] == 1
-    for at, total in totals.items() if plain else ():
-        assert total == {sum(int(facts["n_experts"] * at) for facts in case.layers.values())}
+    for feasible_ratio, total in totals.items() if plain else ():
+        counts = [int(facts["n_experts"] * feasible_ratio) for facts in case.layers.values()]
+        assert total == {sum(counts)}
+
+
+@given(CASES, MULTIPLES, RATIOS)
+@how(max_examples=60)
+def test_allocations_drop_experts_within_limits_of_routers(
+    case: Case, multiple_of: int, ratio: float
+) -> None:
+    for name in OF_EXPERTS:
+        decision = feasible(expert_decider(name, case, multiple_of), ratio)
+        if decision is not None:
+            chosen = {**settings(name, decision.ratio), "multiple_of": multiple_of}
+            check_fits(chosen, case.layers, "expert")
+            check_dropped(case, decision.layers, multiple_of)
+
+
+def check_dropped(case: Case, remove: dict[int, int], multiple_of: int) -> None:
+    """The plan leaves a multiple of experts, and drops those of the lowest scores that are not
+    protected."""
+    # refuses what routers cannot work with
+    plan = make_plan(case.experts, remove, case.layers, provenance={})
+    for index, facts in case.layers.items():
+        assert (facts["n_experts"] - remove[index]) % multiple_of == 0
+        retained = set(plan.layers[index].retained)
+        assert set(facts["protected"]) <= retained
+        order = numpy.argsort(case.experts[index])
+        lowest = [expert for expert in order if expert not in facts["protected"]]
+        if facts["n_group"] == 1:
+            dropped = set(range(facts["n_experts"])) - retained
+            assert dropped == set(lowest[: remove[index]])
+
+
+@given(CASES, MULTIPLES, RATIOS)
+@how(max_examples=60)
+def test_refusal_names_the_nearest_feasible_ratio(
+    case: Case, multiple_of: int, ratio: float
+) -> None:
+    for name in OF_EXPERTS:
+        decide = expert_decider(name, case, multiple_of)
+        decision = feasible(decide, ratio)
+        if decision is not None and abs(decision.ratio - ratio) > 0.0011:
+            with pytest.raises(UserError):
+                decide(decision.ratio + (0.001 if decision.ratio < ratio else -0.001))
+
+
+@given(CASES, MULTIPLES, RATIOS)
+@how(max_examples=60)
+def test_smaller_ratios_drop_no_more_experts(case: Case, multiple_of: int, ratio: float) -> None:
+    for name in OF_EXPERTS:
+        decide = expert_decider(name, case, multiple_of)
+        decision = feasible(decide, ratio)
+        if decision is not None:
+            smaller = feasible(decide, decision.ratio / 2)
+            assert (
+                smaller is None
+                or sum(smaller.layers.values()) <= sum(decision.layers.values())
+                or smaller.ratio > decision.ratio
+            )
+
+
+def decided_channels(
+    case: Case, name: str, ratio: float, parameters: dict[str, Any]
+) -> Decision | None:
+    """Numbers of channels that each expert retains, by an allocation; the same each time."""
+
+    def decide(ratio: float) -> dict[int, Any]:
+        chosen = settings(name, ratio, zero_expert="keep_null", **parameters)
+        retained = allocate(chosen, case.layers, case.channels, case.evidence)
+        again = allocate(chosen, case.layers, case.channels, case.evidence)
+        assert all((row == again[index]).all() for index, row in retained.items()), "random"
+        return retained
+
+    return feasible(decide, ratio)
 
 
 @given(CASES, st.sampled_from(CHOICES), RATIOS, st.sampled_from([None, 1, 2, 4]))
 # a larger ratio is feasible, since budgets are rounded to blocks
 @example(Case(192, 4, 2), ("global", {}), 0.9375, 2)
 @how(max_examples=150)
-def test_channels_are_kept_to_the_last_one(
+def test_allocations_retain_the_exact_number_of_channels(
     case: Case, choice: tuple[str, dict[str, Any]], ratio: float, block: int | None
 ) -> None:
     name, parameters = choice
@@ -157,45 +218,41 @@ def test_channels_are_kept_to_the_last_one(
     if name == "uniform" or (block and width % block):
         for facts in case.layers.values():
             facts["protected"] = []
-    if block and block <= width:
+    aligned = bool(block and block <= width)
+    if aligned:
         parameters = {**parameters, "align": {"block": block, "min_channels": 0}}
-    total = sum(values.size for values in case.channels.values())
-
-    def decide(at: float) -> dict[int, Any]:
-        chosen = settings(name, at, zero_expert="keep_null", **parameters)
-        kept = allocate(chosen, case.layers, case.channels, case.evidence)
-        again = allocate(chosen, case.layers, case.channels, case.evidence)
-        assert all((row == again[index]).all() for index, row in kept.items()), "random"
-        return kept
-
-    decided = or_what_is_feasible(decide, ratio)
-    if decided is None:
+    decision = decided_channels(case, name, ratio, parameters)
+    if decision is None:
         return
-    at, kept = decided
-    found = sum(int(row.sum()) for row in kept.values())
-    wanted = int(total * (1 - at) + 1e-6)
-    experts = sum(map(len, kept.values()))
+    rows = decision.layers.values()
+    count = sum(int(row.sum()) for row in rows)
+    total = sum(values.size for values in case.channels.values())
+    budget = int(total * (1 - decision.ratio) + 1e-6)
     if name == "uniform":
-        assert wanted - experts <= found <= wanted or "align" in parameters
-    elif "align" not in parameters:
-        assert found == wanted
+        assert budget - sum(map(len, rows)) <= count <= budget or aligned
+    elif not aligned:
+        assert count == budget
     else:
-        assert found <= wanted and all(
-            not (row % parameters["align"]["block"]).any() for row in kept.values()
-        )
-    for index, row in kept.items():
-        assert row.shape == (case.layers[index]["n_experts"],) and row.dtype == numpy.int64
-        assert (row >= 0).all() and (row <= width).all()
-        assert (row[case.layers[index]["protected"]] == width).all()
-    if any(row.any() for row in kept.values()):
-        make_channel_plan(case.channels, kept, tiny.routers(kept, 1), provenance={})
+        assert count <= budget and all(not (row % block).any() for row in rows)
+    check_widths(case, decision.layers)
+
+
+def check_widths(case: Case, retained: dict[int, Any]) -> None:
+    """Each expert retains at most its channels, a protected one all, and a plan can be made."""
+    for index, row in retained.items():
+        facts = case.layers[index]
+        assert row.shape == (facts["n_experts"],) and row.dtype == numpy.int64
+        assert (row >= 0).all() and (row <= facts["width"]).all()
+        assert (row[facts["protected"]] == facts["width"]).all()
+    if any(row.any() for row in retained.values()):
+        make_channel_plan(case.channels, retained, tiny.routers(retained, 1), provenance={})
 
 
 # ---- settings
 
 
 @pytest.mark.parametrize(
-    ("fields", "granularity", "named"),
+    ("fields", "granularity", "field"),
     [
         ({"name": "coverage"}, "expert", "allocation=coverage.*evolutionary"),
         (
@@ -237,36 +294,45 @@ def test_channels_are_kept_to_the_last_one(
         ({"name": "list", "path": "nowhere.json"}, "channel", r"allocation\.path"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, field: str) -> None:
+    with pytest.raises(UserError, match=field):
         check(AllocationConfig(**fields), granularity)
 
 
-def test_needs() -> None:
-    def of(name: str, **parameters: Any) -> tuple[str, ...]:
-        return needs({"name": name, "parameters": parameters})
+@pytest.mark.parametrize(
+    ("name", "parameters", "inputs"),
+    [
+        ("uniform", {}, ()),
+        ("global", {}, ()),
+        ("coverage", {"inter": "uniform", "intra": "ranking"}, ()),
+        ("loss_based", {}, ("statistics",)),
+        ("coverage", {}, ("statistics",)),
+        ("coverage", {"intra": "uniform"}, ("statistics",)),
+        ("coverage", {"prior": "ala_lm"}, ("gradients", "statistics")),
+        ("coverage", {"prior": "loss", "layer_prior": "none"}, ("ablation",)),
+        ("coverage", {"prior": "none", "inter": "u_shaped"}, ()),
+        ("loss_based", {"layer_prior": "nll"}, ("scaling",)),
+        ("coverage", {"prior": "none", "layer_prior": "nll"}, ("scaling",)),
+    ],
+)
+def test_needs_of_an_allocation(
+    name: str, parameters: dict[str, Any], inputs: tuple[str, ...]
+) -> None:
+    assert needs({"name": name, "parameters": parameters}) == inputs
 
-    assert of("uniform") == of("global") == of("coverage", inter="uniform", intra="ranking") == ()
-    assert of("loss_based") == of("coverage") == of("coverage", intra="uniform") == ("statistics",)
-    assert of("coverage", prior="ala_lm") == ("gradients", "statistics")
-    assert of("coverage", prior="loss", layer_prior="none") == ("ablation",)
-    assert of("coverage", prior="none", inter="u_shaped") == ()
-    assert (
-        of("loss_based", layer_prior="nll")
-        == of("coverage", prior="none", layer_prior="nll")
-        == ("scaling",)
-    )
+
+def test_needs_of_protection_and_of_scores_by_name() -> None:
     assert needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
     assert needs({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
 
 
-def test_what_becomes_of_empty_experts() -> None:
+def test_empty_experts_are_null_or_dropped() -> None:
     assert zero_expert(settings("coverage", 0.5)) == "drop"
     assert zero_expert(settings("global", 0.5)) == "keep_null"
     assert zero_expert(settings("global", 0.5, zero_expert="drop")) == "drop"
 
 
-def test_what_another_step_decides_is_not_decided_from_scores() -> None:
+def test_allocations_of_other_steps_are_not_decided_from_scores() -> None:
     for name, allocation in ALLOCATIONS.items():
         if not allocation.functions.get("expert"):
             with pytest.raises(UserError, match=f"allocation={re.escape(name)}"):
@@ -281,12 +347,12 @@ def test_check_fits_says_without_scores_what_cannot_be_had() -> None:
             check_fits(settings(name, 0.75), layers, "expert")
     for ratio, block in ((0.75, None), (0.75, 16), (0.75, 32)):
         check_fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
-    for ratio, block, named in (
+    for ratio, block, message in (
         (0.75, 64, "block=64"),
         (0.25, 32, "block=32.* smallest"),
         (1, None, "ratio=1"),
     ):
-        with pytest.raises(UserError, match=named):
+        with pytest.raises(UserError, match=message):
             check_fits(
                 settings("global", ratio, align=block and {"block": block}), layers, "channel"
             )
@@ -436,7 +502,7 @@ def listed(path: Path, ratio: float, content: Any = None, multiple_of: int = 1) 
     return {**settings("list", ratio), "path": str(path), "multiple_of": multiple_of}
 
 
-def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> None:
+def test_listed_schedule_and_plan_decide_each_layer(tmp_path: Path) -> None:
     assert allocate(listed(tmp_path / "list", 0.5, {"3": 6, "0": 2}), LISTED, SCORES) == {
         0: 2,
         3: 6,
@@ -449,8 +515,8 @@ def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> 
     keep = {index: random.integers(0, 9, 8) for index in LISTED}
     make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
     chosen = listed(path, 1 - sum(int(row.sum()) for row in keep.values()) / 128)
-    found = allocate(chosen, LISTED, scores)
-    assert all(found[index].tolist() == keep[index].tolist() for index in LISTED)
+    result = allocate(chosen, LISTED, scores)
+    assert all(result[index].tolist() == keep[index].tolist() for index in LISTED)
     check(AllocationConfig(name="list", path=str(path)), "channel")
     with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
         check(AllocationConfig(name="list", path=str(path)), "expert")
@@ -460,7 +526,7 @@ def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "multiple_of", "named"),
+    ("content", "multiple_of", "field"),
     [
         ("{", 1, "is damaged"),
         ([1, 2], 1, "expected a schedule"),
@@ -472,6 +538,6 @@ def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> 
         ({"0": 2, "3": 2}, 1, "ratio=0.5, but allocation.path removes 0.25 of all"),
     ],
 )
-def test_files_that_do_not_fit(tmp_path: Path, content: Any, multiple_of: int, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+def test_files_that_do_not_fit(tmp_path: Path, content: Any, multiple_of: int, field: str) -> None:
+    with pytest.raises(UserError, match=field):
         allocate(listed(tmp_path / "list", 0.5, content, multiple_of), LISTED, SCORES)

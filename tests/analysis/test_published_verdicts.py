@@ -64,12 +64,12 @@ def study_of(
     model = axes[-1]["model"]
     comparison = replace(handmade.comparison_of(axes, rows), model=model)
     study = handmade.study_of(comparison)
-    about = [
+    notes = [
         (cell, name, METRICS.get(name, "acc"), len(rows[name][0]))
         for cell in range(len(axes))
         for name in RUN
     ]
-    results = pd.DataFrame(about, columns=["cell", "benchmark", "metric", "n"])
+    results = pd.DataFrame(notes, columns=["cell", "benchmark", "metric", "n"])
     study.results = results.assign(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
@@ -78,9 +78,9 @@ def study_of(
         pd.DataFrame(columns=["cell", "generations"]),
         pd.DataFrame(columns=["cell"]),
     )
-    asked = {"shots": 0, "max_new_tokens": 2048}
+    settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
-        name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked}
+        name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **settings}
         for name in RUN
     }
     study.protocols = protocols
@@ -92,14 +92,14 @@ def verdicts(study: Any, comparison: Comparison, of: str = "unified.table5") -> 
     return published_table(Facts(study), [comparison], of=of).frame
 
 
-def test_what_is_measured_as_printed_agrees_in_every_cell() -> None:
+def test_equal_scores_agree_in_every_cell() -> None:
     study, comparison = study_of()
-    found = verdicts(study, comparison)
-    assert len(found) == 3 * len(RUN)
-    assert set(found["Verdict"]) == {"agrees"}
-    assert found["Deviation"].abs().max() < 0.0006
+    table = verdicts(study, comparison)
+    assert len(table) == 3 * len(RUN)
+    assert set(table["Verdict"]) == {"agrees"}
+    assert table["Deviation"].abs().max() < 0.0006
     for criterion, name in (("none", "Unpruned"), ("man", "MAN"), ("reap", "REAP")):
-        rows = found[found["Criterion"] == name]
+        rows = table[table["Criterion"] == name]
         expected = [
             printed(criterion)[benchmark].value
             for benchmark in printed(criterion)
@@ -113,17 +113,17 @@ def test_what_is_measured_as_printed_agrees_in_every_cell() -> None:
 
 def test_columns_are_compared_as_the_papers_average_them() -> None:
     study, comparison = study_of()
-    found = verdicts(study, comparison, "unified.table1").set_index(["Criterion", "Benchmark"])
-    assert found.loc[("MAN", "Eval+"), "Verdict"] == "agrees"
-    assert found.loc[("MAN", "Eval+"), "Published"] == printed("man", "1")["Eval+"].value
+    table = verdicts(study, comparison, "unified.table1").set_index(["Criterion", "Benchmark"])
+    assert table.loc[("MAN", "Eval+"), "Verdict"] == "agrees"
+    assert table.loc[("MAN", "Eval+"), "Published"] == printed("man", "1")["Eval+"].value
     assert (
         "without ARC-C, ARC-E, BoolQ, HellaSwag, MMLU, RTE"
-        in found.loc[("MAN", "MC Avg"), "Verdict"]
+        in table.loc[("MAN", "MC Avg"), "Verdict"]
     )
-    assert "measured without WildBench, GSM8K, MATH-500" in found.loc[("MAN", "Avg"), "Verdict"]
+    assert "measured without WildBench, GSM8K, MATH-500" in table.loc[("MAN", "Avg"), "Verdict"]
     assert (
         "ranked among 2, published among 7; ranked over 3 columns"
-        in found.loc[("MAN", "Avg Rank"), "Verdict"]
+        in table.loc[("MAN", "Avg Rank"), "Verdict"]
     )
 
 
@@ -137,18 +137,18 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
         {"model": "olmoe"},
     ],
 )
-def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None:
+def test_other_rows_have_no_published_number(changes: dict[str, Any]) -> None:
     axes = {"criterion": "man", **changes}
     study, comparison = study_of(("man",))
     comparison.all_cells.loc[1, list(axes)] = list(axes.values())
-    found = verdicts(study, comparison)
-    assert set(found["Criterion"]) == {"Unpruned"}
+    table = verdicts(study, comparison)
+    assert set(table["Criterion"]) == {"Unpruned"}
     note = published_table(Facts(study), [comparison], of="unified.table5").footnotes[-1]
     assert note == "1 of 1 pruned cells have no printed row here (MAN)."
 
 
-def protocol(benchmark: str, **words: Any) -> Callable[[Any], None]:
-    return lambda study: study.protocols[benchmark].update(words)
+def protocol(benchmark: str, **fields: Any) -> Callable[[Any], None]:
+    return lambda study: study.protocols[benchmark].update(fields)
 
 
 OTHERWISE: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -179,26 +179,26 @@ OTHERWISE: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("reason", OTHERWISE)
-def test_what_was_measured_otherwise_is_not_comparable(reason: str) -> None:
+def test_other_protocols_are_not_comparable(reason: str) -> None:
     study, comparison = study_of(("man",))
     benchmark, change = OTHERWISE[reason]
     change(study)
-    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])
-    assert found.loc[("MAN", benchmark), "Verdict"] == f"not comparable because {reason}"
+    table = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])
+    assert table.loc[("MAN", benchmark), "Verdict"] == f"not comparable because {reason}"
 
 
-def test_gates_and_seeds_are_compared_where_the_paper_says_them() -> None:
+def test_stated_gates_and_seeds_are_compared() -> None:
     """EvoESAP's code: 4,194,304 tokens, seed 42, softmax twice; criteria without gates do not
     care."""
     changes = {"calibration": "evol_codealpaca", "seed": 43, "gate": "model"}
     study, comparison = study_of(("reap", "ean"), **changes)
     study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
-    found = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])[
+    table = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])[
         "Verdict"
     ]
     seed = "seed 43, published with 42"
-    assert found["EAN", "HumanEval"] == f"not comparable because {seed}"
-    assert found["REAP", "HumanEval"] == (
+    assert table["EAN", "HumanEval"] == f"not comparable because {seed}"
+    assert table["REAP", "HumanEval"] == (
         f"not comparable because gate model, published with double_softmax; {seed}"
     )
 
@@ -220,9 +220,9 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     study.cells["plan_folder"] = "plan"
     documents = {"plan": {"provenance": {"search": "evol_search"}}}
     study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
-    found = verdicts(study, comparison, "evoesap.table8")
+    table = verdicts(study, comparison, "evoesap.table8")
     reasons = set(
-        found.loc[(found["Criterion"] == "REAP") & (found["Benchmark"] == "HumanEval"), "Verdict"]
+        table.loc[(table["Criterion"] == "REAP") & (table["Benchmark"] == "HumanEval"), "Verdict"]
     )
     assert reasons == {
         "not comparable because search set evol_search, published with tulu_math_search; "
@@ -230,12 +230,12 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     }
 
 
-def test_what_ships_here_stands_in_and_says_so() -> None:
+def test_shipped_calibration_sets_stand_in_with_a_note() -> None:
     study, comparison = study_of(("man",), model="pocket_olmoe", calibration="pocket_general")
     comparison.all_cells["model"] = "pocket_olmoe"
-    found = verdicts(study, comparison)
-    assert len(found) == 2 * len(RUN)
-    assert set(found["Verdict"]) == {
+    table = verdicts(study, comparison)
+    assert len(table) == 2 * len(RUN)
+    assert set(table["Verdict"]) == {
         "not comparable because pocket_olmoe stands in for olmoe_1b_7b"
     }
 
@@ -243,11 +243,11 @@ def test_what_ships_here_stands_in_and_says_so() -> None:
 def test_misprints_missing_results_and_remarks_are_told() -> None:
     study, comparison = study_of(("man",))
     comparison.results.loc[1, "humaneval"] = np.nan
-    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
-    assert found["MAN", "HumanEval"] == "missing" and found["MAN", "MBPP"] == "agrees"
+    table = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
+    assert table["MAN", "HumanEval"] == "missing" and table["MAN", "MBPP"] == "agrees"
     study, comparison = study_of(("mone",))
-    found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
-    assert found["MoNE score", "MBPP"] == "agrees (probably with summed gates (mone_freq))"
+    table = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
+    assert table["MoNE score", "MBPP"] == "agrees (probably with summed gates (mone_freq))"
     noted = {
         number.note
         for number in numbers()
@@ -256,62 +256,80 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
     assert len(noted) >= 10
 
 
-@pytest.mark.parametrize(("allocation", "compared"), [(NOVICES, ["MoNE"]), ("uniform", [])])
-def test_mone_that_replaces_is_compared_with_the_whole_method_alone(
-    allocation: str, compared: list[str]
-) -> None:
+MONE = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
+"""The row of MoNE that replaces experts, which a reply to reviewers printed."""
+
+
+def test_mone_with_replacement_is_not_compared_with_dropped_experts() -> None:
     study, comparison = study_of(("mone",), allocation=NOVICES)
     assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
-    key = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
-    [quoted] = [
-        one
-        for one in handmade.of_tables("coverage", "reply 5")
-        if one.key == key and one.benchmark == "boolq"
+
+
+def mone_study(allocation: str) -> tuple[Any, Comparison]:
+    """A study in which MoNE has the printed score on BoolQ."""
+    printed = [
+        number.value
+        for number in handmade.of_tables("coverage", "reply 5")
+        if number.key == MONE and number.benchmark == "boolq"
     ]
-    axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
-    right = round(quoted.value * 3270)
+    right = round(printed[0] * 3270)
     outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}
-    own = handmade.comparison_of([{**one, "model": key[0]} for one in axes], outcomes)
-    study.cells, study.calibrations = own.all_cells, {f"c4@{key[0]}": {"rows": 100, "length": 4096}}
-    study.results = pd.DataFrame(
-        {"cell": own.cells.index, "benchmark": "boolq", "metric": "acc", "folder": "f"}
-    )
-    study.results = study.results.assign(n=3270, expected=3270, scale="score", unit="")
+    axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
+    comparison = handmade.comparison_of([{**cell, "model": MONE[0]} for cell in axes], outcomes)
+    study, _ = study_of(("mone",), allocation=NOVICES)
+    study.cells = comparison.all_cells
+    study.calibrations = {f"c4@{MONE[0]}": {"rows": 100, "length": 4096}}
+    fields = {"benchmark": "boolq", "metric": "acc", "folder": "f", "scale": "score", "unit": ""}
+    cells = pd.DataFrame({"cell": comparison.cells.index})
+    study.results = cells.assign(n=3270, expected=3270, **fields)
     study.reader.json = lambda *_: {"protocol": {"harness": "lm_eval", "shots": 0}}
-    found = verdicts(study, own, "coverage.table3")
-    found = found[(found["Criterion"] != "Unpruned") & (found["Benchmark"] == "BoolQ")]
-    assert (
-        found["Criterion"].tolist() == compared
-        and found["Verdict"].str.startswith("agrees (quoted").all()
-    )
+    return study, comparison
 
 
-def test_the_command_line_writes_them_beside(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("allocation", "criteria"), [(NOVICES, ["MoNE"]), ("uniform", [])])
+def test_mone_with_replacement_is_compared_with_the_complete_method(
+    allocation: str, criteria: list[str]
 ) -> None:
+    table = verdicts(*mone_study(allocation), "coverage.table3")
+    table = table[(table["Criterion"] != "Unpruned") & (table["Benchmark"] == "BoolQ")]
+    assert table["Criterion"].tolist() == criteria
+    assert table["Verdict"].str.startswith("agrees (quoted").all()
+
+
+def test_compare_writes_verdicts_beside_a_table(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["unified.table2", "--compare", f"store={small}", f"out={out}"]) == 0
-    found = pd.read_csv(out / "tables" / "unified.table2.published.csv")
-    assert {
-        "Measured",
-        "Published",
-        "Deviation",
-        "Verdict",
-        "Measured low",
-        "Measured high",
-    } <= set(found)
+    table = pd.read_csv(out / "tables" / "unified.table2.published.csv")
+    columns = {"Measured", "Published", "Deviation", "Verdict", "Measured low", "Measured high"}
+    assert columns <= set(table)
     assert (
-        found["Verdict"].str.startswith("not comparable because").all()
-        and found["Deviation"].isna().all()
+        table["Verdict"].str.startswith("not comparable because").all()
+        and table["Deviation"].isna().all()
     )
     assert len(list((out / "tables").glob("unified.table2.published.*"))) == 4
-    capsys.readouterr()
-    assert main(["unified.table3", "compare=true", f"store={small}", f"out={out}"]) == 0
-    assert main(["heapr.table1", "winners", "--compare", f"store={small}", f"out={out}"]) == 1
+
+
+def test_compare_can_be_typed_as_a_setting(small: Path, tmp_path: Path) -> None:
+    assert main(["unified.table3", "compare=true", f"store={small}", f"out={tmp_path}"]) == 0
+
+
+def test_compare_reports_tables_without_published_numbers(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, out = f"store={small}", f"out={tmp_path}"
+    assert main(["heapr.table1", "winners", "--compare", store, out]) == 1
     assert "heapr.table1: no cell of study=made_up has published numbers" in capsys.readouterr().err
-    for words, said in (
-        (["winners", "--compare"], "no published numbers, expected unified.table1"),
-        (["winners", "compare=yes"], "expected true or false"),
-    ):
-        assert main([*words, f"store={small}"]) == 2
-        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--compare", "no published numbers, expected unified.table1"),
+        ("compare=yes", "expected true or false"),
+    ],
+)
+def test_compare_refuses_wrong_arguments(
+    argument: str, message: str, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["winners", argument, f"store={small}"]) == 2
+    assert message in capsys.readouterr().err

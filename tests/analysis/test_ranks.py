@@ -21,7 +21,7 @@ from benchmarks import best_of_many
 SIX = ("humaneval", "gsm8k", "math500", "livecodebench", "wildbench", "mmlu")
 
 
-def test_ties_share_the_mean_rank_on_printed_values_and_gaps_have_neither_mean_nor_rank() -> None:
+def test_ties_share_ranks_and_gaps_have_none() -> None:
     columns = pd.DataFrame({"a": [0.50004, 0.5, 0.1], "b": [0.3, 0.2, 0.1]})
     assert ranks.column_ranks(columns)["a"].tolist() == [1.5, 1.5, 3.0]
     assert ranks.average_rank(columns).tolist() == [1.25, 1.75, 3.0]
@@ -32,14 +32,14 @@ def test_ties_share_the_mean_rank_on_printed_values_and_gaps_have_neither_mean_n
     assert ranks.column_ranks(columns)["GSM8K"].tolist() == [1.0, 2.0]
 
 
-def test_unknown_benchmarks_are_columns_of_their_own_and_partial_columns_are_told() -> None:
+def test_unknown_benchmarks_are_columns() -> None:
     columns = ranks.displayed(["arc_easy", "perplexity"])
     assert columns == {"MC Avg": ("arc_easy",), "perplexity": ("perplexity",)}
     assert ranks.partial(columns) == {"MC Avg": 7}
 
 
-def test_methods_stand_in_their_usual_order() -> None:
-    keys = [
+def test_methods_are_ordered_by_criterion_then_variant() -> None:
+    methods = [
         ("mine",),
         ("heapr", "global"),
         ("reap", "evolutionary"),
@@ -47,20 +47,14 @@ def test_methods_stand_in_their_usual_order() -> None:
         ("reap",),
         ("heapr",),
     ]
-    ordered = names.methods_in_order(names.key(*parts) for parts in keys)
-    assert [names.parts(key)[0] for key in ordered] == [
-        "reap",
-        "reap",
-        "reap",
-        "heapr",
-        "heapr",
-        "mine",
-    ]
-    assert ordered[:3] == [
-        names.key("reap"),
-        names.key("reap", "", "nf4"),
-        names.key("reap", "evolutionary"),
-    ]
+    ordered = names.methods_in_order(names.key(*parts) for parts in methods)
+    criteria = [names.parts(key)[0] for key in ordered]
+    assert criteria == ["reap", "reap", "reap", "heapr", "heapr", "mine"]
+    reap = [("reap",), ("reap", "", "nf4"), ("reap", "evolutionary")]
+    assert ordered[:3] == [names.key(*parts) for parts in reap]
+
+
+def test_methods_of_a_criterion_are_ordered_by_allocation() -> None:
     allocations = [
         "evolutionary",
         "global, replacement=ream",
@@ -81,7 +75,10 @@ def ordered(criteria: tuple[str, ...], items: int = 40, benchmarks: tuple[str, .
     """A comparison in which every criterion, with two seeds, is worse than the one before it on
     every benchmark."""
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in criteria for seed in (1, 2))]
-    right = [items, *(items - 5 * (place + 1) for place in range(len(criteria)) for _ in range(2))]
+    right = [
+        items,
+        *(items - 5 * (position + 1) for position in range(len(criteria)) for _ in range(2)),
+    ]
     rows = [[1.0] * count + [0.0] * (items - count) for count in right]
     return comparison_of(axes, dict.fromkeys(benchmarks, rows))
 
@@ -104,43 +101,47 @@ def seeded(rng: np.random.Generator, methods: tuple[str, ...], of_seed: float) -
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in methods for seed in range(3))]
     scores = [
         10.0,
-        *(place + rng.normal(0, of_seed) for place in range(len(methods)) for _ in range(3)),
+        *(position + rng.normal(0, of_seed) for position in range(len(methods)) for _ in range(3)),
     ]
     rows = {name: [[score + rng.normal(0, 0.3)] for score in scores] for name in SIX}
     return comparison_of(axes, rows)
 
 
-def test_ranks_are_means_over_seeds_and_blocks_and_differ_where_seeds_and_blocks_agree() -> None:
-    methods = ("ean", "man", "reap", "seer")
-    made = seeded(np.random.default_rng(1), methods, 0.1)
-    [found] = rank_tests.rank_tests(made)
-    every = made.results.assign(
-        method=made.all_cells["criterion"], seed=made.all_cells["seed"]
-    ).query("method != 'none'")
+@pytest.fixture
+def seeded_methods() -> Comparison:
+    return seeded(np.random.default_rng(1), ("ean", "man", "reap", "seer"), 0.1)
+
+
+def test_ranks_are_means_over_seeds_and_blocks(seeded_methods: Comparison) -> None:
+    cells = seeded_methods.all_cells
+    scores = seeded_methods.results.assign(method=cells["criterion"], seed=cells["seed"])
     of_seed = [
         plans.set_index("method")[list(SIX)].rank(ascending=False)
-        for _, plans in every.groupby("seed")
+        for _, plans in scores.query("method != 'none'").groupby("seed")
     ]
     mean = pd.concat(of_seed).groupby(level=0).mean().mean(axis=1)
-    assert found.ranks.to_dict() == pytest.approx(mean.to_dict()) and list(
-        found.ranks.index
-    ) == list(methods[::-1])
-    assert found.significant and (found.blocks, found.seeds) == (6, 3)
-    for place, (key, p) in enumerate(found.p_to_best.iloc[1:].items(), 1):
-        assert (p < 0.05) == (found.ranks[key] - found.ranks.iloc[0] > found.difference), place
-    [table] = find("ranks.cd").items(results_of(study_of(made), [made]))
-    assert table.frame["Over"].unique().tolist() == [
-        "6 columns, 3 seeds",
-        "6 benchmarks, 3 seeds",
-    ]
+    [test] = rank_tests.rank_tests(seeded_methods)
+    assert test.ranks.to_dict() == pytest.approx(mean.to_dict())
+    assert list(test.ranks.index) == ["seer", "reap", "man", "ean"]
 
 
-def test_equal_methods_whose_seeds_differ_on_all_blocks_together_are_not_told_apart() -> None:
+def test_ranks_differ_where_seeds_and_blocks_agree(seeded_methods: Comparison) -> None:
+    [test] = rank_tests.rank_tests(seeded_methods)
+    assert test.significant and (test.blocks, test.seeds) == (6, 3)
+    for position, (key, p) in enumerate(test.p_to_best.iloc[1:].items(), 1):
+        assert (p < 0.05) == (test.ranks[key] - test.ranks.iloc[0] > test.difference), position
+
+
+def test_table_of_rank_tests_names_blocks_and_seeds(seeded_methods: Comparison) -> None:
+    [table] = find("ranks.cd").items(results_of(study_of(seeded_methods), [seeded_methods]))
+    over = ["6 columns, 3 seeds", "6 benchmarks, 3 seeds"]
+    assert table.frame["Over"].unique().tolist() == over
+
+
+def test_equal_methods_with_common_seed_effects_are_not_separated() -> None:
     """Ranks of one plan each would be far apart on every block."""
     studies = best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 20)
-    assert (
-        sum(found.significant for study in studies for found in rank_tests.rank_tests(study)) <= 2
-    )
+    assert sum(test.significant for study in studies for test in rank_tests.rank_tests(study)) <= 2
 
 
 def test_no_method_differs_where_all_tie() -> None:
@@ -150,8 +151,8 @@ def test_no_method_differs_where_all_tie() -> None:
         *(cell(name, seed=seed) for seed in (1, 2) for name in ("man", "reap", "ean")),
     ]
     tied = comparison_of(axes, dict.fromkeys(SIX, rows))
-    [found] = rank_tests.rank_tests(tied)
-    assert not found.significant and (found.p_to_best.iloc[1:] > 0.05).all()
+    [test] = rank_tests.rank_tests(tied)
+    assert not test.significant and (test.p_to_best.iloc[1:] > 0.05).all()
     differs = rank_test_table(results_of(study_of(tied), [tied]), "t").frame[
         "Differs from the best"
     ]
@@ -161,8 +162,8 @@ def test_no_method_differs_where_all_tie() -> None:
 def test_gaps_leave_a_method_out_and_say_so() -> None:
     comparison = ordered(("man", "reap", "ean", "seer"))
     comparison.results.loc[[3, 4], "gsm8k"] = np.nan
-    [found] = rank_tests.rank_tests(comparison)
-    assert found.incomplete == ("reap",) and list(found.ranks.index) == ["man", "ean", "seer"]
+    [test] = rank_tests.rank_tests(comparison)
+    assert test.incomplete == ("reap",) and list(test.ranks.index) == ["man", "ean", "seer"]
     table = rank_test_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.footnotes == ["Left out for a gap: REAP (Code, 50 %)."]
     few = ordered(("man", "reap"))
@@ -171,12 +172,12 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
 
 
 def test_benchmarks_that_grade_the_same_answers_count_once() -> None:
-    made = ordered(
+    study_comparison = ordered(
         ("man", "reap", "ean"),
         benchmarks=("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "gsm8k"),
     )
-    [found] = rank_tests.rank_tests(made, rank_tests.BENCHMARKS)
-    assert found.blocks == 3
+    [test] = rank_tests.rank_tests(study_comparison, rank_tests.BENCHMARKS)
+    assert test.blocks == 3
 
 
 # ---- uncertainty
@@ -195,8 +196,8 @@ def test_wilson_equals_scipy(successes: int, items: int) -> None:
 def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
     rng = np.random.default_rng(seed)
     first, second = rng.integers(0, 2, (2, 4, items)).astype(float)
-    found = uncertainty.mcnemar(first, second)
-    for a, b, p_value in zip(first, second, found, strict=True):
+    p_values = uncertainty.mcnemar(first, second)
+    for a, b, p_value in zip(first, second, p_values, strict=True):
         table = [[np.sum((a == i) & (b == j)) for j in (0, 1)] for i in (0, 1)]
         assert p_value == pytest.approx(
             min(1.0, reference_mcnemar(table, exact=True).pvalue), abs=1e-12
@@ -205,9 +206,9 @@ def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
 
 def test_holm_on_a_worked_example() -> None:
     """Holm (1979): sorted p-values times 4, 3, 2, 1, made monotone; missing ones do not count."""
-    found = uncertainty.holm(np.array([0.01, 0.04, np.nan, 0.03, 0.005]))
-    assert found[[0, 1, 3, 4]] == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert np.isnan(found[2])
+    p_values = uncertainty.holm(np.array([0.01, 0.04, np.nan, 0.03, 0.005]))
+    assert p_values[[0, 1, 3, 4]] == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert np.isnan(p_values[2])
     assert np.isnan(uncertainty.holm(np.array([np.nan]))).all()
     drawn = np.random.default_rng(0).uniform(0, 0.3, (2, 40)).round(2)  # with ties
     for row in drawn:

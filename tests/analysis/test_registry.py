@@ -47,12 +47,14 @@ def documented() -> dict[str, str | None]:
     return found
 
 
-def test_every_published_table_and_figure_is_documented_with_its_output_or_a_reason() -> None:
-    wanted = [f"{paper}.table{n + 1}" for paper, (tables, _) in LAST.items() for n in range(tables)]
-    wanted += [
+def test_published_tables_and_figures_are_documented() -> None:
+    expected = [
+        f"{paper}.table{n + 1}" for paper, (tables, _) in LAST.items() for n in range(tables)
+    ]
+    expected += [
         f"{paper}.fig{n + 1}" for paper, (_, figures) in LAST.items() for n in range(figures)
     ]
-    assert sorted(documented()) == sorted(wanted)
+    assert sorted(documented()) == sorted(expected)
     registered = {
         name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)
     }
@@ -60,19 +62,17 @@ def test_every_published_table_and_figure_is_documented_with_its_output_or_a_rea
     assert not set(also()) & set(outputs())
 
 
-def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> None:
+def test_outputs_are_in_a_chapter_or_files_only() -> None:
     """Those without a chapter are tables of a paper whose rows stand in another one, too."""
     chapters = {chapter.anchor for chapter in CHAPTERS} | {"provenance", "gaps"}
-    shown = {output.chapter for output in outputs().values()} - {""}
-    assert shown == chapters
+    chapters_of_outputs = {output.chapter for output in outputs().values()} - {""}
+    assert chapters_of_outputs == chapters
     assert all(
         PUBLISHED.fullmatch(name) for name, output in outputs().items() if not output.chapter
     )
 
 
-def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(
-    small: Path, tmp_path: Path
-) -> None:
+def test_documented_table_is_added_by_one_file(small: Path, tmp_path: Path) -> None:
     """In a copy of the package; the command and its help then have it."""
     root = Path(__file__).parents[2]
     shutil.copytree(
@@ -84,11 +84,11 @@ def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(
     (tmp_path / "analysis/outputs/experts_kept.py").write_text(example)
     store = f"store={small}"
     out = f"out={tmp_path / 'out'}"
-    for wanted in ("help", "experts_kept"):
-        command = [sys.executable, "-m", "analysis", wanted, store, out]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert wanted != "help" or "experts_kept" in done.stdout
+    for name in ("help", "experts_kept"):
+        command = [sys.executable, "-m", "analysis", name, store, out]
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        assert name != "help" or "experts_kept" in process.stdout
     written = (tmp_path / "out/tables/experts_kept.md").read_text(encoding="utf-8")
     [rows] = re.findall(r"^(?:\|.*\n)+", written, re.MULTILINE)
     assert rows in (root / "docs/analysis.md").read_text("utf-8"), rows

@@ -2,7 +2,7 @@
 are written."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -65,82 +65,105 @@ def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
     return table.frame[table.frame["Pruned"] == pruned].set_index("Criterion")
 
 
-def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() -> None:
-    """Seven benchmarks, their plain mean, and no word about metrics that differ from model to
-    model."""
-    one, other = (made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"])) for _ in range(2))
-    other = replace(other, model="n", all_cells=other.all_cells.assign(model="n"))
-    study = study_of(one, COSTS)
-    asked = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
-    study.cells = pd.concat(
-        [found.all_cells.assign(protocol=asked[found.model][1]) for found in (one, other)],
-        ignore_index=True,
-    )
+PROTOCOLS = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
+"""Model -> metric and protocol."""
+
+
+@pytest.fixture(scope="module")
+def two_protocols() -> Table:
+    """The channel choices of a model, in a study with another that has another metric."""
+    first_model = made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"]))
+    cells = [
+        first_model.all_cells.assign(model=model, protocol=protocol)
+        for model, (_, protocol) in PROTOCOLS.items()
+    ]
+    study = study_of(first_model, COSTS)
+    study.cells = pd.concat(cells, ignore_index=True)
     study.results = pd.DataFrame(
         [
-            {"cell": cell, "n": 20, "benchmark": name, **SCORES, "metric": asked[model][0]}
+            {"cell": cell, "n": 20, "benchmark": name, **SCORES, "metric": PROTOCOLS[model][0]}
             for cell, model in study.cells["model"].items()
             for name in names.HEAPR
         ]
     )
-    table = channels.channel_choice_table(results_of(study, [one]), "t")
-    shown = [names.benchmark(name) for name in names.HEAPR]
-    assert list(table.frame.columns)[3:11] == [*shown, "Mean"] and "Avg" not in table.frame
-    assert rows(table).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
-    assert (
-        "m by heapr and n by heapr_norm" in table.caption and "not comparable" not in table.caption
-    )
+    return channels.channel_choice_table(results_of(study, [first_model]), "t")
 
 
-def test_differences_are_paired_with_the_base() -> None:
+def test_channel_choices_have_the_columns_of_the_paper(two_protocols: Table) -> None:
+    """Seven benchmarks, and their plain mean."""
+    frame = two_protocols.frame
+    columns = [names.benchmark(name) for name in names.HEAPR]
+    assert list(frame.columns)[3:11] == [*columns, "Mean"] and "Avg" not in frame
+    assert rows(two_protocols).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
+
+
+def test_caption_names_the_protocol_of_each_model(two_protocols: Table) -> None:
+    """And has no word about metrics that differ from model to model."""
+    caption = two_protocols.caption
+    assert "m by heapr and n by heapr_norm" in caption and "not comparable" not in caption
+
+
+@pytest.fixture(scope="module")
+def two_seeds() -> Comparison:
+    """The cells of `AXES`, the pruned ones with two seeds."""
     axes = [*AXES, *({**plan, "seed": 43} for plan in AXES[1:])]
-    twice = made(axes, {name: [*counts, *counts[1:]] for name, counts in SOLVED.items()})
-    table = channels.channel_choice_table(
-        results_of(study_of(twice, [*COSTS, *COSTS[1:]]), [twice]), "t"
-    )
-    found = rows(table)
-    assert found.index.tolist() == [
-        "Unpruned",
-        "HEAPr-G",
-        "HEAPr-L",
-        "CAMERA-P (one-shot)",
-    ] and "25 %" not in set(table.frame["Pruned"])
-    assert found.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
-    assert found.loc["HEAPr-L", "Difference"] == pytest.approx((4 + 2) / 20 / 2)
-    assert found.loc[["Unpruned", "CAMERA-P (one-shot)"], "Difference"].isna().all()
-    raw = np.array(
-        [twice.difference(("arc_easy", "piqa"), cell_number, 3).p for cell_number in (1, 2)]
-    )
-    corrected = [min(1, 2 * raw[0]), min(1, max(2 * raw[0], raw[1]))]
-    assert raw[0] < raw[1] and found.loc[
-        ["HEAPr-G", "HEAPr-L"], "p (Holm)"
-    ].tolist() == pytest.approx(corrected)
-    assert rendering.GAP_NOTE not in rendering.markdown(table), (
+    return made(axes, {name: [*counts, *counts[1:]] for name, counts in SOLVED.items()})
+
+
+@pytest.fixture(scope="module")
+def channel_choices(two_seeds: Comparison) -> Table:
+    study = study_of(two_seeds, [*COSTS, *COSTS[1:]])
+    return channels.channel_choice_table(results_of(study, [two_seeds]), "t")
+
+
+def test_differences_are_paired_with_the_base(channel_choices: Table) -> None:
+    table = rows(channel_choices)
+    base = "CAMERA-P (one-shot)"
+    assert table.index.tolist() == ["Unpruned", "HEAPr-G", "HEAPr-L", base]
+    assert "25 %" not in set(channel_choices.frame["Pruned"])
+    assert table.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
+    assert table.loc["HEAPr-L", "Difference"] == pytest.approx((4 + 2) / 20 / 2)
+    assert table.loc[["Unpruned", base], "Difference"].isna().all()
+
+
+def test_differences_from_the_base_are_corrected_together(
+    channel_choices: Table, two_seeds: Comparison
+) -> None:
+    target = ("arc_easy", "piqa")
+    global_p, layerwise_p = (two_seeds.difference(target, number, 3).p for number in (1, 2))
+    assert global_p < layerwise_p
+    corrected = [min(1, 2 * global_p), min(1, max(2 * global_p, layerwise_p))]
+    shown = rows(channel_choices).loc[["HEAPr-G", "HEAPr-L"], "p (Holm)"]
+    assert shown.tolist() == pytest.approx(corrected)
+
+
+def test_channel_choices_name_benchmarks_that_were_not_run(channel_choices: Table) -> None:
+    assert rendering.GAP_NOTE not in rendering.markdown(channel_choices), (
         "the base has no difference to itself"
     )
-    lacking = (
+    footnote = (
         "Mean is over 2 of the paper's 7 benchmarks: OBQA, WinoGrande, HellaSwag, ARC-C and "
         "MathQA were not run."
     )
-    assert lacking in table.footnotes
+    assert footnote in channel_choices.footnotes
 
 
 def test_differences_of_plans_of_one_seed_are_not_tested() -> None:
-    found = rows(channels.channel_choice_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t"))
+    table_rows = rows(
+        channels.channel_choice_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t")
+    )
     assert (
-        found.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
-        and "p (Holm)" not in found
+        table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
+        and "p (Holm)" not in table_rows
     )
 
 
-def test_a_gap_stays_a_gap() -> None:
+def test_gap_stays_a_gap() -> None:
     lost = made(AXES, {**SOLVED, "piqa": [20, None, 10, 8, 2, 18, 11]})
     table = channels.channel_choice_table(results_of(study_of(lost, COSTS), [lost]), "t")
-    found = rows(table).loc["HEAPr-G"]
+    row = rows(table).loc["HEAPr-G"]
     assert (
-        np.isnan(found["Mean"])
-        and np.isnan(found["Difference"])
-        and found["ARC-E"] == pytest.approx(0.8)
+        np.isnan(row["Mean"]) and np.isnan(row["Difference"]) and row["ARC-E"] == pytest.approx(0.8)
     )
     assert rendering.GAP_NOTE in rendering.markdown(table)
     assert rows(table).loc["HEAPr-L", "Difference"] == pytest.approx(0.15), (
@@ -148,26 +171,26 @@ def test_a_gap_stays_a_gap() -> None:
     )
 
 
-def test_the_sequential_form_of_camera_is_the_base_where_both_were_run() -> None:
+def test_sequential_camera_is_the_base() -> None:
     both = made(
         [*AXES, cell("camera", "sequential")],
         {name: [*counts, 5] for name, counts in SOLVED.items()},
     )
     costs = [*COSTS, {"routed_kept": 0.5, "flops_ratio": 0.87, "storage_bytes": 100.0}]
-    found = rows(channels.channel_choice_table(results_of(study_of(both, costs), [both]), "t"))
-    assert found.index.tolist() == [
+    table_rows = rows(channels.channel_choice_table(results_of(study_of(both, costs), [both]), "t"))
+    assert table_rows.index.tolist() == [
         "Unpruned",
         "HEAPr-G",
         "HEAPr-L",
         "CAMERA-P (one-shot)",
         "CAMERA-P",
     ]
-    assert found.loc["HEAPr-G", "Difference"] == pytest.approx((11 + 7) / 20 / 2)
-    assert np.isnan(found.loc["CAMERA-P", "Difference"])
+    assert table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((11 + 7) / 20 / 2)
+    assert np.isnan(table_rows.loc["CAMERA-P", "Difference"])
 
 
 @pytest.mark.parametrize(
-    ("word", "name", "settings"),
+    ("text", "name", "settings"),
     [
         ("uniform", "uniform", {}),
         (
@@ -184,8 +207,8 @@ def test_the_sequential_form_of_camera_is_the_base_where_both_were_run() -> None
         ("(odd) one", "(odd) one", {}),
     ],
 )
-def test_words_for_allocations_are_read(word: str, name: str, settings: dict[str, str]) -> None:
-    assert cell_settings.allocation(word) == (name, settings)
+def test_words_for_allocations_are_read(text: str, name: str, settings: dict[str, str]) -> None:
+    assert cell_settings.allocation(text) == (name, settings)
 
 
 def naive_front(costs: np.ndarray, scores: np.ndarray) -> list[bool]:
@@ -193,8 +216,11 @@ def naive_front(costs: np.ndarray, scores: np.ndarray) -> list[bool]:
     both."""
     points = list(zip(costs, scores, strict=True))
     beaten = [
-        any(cost <= own[0] and score >= own[1] and (cost, score) != own for cost, score in points)
-        for own in points
+        any(
+            cost <= point[0] and score >= point[1] and (cost, score) != point
+            for cost, score in points
+        )
+        for point in points
     ]
     return [not (np.isnan(score) or lost) for (_, score), lost in zip(points, beaten, strict=True)]
 
@@ -211,24 +237,27 @@ def test_the_front_is_what_nothing_beats() -> None:
         assert front(costs, scores).tolist() == naive_front(costs, scores)
 
 
-def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
+def retained_shares(plans: dict[int, list[list[float]]]) -> pd.DataFrame:
+    """Rows of cell -> layers -> shares of the experts' channels."""
+    return pd.DataFrame(
+        [
+            {"cell": number, "layer": layer, "expert": expert, "share": share}
+            for number, layers in plans.items()
+            for layer, values in enumerate(layers)
+            for expert, share in enumerate(values)
+        ]
+    )
+
+
+def test_layers_retain_the_mean_of_their_experts() -> None:
     plans = {
         1: [[0.5, 0.5], [0.5, 0.5]],
         2: [[0.7502, 0.25], [0.5, 0.5]],
         3: [[1.0, 0.5], [0.5, 0.0]],
     }
-    kept = pd.DataFrame(
-        [
-            {"cell": number, "layer": layer, "expert": expert, "share": share}
-            for number, shares in plans.items()
-            for layer, values in enumerate(shares)
-            for expert, share in enumerate(values)
-        ]
-    )
-    cells = cells_of(
-        [UNPRUNED, *(cell("snip", word) for word in ("uniform", "layerwise", "coverage"))]
-    )
-    shares = layer_budgets.layer_shares(cells, kept)
+    allocations = ("uniform", "layerwise", "coverage")
+    cells = cells_of([UNPRUNED, *(cell("snip", allocation) for allocation in allocations)])
+    shares = layer_budgets.layer_shares(cells, retained_shares(plans))
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
 
@@ -240,91 +269,112 @@ def test_perplexity_is_drawn_against_the_ratio() -> None:
     )
     study = study_of(comparison)
     perplexities = np.array([10, 20, 9, 12])
-    for scale, shown in (("perplexity", perplexities), ("loss", np.log(perplexities))):
+    for scale, values in (("perplexity", perplexities), ("loss", np.log(perplexities))):
         measured = replace(comparison, quantities={"wikitext": Quantity(scale, "nats per token")})
         [figure] = channels.loss_figure(results_of(study, [measured]), "loss_by_ratio")
         [panel] = figure.drawing.axes
         [points] = [line for line in panel.lines if len(line.get_xdata()) == 3]
         assert (
-            np.asarray(points.get_ydata()) == pytest.approx(shown[[1, 3, 2]])
+            np.asarray(points.get_ydata()) == pytest.approx(values[[1, 3, 2]])
             and scale in panel.get_ylabel()
         )
-        assert np.asarray(panel.lines[0].get_ydata()) == pytest.approx(shown[[0, 0]])
+        assert np.asarray(panel.lines[0].get_ydata()) == pytest.approx(values[[0, 0]])
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
     assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
 
 
-def test_a_recovery_of_several_methods_has_a_line_for_each() -> None:
+@pytest.fixture(scope="module")
+def recovered() -> Comparison:
+    """The unpruned model, and two allocations with and without a recovery."""
     methods = [
-        (place, word) for place in ("uniform", "evolutionary") for word in ("none", "router_kd")
+        (allocation, tuning)
+        for allocation in ("uniform", "evolutionary")
+        for tuning in ("none", "router_kd")
     ]
-    axes = [UNPRUNED, *(cell("reap", place, recovery=word) for place, word in methods)]
-    comparison = comparison_of(
-        axes, {"gsm8k": [first(count, 60) for count in (60, 20, 50, 30, 10)]}
-    )
-    sizes = [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in (8, 4, 3, 4, 3)]
-    [figure] = recovery.storage_figure(
-        results_of(study_of(comparison, sizes), [comparison]), "coverage.fig8"
-    )
-    assert len(figure.drawing.axes[0].get_lines()) == 4, "a line for each method with each recovery"
-    same = [{"storage_bytes": 4 * 2**20, "routed_kept": 0.5}] * 5
-    assert (
-        recovery.storage_figure(
-            results_of(study_of(comparison, same), [comparison]), "coverage.fig8"
-        )
-        == []
-    )
-    sized = results_of(study_of(comparison, sizes), [comparison])
-    assert find("coverage.table10").items(sized) == [] == find("coverage.fig9").items(sized), (
-        "no channels"
-    )
+    plans = [cell("reap", allocation, recovery=tuning) for allocation, tuning in methods]
+    outcomes = [first(count, 60) for count in (60, 20, 50, 30, 10)]
+    return comparison_of([UNPRUNED, *plans], {"gsm8k": outcomes})
 
 
-def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None:
+def storage_sizes(*sizes: int) -> list[dict[str, float]]:
+    return [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in sizes]
+
+
+def test_storage_figure_has_a_line_for_each_method_with_each_recovery(
+    recovered: Comparison,
+) -> None:
+    results = results_of(study_of(recovered, storage_sizes(8, 4, 3, 4, 3)), [recovered])
+    [figure] = recovery.storage_figure(results, "coverage.fig8")
+    assert len(figure.drawing.axes[0].get_lines()) == 4
+
+
+def test_storage_figure_needs_two_sizes(recovered: Comparison) -> None:
+    results = results_of(study_of(recovered, storage_sizes(4, 4, 4, 4, 4)), [recovered])
+    assert recovery.storage_figure(results, "coverage.fig8") == []
+
+
+def test_outputs_about_channels_need_channels(recovered: Comparison) -> None:
+    results = results_of(study_of(recovered, storage_sizes(8, 4, 3, 4, 3)), [recovered])
+    assert find("coverage.table10").items(results) == [] == find("coverage.fig9").items(results)
+
+
+@pytest.fixture(scope="module")
+def top_k_comparisons() -> list[Comparison]:
+    """A model with four experts a token, then with one and two, and another model."""
     cells = [UNPRUNED, cell("channel_activation", "coverage", recovery="nf4"), cell("mone")]
     solved = {"m": (9, 8, 7), "m_top1": (5, 4, 3), "m_top2": (8, 7, 6), "n": (1, 1, 1)}
-    models = [
+    return [
         replace(
             comparison_of(cells, {"arc_easy": [first(count, 10) for count in counts]}), model=model
         )
         for model, counts in solved.items()
     ]
-    study = study_of(models[0])
+
+
+def test_fewer_experts_a_token_are_rows_below_the_trained_number(
+    top_k_comparisons: list[Comparison],
+) -> None:
+    study = study_of(top_k_comparisons[0])
     study.models = {"m": {"layers": {"0": {"top_k": 4}}}}
-    table = recovery.top_k_table(results_of(study, models), "coverage.table9")
-    assert table.frame["Model"].tolist() == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
-    assert table.frame["Criterion"].tolist()[1:3] == [
-        "Channel activation, coverage, top-4",
-        "MoNE score, top-4",
-    ]
-    assert table.frame[MEAN].tolist() == pytest.approx(
-        [0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
-    )
-    assert recovery.top_k_table(results_of(study, models[3:]), "t") is None
-    found = {
+    table = recovery.top_k_table(results_of(study, top_k_comparisons), "coverage.table9")
+    frame = table.frame
+    assert frame["Model"].tolist() == ["m"] * 3 + ["m_top2"] * 3 + ["m_top1"] * 3
+    criteria = ["Channel activation, coverage, top-4", "MoNE score, top-4"]
+    assert frame["Criterion"].tolist()[1:3] == criteria
+    assert frame[MEAN].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+
+
+def test_models_with_their_trained_number_have_no_table_of_experts_a_token(
+    top_k_comparisons: list[Comparison],
+) -> None:
+    study = study_of(top_k_comparisons[0])
+    study.models = {}
+    assert recovery.top_k_table(results_of(study, top_k_comparisons[3:]), "t") is None
+
+
+def test_fewer_experts_a_token_have_published_numbers() -> None:
+    axes = {
         **cell("none", "none", 0.0),
         "model": "qwen1_5_moe_top2",
         "calibration": "none",
         "recovery": "none",
     }
-    row = counterparts("coverage.table9")[key_of(found)]
-    assert {number.benchmark for number in row} >= {"piqa", "Avg"} and names.routed("m") == (
-        "m",
-        None,
-    )
+    row = counterparts("coverage.table9")[key_of(axes)]
+    assert {number.benchmark for number in row} >= {"piqa", "Avg"}
+    assert names.routed("m") == ("m", None)
 
 
-def test_columns_are_those_of_the_view_and_the_mean_is_of_the_benchmarks_in_it() -> None:
-    asked = ("humaneval", "livecodebench", "wildbench", "arc_easy")
-    comparison = comparison_of([UNPRUNED, cell("reap")], {name: [[1], [0]] for name in asked})
+def test_columns_and_mean_are_those_of_the_view() -> None:
+    columns = ("humaneval", "livecodebench", "wildbench", "arc_easy")
+    comparison = comparison_of([UNPRUNED, cell("reap")], {name: [[1], [0]] for name in columns})
     assert list(column_targets(comparison, [0, 1], CODING)) == [
         "HumanEval",
         "Eval+",
         "LiveCode",
         "Code",
     ]
-    found = column_targets(comparison, [0, 1], ("humaneval", "wildbench", "piqa", MEAN))
-    assert found[MEAN] == ("humaneval", "wildbench") and list(found) == [
+    targets = column_targets(comparison, [0, 1], ("humaneval", "wildbench", "piqa", MEAN))
+    assert targets[MEAN] == ("humaneval", "wildbench") and list(targets) == [
         "HumanEval",
         "WildBench",
         MEAN,
@@ -353,43 +403,66 @@ def searched(seeds: tuple[int, ...]) -> Comparison:
     return comparison_of(axes, outcomes)
 
 
-def test_gains_of_searches_are_paired_and_corrected_together() -> None:
-    """All differences of a model are one family; a search is paired with the uniform cell that
-    differs in nothing."""
+PAIRS = {5: 3, 11: 9}
+"""Cell with a search -> the uniform cell that differs in nothing else."""
+
+
+class Searches(NamedTuple):
+    """Cells of two seeds with and without a search, the table of them, and its targets by name."""
+
+    comparison: Comparison
+    table: Table
+    targets: dict[str, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module")
+def searches() -> Searches:
     comparison = searched(seeds=(1, 2))
-    pairs = {5: 3, 11: 9}
-    assert search.searched_pairs(comparison) == pairs
-    table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
-    assert (
-        table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
-        and table.low is not None
-    )
     targets = {
         "MC Avg": ("MC Avg",),
         "Math": ("GSM8K", "MATH-500"),
         "Avg": tuple(comparison.benchmarks_of),
     }
-    p_values = [
-        [comparison.difference(target, *pair).p for target in targets.values()]
-        for pair in pairs.items()
-    ]
-    below = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
-    assert 0 < below.sum() < (np.array(p_values) < 0.05).sum(), (
-        "some are below the level without correction"
+    table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
+    return Searches(comparison, table, targets)
+
+
+def test_searches_are_paired_with_uniform_cells(searches: Searches) -> None:
+    assert search.searched_pairs(searches.comparison) == PAIRS
+    table = searches.table
+    assert (
+        table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
+        and table.low is not None
     )
-    for row, pair in enumerate(pairs.items()):
+
+
+def test_gains_of_searches_are_differences_of_pairs(searches: Searches) -> None:
+    comparison, table, targets = searches
+    for row, pair in enumerate(PAIRS.items()):
         for name, target in targets.items():
             low, _ = comparison.difference(target, *pair).interval
-            gain = comparison.score(target)[pair[0]] - comparison.score(target)[pair[1]]
-            assert table.frame[f"Δ {name}"].iloc[2 * row + 1] == pytest.approx(gain)
-            assert table.low[f"Δ {name}"].iloc[2 * row + 1] == low and np.isnan(
-                table.frame[f"Δ {name}"].iloc[2 * row]
-            )
-        significant = {
-            name for name, is_below in zip(targets, below[row], strict=True) if is_below
-        } or {"none"}
+            scores = comparison.score(target)
+            gains = table.frame[f"Δ {name}"]
+            assert gains.iloc[2 * row + 1] == pytest.approx(scores[pair[0]] - scores[pair[1]])
+            assert table.low[f"Δ {name}"].iloc[2 * row + 1] == low
+            assert np.isnan(gains.iloc[2 * row])
+
+
+def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
+    """All differences of a model are one family."""
+    comparison, table, targets = searches
+    p_values = [
+        [comparison.difference(target, *pair).p for target in targets.values()]
+        for pair in PAIRS.items()
+    ]
+    significant = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
+    assert 0 < significant.sum() < (np.array(p_values) < 0.05).sum(), (
+        "some are below the level without correction"
+    )
+    for row, flags in enumerate(significant):
+        expected = {name for name, flag in zip(targets, flags, strict=True) if flag}
         shown = table.frame[search.SIGNIFICANT].iloc[2 * row + 1]
-        assert set(shown.replace(" and ", ", ").split(", ")) == significant
+        assert set(shown.replace(" and ", ", ").split(", ")) == (expected or {"none"})
 
 
 def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
@@ -399,56 +472,72 @@ def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     assert search.SIGNIFICANT not in table.frame and "p-value" not in table.caption
 
 
-def test_a_layer_without_differences_has_no_profile() -> None:
+def test_layer_without_differences_has_no_profile() -> None:
     frame = pd.DataFrame(
         {"model": "m", "criterion": "aimer", "layer": [0] * 3 + [1] * 3, "expert": [0, 1, 2] * 2}
     )
-    found = weights.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
-    assert np.isnan(found["profile"][:3]).all() and found["profile"][3:].tolist() == [0, 1, 0.5]
-
-
-def test_a_radar_has_the_best_two_and_the_methods_of_the_paper() -> None:
-    others = {"man": 3, "msan": 4, "mone": 1}
-    solved = {
-        "none": 5,
-        **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),
-        **others,
-    }
-    outcomes = [first(count, 5) for count in solved.values()]
-    axes = [UNPRUNED, *(cell(name) for name in solved if name != "none")]
-    comparison = comparison_of(axes, dict.fromkeys(("rte", "gsm8k", "mmlu"), outcomes))
-    [panel] = comparison.panels
-    assert radar_methods(comparison, panel) == [
-        "msan",
-        "man",
-        "aimer",
-        "magnitude",
-        "seer",
-        "ean",
-        "reap",
+    profiles = weights.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
+    assert np.isnan(profiles["profile"][:3]).all() and profiles["profile"][3:].tolist() == [
+        0,
+        1,
+        0.5,
     ]
-    two = comparison_of(axes, dict.fromkeys(("rte", "gsm8k"), outcomes))
-    assert radar_figure(results_of(study_of(two), [two]), "aimer.fig3") == [], (
-        "two spokes are no radar"
-    )
 
 
-def test_tables_are_written_as_markdown_latex_and_html() -> None:
+RADAR_SOLVED = {
+    "none": 5,
+    **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),
+    "man": 3,
+    "msan": 4,
+    "mone": 1,
+}
+"""Criterion -> right items of five."""
+
+
+def radar_comparison(*benchmarks: str) -> Comparison:
+    outcomes = [first(count, 5) for count in RADAR_SOLVED.values()]
+    axes = [UNPRUNED, *(cell(name) for name in RADAR_SOLVED if name != "none")]
+    return comparison_of(axes, dict.fromkeys(benchmarks, outcomes))
+
+
+def test_radar_has_the_best_methods_and_those_of_the_paper() -> None:
+    comparison = radar_comparison("rte", "gsm8k", "mmlu")
+    [panel] = comparison.panels
+    methods = ["msan", "man", "aimer", "magnitude", "seer", "ean", "reap"]
+    assert radar_methods(comparison, panel) == methods
+
+
+def test_radar_needs_three_benchmarks() -> None:
+    comparison = radar_comparison("rte", "gsm8k")
+    results = results_of(study_of(comparison), [comparison])
+    assert radar_figure(results, "aimer.fig3") == []
+
+
+@pytest.fixture
+def table() -> Table:
     frame = pd.DataFrame(
         {"Criterion": ["Unpruned", "MAN", "REAP", "EAN"], "GSM8K": [0.9, 0.5, 0.5, np.nan]}
     )
     low = pd.DataFrame({"GSM8K": [0.8, 0.4, 0.4, np.nan]})
-    about = ("t", "A 50 % table", "It_s caption.")
-    table = Table(
-        *about, frame, {"GSM8K": "{:.3f}"}, best={"GSM8K": "max"}, low=low, high=low + 0.2
+    formats = {"GSM8K": "{:.3f}"}
+    best = {"GSM8K": "max"}
+    return Table(
+        "t", "A 50 % table", "It_s caption.", frame, formats, best=best, low=low, high=low + 0.2
     )
-    made = rendering.markdown(table)
-    assert "| MAN | **0.500** |" in made and "| REAP | **0.500** |" in made, "ties are all best"
-    assert "| Unpruned | 0.900 |" in made, "the unpruned model does not compete"
-    assert "| EAN | – |" in made and rendering.GAP_NOTE in made
-    assert rendering.GAP_NOTE not in rendering.markdown(replace(table, frame=frame.fillna(0.25)))
-    made = rendering.latex(table)
-    for words in (
+
+
+def test_markdown_marks_the_best_and_gaps(table: Table) -> None:
+    text = rendering.markdown(table)
+    assert "| MAN | **0.500** |" in text and "| REAP | **0.500** |" in text, "ties are all best"
+    assert "| Unpruned | 0.900 |" in text, "the unpruned model does not compete"
+    assert "| EAN | – |" in text and rendering.GAP_NOTE in text
+    complete = replace(table, frame=table.frame.fillna(0.25))
+    assert rendering.GAP_NOTE not in rendering.markdown(complete)
+
+
+def test_latex_escapes_and_marks_the_best(table: Table) -> None:
+    text = rendering.latex(table)
+    for expected in (
         r"\toprule",
         r"\midrule",
         r"\bottomrule",
@@ -457,12 +546,16 @@ def test_tables_are_written_as_markdown_latex_and_html() -> None:
         r"50 \%",
         r"\label{tab:t}",
     ):
-        assert words in made
-    assert "textbf{0.900}" not in made
-    made = rendering.html(table)
-    assert 'data-key="0.9"' in made and 'data-key=""' in made
-    assert "<small>0.40 to 0.60</small>" in made
-    nasty = replace(
-        table, frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None
-    )
-    assert "<script>" not in rendering.html(nasty)
+        assert expected in text
+    assert "textbf{0.900}" not in text
+
+
+def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
+    text = rendering.html(table)
+    assert 'data-key="0.9"' in text and 'data-key=""' in text
+    assert "<small>0.40 to 0.60</small>" in text
+
+
+def test_html_escapes_names(table: Table) -> None:
+    frame = pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]})
+    assert "<script>" not in rendering.html(replace(table, frame=frame, low=None))

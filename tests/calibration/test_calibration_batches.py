@@ -46,32 +46,39 @@ FILLER = -1
 
 
 @pytest.fixture
-def words(source: Settings) -> Settings:
+def word_settings(source: Settings) -> Settings:
     """Settings of thirty documents of three words each; keywords change them."""
     records = [{"text": f"w{3 * n} w{3 * n + 1} w{3 * n + 2}"} for n in range(30)]
     return lambda **changes: source(*records, **{"name": "words", **changes})
 
 
-def test_shapes_types_mask_and_report(words: Settings, tokenizer: Any) -> None:
-    found = batches(words(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer)
-    assert [tuple(ids.shape) for ids, _ in found.rows] == [(2, 8), (1, 8)]
-    ids, valid = found.rows[0]
+def test_rows_have_equal_length_and_a_mask_of_valid_tokens(
+    word_settings: Settings, tokenizer: Any
+) -> None:
+    rows = batches(word_settings(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer).rows
+    assert [tuple(ids.shape) for ids, _ in rows] == [(2, 8), (1, 8)]
+    ids, valid = rows[0]
     assert ids.dtype == torch.int64 and valid.dtype == torch.bool
     assert ids[0].tolist() == [W, W + 1, W + 2, EOS, W + 3, W + 4, W + 5, EOS]
     assert valid[0].tolist() == [True, True, True, False, True, True, True, False]
-    assert all((ids[valid] >= W).all() and (ids[~valid] == EOS).all() for ids, valid in found.rows)
-    chosen = words(length=8, tokens=16)
-    report = batches(chosen, tokenizer).report
-    assert report["sha256"] == hashlib.sha256(Path(chosen.path).read_bytes()).hexdigest()
+    assert all((ids[valid] >= W).all() and (ids[~valid] == EOS).all() for ids, valid in rows)
+
+
+def test_report_counts_documents_and_tokens(word_settings: Settings, tokenizer: Any) -> None:
+    settings = word_settings(length=8, tokens=16)
+    report = batches(settings, tokenizer).report
+    assert report["sha256"] == hashlib.sha256(Path(settings.path).read_bytes()).hexdigest()
     assert (report["documents_read"], report["documents_used"], report["rows"]) == (30, 6, 2)
     assert report["valid_tokens"] == {"words": 16} and report["tokens_cut"] == 2
     assert report["first_row"] == "w0 w1 w2 w3 w4 w5 w6 w7"
     assert report["rendered"] == ["as it stands"]
-    padded = batches(words(packing="none", length=8, tokens=16), tokenizer)
+
+
+def test_padding_is_not_counted(word_settings: Settings, tokenizer: Any) -> None:
+    padded = batches(word_settings(packing="none", length=8, tokens=16), tokenizer)
     assert [valid.sum().item() for _, valid in padded.rows] == [6]
-    assert padded.report["first_row"] == "w0 w1 w2" and padded.report["valid_tokens"] == {
-        "words": 6
-    }
+    report = padded.report
+    assert report["first_row"] == "w0 w1 w2" and report["valid_tokens"] == {"words": 6}
 
 
 def all_ids(settings: CalibrationConfig, tokenizer: Any) -> list[int]:
@@ -81,9 +88,9 @@ def all_ids(settings: CalibrationConfig, tokenizer: Any) -> list[int]:
 
 
 def test_the_seed_decides_a_random_order_without_replacement(
-    words: Settings, tokenizer: Any
+    word_settings: Settings, tokenizer: Any
 ) -> None:
-    chosen = words(order="random", seed=7, packing="chunk", length=9, tokens=90)
+    chosen = word_settings(order="random", seed=7, packing="chunk", length=9, tokens=90)
     first = all_ids(chosen, tokenizer)
     assert first == all_ids(replace(chosen, batch_size=1), tokenizer)
     assert first != all_ids(replace(chosen, seed=8), tokenizer)
@@ -92,27 +99,27 @@ def test_the_seed_decides_a_random_order_without_replacement(
 
 
 def test_special_tokens_setting_applies_to_plain_texts_only(
-    words: Settings, source: Settings, tokenizer: Any, chat_tokenizer: Any
+    word_settings: Settings, source: Settings, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
-    assert all_ids(words(special_tokens=True), tokenizer)[:5] == [BOS, W, W + 1, W + 2, BOS]
+    assert all_ids(word_settings(special_tokens=True), tokenizer)[:5] == [BOS, W, W + 1, W + 2, BOS]
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     pair = {"instruction": "w1", "output": "w2 w3"}
-    found = batches(
+    result = batches(
         source({"messages": messages}, pair, special_tokens=True, length=7, tokens=14),
         chat_tokenizer,
     )
-    ((ids, _),) = found.rows
+    ((ids, _),) = result.rows
     assert ids.tolist() == [[BOS, 3, W + 1, 4, W + 2, W + 3, EOS]] * 2, (
         "a pair is the same conversation"
     )
-    assert found.report["rendered"] == ["chat template"]
-    found = batches(source(pair, length=3, tokens=3), tokenizer)
-    assert found.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
-    assert found.report["rendered"] == ["pair parted by a blank line"]
+    assert result.report["rendered"] == ["chat template"]
+    result = batches(source(pair, length=3, tokens=3), tokenizer)
+    assert result.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
+    assert result.report["rendered"] == ["pair parted by a blank line"]
 
 
-def test_a_source_that_is_too_short_says_what_would_fit(words: Settings, tokenizer: Any) -> None:
-    chosen = words(packing="chunk", length=8, tokens=800)
+def test_short_source_error_names_a_fitting_size(word_settings: Settings, tokenizer: Any) -> None:
+    chosen = word_settings(packing="chunk", length=8, tokens=800)
     with pytest.raises(
         UserError, match=r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"
     ):
@@ -124,36 +131,36 @@ def test_a_source_that_is_too_short_says_what_would_fit(words: Settings, tokeniz
         batches(replace(chosen, length=512, tokens=512), tokenizer)
 
 
-def test_what_models_lack_is_refused(
-    words: Settings, source: Settings, tokenizer: Any, tokenizer_with: Any
+def test_missing_special_tokens_and_templates_are_refused(
+    word_settings: Settings, source: Settings, tokenizer: Any, tokenizer_with: Any
 ) -> None:
     chosen = source({"messages": [{"role": "tool", "content": "w1"}]})
     refusing = tokenizer_with("{{ raise_exception('no tools') }}")
-    for own, says in ((tokenizer, "has no chat template"), (refusing, "roles tool: no tools")):
+    for reader, says in ((tokenizer, "has no chat template"), (refusing, "roles tool: no tools")):
         with pytest.raises(UserError, match=says):
-            batches(chosen, own)
+            batches(chosen, reader)
     with pytest.raises(UserError, match=r"calibration.length=8 .* at most 4"):
-        batches(words(), tokenizer_with(longest=4))
+        batches(word_settings(), tokenizer_with(longest=4))
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"calibration.gap=eos: .* no end-of-text token"):
-        batches(words(gap="eos"), tokenizer)
+        batches(word_settings(gap="eos"), tokenizer)
     with pytest.raises(UserError, match=r"calibration.path=genersl.txt does not exist"):
-        batches(replace(words(), path="genersl.txt"), tokenizer)
+        batches(replace(word_settings(), path="genersl.txt"), tokenizer)
 
 
-def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(
-    words: Settings, tmp_path: Path
+def test_identity_has_the_bytes_and_how_they_are_read(
+    word_settings: Settings, tmp_path: Path
 ) -> None:
-    chosen = words(order="first", seed=7)
-    before = identity(chosen)
+    chosen = word_settings(order="first", seed=7)
+    original = identity(chosen)
     file = Path(chosen.path)
     for name, is_same in (("copy.jsonl", True), ("copy.txt", False)):
         (tmp_path / name).write_bytes(file.read_bytes())
         copied = replace(chosen, path=str(tmp_path / name), name="other", engine="streamed")
-        assert (identity(copied) == before) == is_same
-    assert identity(replace(chosen, seed=8)) == before == identity(replace(chosen, tokens=17))
+        assert (identity(copied) == original) == is_same
+    assert identity(replace(chosen, seed=8)) == original == identity(replace(chosen, tokens=17))
     file.write_text(file.read_text() + '{"text": "w1"}\n')
-    assert identity(chosen) != before
+    assert identity(chosen) != original
     hub = replace(chosen, path="owner/set", subset="raw", split="train")
     assert [identity(hub)[name] for name in ("path", "subset", "split")] == [
         {"hub": "owner/set"},
@@ -161,8 +168,8 @@ def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(
         "train",
     ]
     with pytest.raises(UserError, match=r"calibration.seed is not set"):
-        identity(words(order="random", seed=None))
-    assert identity(words(order="first", seed=None))["seed"] is None
+        identity(word_settings(order="random", seed=None))
+    assert identity(word_settings(order="first", seed=None))["seed"] is None
 
 
 lengths = st.integers(2, 12)
@@ -173,7 +180,7 @@ gaps = st.sampled_from([None, FILLER])
 def numbered(draw: st.DrawFn) -> list[list[int]]:
     """Documents whose tokens are numbered through, so that every token tells where it came from."""
     sizes = draw(st.lists(st.integers(1, 25), max_size=12))
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
 
 
@@ -237,8 +244,8 @@ def test_pairs_of_each_kind_and_a_text_without_an_answer(
     source: Settings, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     chosen = source(*PAIRS, packing="none", length=9, tokens=36, special_tokens=True)
-    for each in (tokenizer, chat_tokenizer):
-        assert answered(chosen, each) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
+    for reader in (tokenizer, chat_tokenizer):
+        assert answered(chosen, reader) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
 
 
 @pytest.mark.parametrize("packing", ["none", "chunk", "reap"])
@@ -267,8 +274,8 @@ def test_marks_follow_their_tokens_through_packing(source: Settings, tokenizer: 
 
 
 def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokenizer: Any) -> None:
-    said = [("user", "w0 w1"), ("assistant", "w2 w0"), ("user", "w3"), ("assistant", "w0 w4")]
-    chat = {"messages": [{"role": role, "content": content} for role, content in said]}
+    messages = [("user", "w0 w1"), ("assistant", "w2 w0"), ("user", "w3"), ("assistant", "w0 w4")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in messages]}
     chosen = source(chat, packing="none", length=16, tokens=16)
     assert answered(chosen, chat_tokenizer) == [["w2", "w0", "w0", "w4"]]
     with_header = [["assistant", "w2", "w0", "assistant", "w0", "w4", "</s>"]]
@@ -315,31 +322,29 @@ def two(source: Settings) -> Two:
     return shuffled(*low, stem="low", name="low"), shuffled(*high, stem="high", name="high")
 
 
-def counted(found: Calibration) -> tuple[int, int]:
+def counted(calibration: Calibration) -> tuple[int, int]:
     """Valid tokens below and from w10 on."""
-    tokens = torch.cat([ids[valid] for ids, valid in found.rows])
+    tokens = torch.cat([ids[valid] for ids, valid in calibration.rows])
     assert bool(((tokens >= W) & (tokens < W + 20)).all())
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
 
-def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(
-    two: Two, tokenizer: Any
-) -> None:
+def test_mixture_report_has_every_set(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
-    first, again, other = (
-        batches(each, tokenizer) for each in (chosen, chosen, replace(chosen, seed=2))
+    first, again, reseeded = (
+        batches(settings, tokenizer) for settings in (chosen, chosen, replace(chosen, seed=2))
     )
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
-    assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, other.rows, strict=True))
+    assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, reseeded.rows, strict=True))
     assert tuple(first.report["valid_tokens"].items()) == tuple(
         zip(("low", "high"), counted(first), strict=True)
     )
     assert [source["share"] for source in first.report["sources"]] == [0.4, 0.6]
     assert json.loads(json.dumps(first.report)) == first.report
-    kept = replace(
+    settings = replace(
         chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources]
     )
-    assert identity(kept) == identity(replace(kept, seed=2)), (
+    assert identity(settings) == identity(replace(settings, seed=2)), (
         "a set's own seed goes before the cell's"
     )
 
@@ -372,13 +377,13 @@ def test_shipped_sets_keep_shares(
     # a document a row: enough of them that one is below 1 %
     length = 64 if packing == "none" else 256
     sets = zip(shares, map(published, POCKET), strict=False)
-    found = batches(
+    result = batches(
         mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768),
         pocket_tokenizer,
     )
-    kept = found.report["valid_tokens"]
-    assert sum(kept.values()) == sum(int(valid.sum()) for _, valid in found.rows)
-    assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(
+    counts = result.report["valid_tokens"]
+    assert sum(counts.values()) == sum(int(valid.sum()) for _, valid in result.rows)
+    assert [counts[name] / sum(counts.values()) for name in POCKET[: len(shares)]] == pytest.approx(
         shares, abs=TOLERANCE
     )
 
@@ -386,15 +391,15 @@ def test_shipped_sets_keep_shares(
 def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) -> None:
     templated = source(*9 * [{"q": "w1", "a": "w2"}], stem="a", name="a", template="w0 {q} w0 {a}")
     body = {"text": "w9", "body": "w3 w4 w5"}
-    named = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
-    found = batches(
-        mixture((0.5, templated), (0.5, named), packing="none", length=4, tokens=24), tokenizer
+    settings = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
+    result = batches(
+        mixture((0.5, templated), (0.5, settings), packing="none", length=4, tokens=24), tokenizer
     )
-    rows = {tuple(row) for ids, _ in found.rows for row in ids.tolist()}
+    rows = {tuple(row) for ids, _ in result.rows for row in ids.tolist()}
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_a_set_that_runs_out_or_has_no_room_is_named(
+def test_set_that_is_too_short_or_without_room_is_named(
     source: Settings, two: Two, tokenizer: Any
 ) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
@@ -413,18 +418,18 @@ def test_a_set_that_runs_out_or_has_no_room_is_named(
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
 
 
-def test_every_set_and_its_share_are_checked_and_part_of_the_identity(two: Two) -> None:
+def test_mixture_identity_has_every_set_and_share(two: Two) -> None:
     low, high = two
     with pytest.raises(UserError, match="does not exist"):
         identity(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
-    before = identity(mixture((0.4, low), (0.6, high)))
-    assert [source["path"] for source in before["sources"]] == [
+    original = identity(mixture((0.4, low), (0.6, high)))
+    assert [source["path"] for source in original["sources"]] == [
         identity(replace(s, seed=1))["path"] for s in two
     ]
-    assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before
-    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
+    assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == original
+    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != original
     Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
-    assert identity(mixture((0.4, low), (0.6, high))) != before
+    assert identity(mixture((0.4, low), (0.6, high))) != original
 
 
 NAMED = {
@@ -439,8 +444,9 @@ NAMED = {
 }
 
 
-def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(tmp_path: Path) -> None:
-    """Of what is calibrated on and of the other texts; a mixture of mixtures is refused."""
+@pytest.fixture
+def named_cell(tmp_path: Path) -> Callable[..., grid.Cell]:
+    """Makes the cell of a calibration set, and of a text for FLOPs, by the names of their files."""
     (tmp_path / "calibration").mkdir()
     for name, content in NAMED.items():
         (tmp_path / "calibration" / f"{name}.yaml").write_text(f"name: {name}\n{content}\n")
@@ -450,15 +456,29 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(tmp_path: Pa
         lists = {"calibration": [calibration]}
         return choices.cells(Config(flops_text=flops_text), lists, files=files)[0]
 
-    for text in (cell("mix").calibration, cell("a", flops_text="mix").texts["flops"]):
-        found = [
+    return cell
+
+
+def test_names_in_a_mixture_are_files(named_cell: Callable[..., grid.Cell]) -> None:
+    """Of what is calibrated on and of the other texts."""
+    for text in (named_cell("mix").calibration, named_cell("a", flops_text="mix").texts["flops"]):
+        records = [
             (source.share, source.settings.name, source.settings.path) for source in text.sources
         ]
-        assert found == [(0.75, "a", "owner/a"), (0.25, "notes", "notes.txt")]
+        assert records == [(0.75, "a", "owner/a"), (0.25, "notes", "notes.txt")]
         assert [source.settings.field for source in text.sources] == ["body", None]
-    with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):
-        cell("wrong")
-    with pytest.raises(UserError, match="mix is a mixture itself"):
-        cell("nested")
-    with pytest.raises(UserError, match="names a twice"):
-        cell("twice")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wrong", r"source=aa is unknown: did you mean a\?"),
+        ("nested", "mix is a mixture itself"),
+        ("twice", "names a twice"),
+    ],
+)
+def test_wrong_names_in_a_mixture_are_refused(
+    name: str, message: str, named_cell: Callable[..., grid.Cell]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        named_cell(name)

@@ -23,15 +23,15 @@ def runner(request: pytest.FixtureRequest) -> Any:
     """A runner, with and without namespaces."""
     if request.param == "namespaces":
         request.getfixturevalue("namespaces")
-    with Runner(confined=request.param == "namespaces") as one:
-        yield one
+    with Runner(confined=request.param == "namespaces") as started:
+        yield started
 
 
 @pytest.fixture
 def confined(namespaces: None) -> Any:
     """A runner behind namespaces."""
-    with Runner(confined=True) as one:
-        yield one
+    with Runner(confined=True) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def test_calls_are_decoded(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "7", '["f"]', '{"error": "no function helps"}', "[" * 100_000]
 )
-def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> None:
+def test_malformed_calls_are_wrong_and_count_as_no_call(text: str) -> None:
     with pytest.raises(Undecodable):
         decode(text)
     assert mistake(text, [function(x=described("integer"))], [{"f": {"x": [1]}}])
@@ -134,8 +134,8 @@ def in_tags(name: str, arguments: Mapping[str, str], gap: str = "\n") -> str:
 
 @pytest.mark.parametrize("gap", ["\n", ""])
 def test_tagged_arguments_have_the_type_that_the_function_declares(gap: str) -> None:
-    given = {"x": "5", "y": "5", "z": '["a", "5"]', "other": "true"}
-    text = "<think>\n</think>\n" + in_tags("f", given, gap) + "\n" + in_tags("g.h", {}, gap)
+    arguments = {"x": "5", "y": "5", "z": '["a", "5"]', "other": "true"}
+    text = "<think>\n</think>\n" + in_tags("f", arguments, gap) + "\n" + in_tags("g.h", {}, gap)
     right = [Call("f", {"x": 5, "y": "5", "z": ["a", "5"], "other": True}), Call("g.h", {})]
     assert decode(text, DECLARED) == right
     assert decode(in_tags("f", {"x": "n", "z": "['a']"}), DECLARED) == [
@@ -188,17 +188,17 @@ def test_only_the_header_of_a_message_makes_it_a_call(said: str, special: bool) 
 @pytest.mark.parametrize(
     "content", ['<|constrain|>code<|message|>{"x": 5}', ' code{"x": 5}', "<|message|>f(5)", ""]
 )
-def test_a_message_to_a_function_that_is_not_in_json_is_no_call_and_says_why(content: str) -> None:
+def test_call_that_is_not_json_is_no_call_with_a_reason(content: str) -> None:
     call = '<|channel|>commentary to=functions.f <|message|>{"x": 5}<|call|><|start|>assistant'
-    for before in ("", call):
+    for prefix in ("", call):
         with pytest.raises(Undecodable, match=r"JSON object of arguments, found .to=functions.f"):
-            decode(f"{before}<|channel|>commentary to=functions.f{content}", DECLARED)
+            decode(f"{prefix}<|channel|>commentary to=functions.f{content}", DECLARED)
 
 
 DRAFT = written(("f", {"x": 1}))
 
 
-def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention() -> None:
+def test_unfinished_thought_is_neither_call_nor_abstention() -> None:
     for right in ([{"f": {"x": [1]}}], []):
         assert mistake(
             f"<think>I could call {DRAFT}, but", [function(x=described("integer"))], right
@@ -296,19 +296,19 @@ def test_types_and_values(
     value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool
 ) -> None:
     """Of the only argument of a function."""
-    found = mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}])
-    assert (found is None) is right
+    error = mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}])
+    assert (error is None) is right
 
 
 def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> None:
     inner = described("tuple", items=described("float"))
-    given = tool(function(x=described("dict", properties={"y": inner}), z=described("any")))
-    assert given["type"] == "function" and given["function"]["name"] == "f"
+    nested = tool(function(x=described("dict", properties={"y": inner}), z=described("any")))
+    assert nested["type"] == "function" and nested["function"]["name"] == "f"
     assert (
-        given["function"]["description"]
+        nested["function"]["description"]
         == "Does it. Note that the provided function is in Python 3 syntax."
     )
-    schema = given["function"]["parameters"]
+    schema = nested["function"]["parameters"]
     assert schema["type"] == schema["properties"]["x"]["type"] == "object"
     assert schema["properties"]["x"]["properties"]["y"] == described(
         "array", items=described("number")
@@ -423,13 +423,13 @@ def test_files_do_not_fit(
         ({"data": "OWNER/NAME"}, "data=OWNER/NAME"),
     ],
 )
-def test_one_sentence_for_wrong_settings(
+def test_wrong_settings_of_function_calls_are_named(
     changes: dict[str, Any], sentence: str, folder: Path
 ) -> None:
     assert any(sentence in problem for problem in wrong_benchmarks([benchmark(folder, **changes)]))
 
 
-def test_results_are_identified_by_both_files_wherever_they_are(
+def test_function_calls_are_identified_by_the_content_of_both_files(
     folder: Path, tmp_path: Path
 ) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved")
@@ -500,7 +500,7 @@ def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["irrelevance_1"]
 
 
-def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_template_without_tools_is_refused_before_loading(tmp_path: Path) -> None:
     model = ModelConfig(name="m", path=str(tmp_path))
     with pytest.raises(UserError, match=r"model=m has none: expected an instruction-tuned model$"):
         check_chat_template(model, "function_calls", True)
@@ -516,7 +516,7 @@ def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: 
     check_chat_template(model, "function_calls", True)
 
 
-def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
+def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     tools = [tool(function(x=described("integer")))]
     messages = [{"role": "user", "content": "Hi"}]
     model = chatting(subject, TEMPLATE)

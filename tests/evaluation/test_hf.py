@@ -41,7 +41,9 @@ def by_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 def ended(text: list[int], ends: list[int]) -> list[int]:
     """The text up to and with its first end token."""
-    return text[: 1 + next((place for place, token in enumerate(text) if token in ends), len(text))]
+    return text[
+        : 1 + next((position for position, token in enumerate(text) if token in ends), len(text))
+    ]
 
 
 def together(
@@ -67,10 +69,10 @@ def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
 
 def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
     """An answer that begins as the text does, and goes on otherwise."""
-    other = next(
+    different = next(
         token for token in range(3, tiny.VOCABULARY) if token not in text[tokens : tokens + 1]
     )
-    return [*text[:tokens], other, *then]
+    return [*text[:tokens], different, *then]
 
 
 class Loop(NamedTuple):
@@ -153,7 +155,7 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
 
 
 @pytest.mark.slow
-def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
+def test_right_answer_of_the_model_takes_one_pass() -> None:
     model = tiny.build("olmoe")
     (text,) = by_transformers(model, [[5, 6, 7]])
     passes = sizes_of_passes(model)
@@ -177,7 +179,7 @@ ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: str) -> None:
+def test_answers_to_a_question_have_likelihoods_as_alone(name: str) -> None:
     model = tiny.build(name)
     rows = (
         [[*QUESTION, *answer] for answer in ANSWERS]
@@ -200,7 +202,7 @@ def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: 
 @pytest.mark.parametrize(
     ("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)]
 )
-def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int) -> None:
+def test_question_is_read_once_with_full_attention(name: str, tokens: int) -> None:
     model = tiny.build(name)
     rows = [[*QUESTION, *answer] for answer in ANSWERS[:3]] + [[*QUESTION, *ANSWERS[4]]]
     score(model, rows, [8] * 4, 64)
@@ -210,21 +212,21 @@ def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int)
 
 
 @pytest.mark.slow
-def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(
+def test_family_without_shared_prefixes_reads_answers_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [[*QUESTION, *answer] for answer in ANSWERS]
     expected = [score(tiny.build("olmoe"), [row], [8], 1)[0][0] for row in rows]
-    other = tiny.build("olmoe")
-    forward = other.forward
+    second = tiny.build("olmoe")
+    forward = second.forward
 
     def causal(*arguments: Any, **named: Any) -> Any:
         if named["attention_mask"].dim() == 4:
             del named["attention_mask"]
         return forward(*arguments, **named)
 
-    monkeypatch.setattr(other, "forward", causal)
-    assert [value for value, _ in score(other, rows, [8] * 6, 64)] == pytest.approx(
+    monkeypatch.setattr(second, "forward", causal)
+    assert [value for value, _ in score(second, rows, [8] * 6, 64)] == pytest.approx(
         expected, abs=1e-5
     )
 
@@ -251,59 +253,64 @@ def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
 def test_answer_losses_are_those_of_each_text_alone(
     subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
-    answers = [*write(subject, asked[:7], 24), " The end \u00e4."]
-    expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
+    texts = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
+    answers = [*write(subject, texts[:7], 24), " The end \u00e4."]
+    expected = [loss(subject, *pair) for pair in zip(texts, answers, strict=True)]
     assert min(expected) < 0.5 < max(expected)
     for size in (1, 3, 64):
-        found = losses(subject, asked, answers, batch_size=size)
-        assert found == pytest.approx(expected, abs=1e-5)
+        result = losses(subject, texts, answers, batch_size=size)
+        assert result == pytest.approx(expected, abs=1e-5)
     monkeypatch.setattr("moe_lab.models.load.LOGITS", 1)
-    assert losses(subject, asked, answers) == pytest.approx(expected, abs=1e-5)
-    read = len(subject.tokenizer(asked[0] + " 12").input_ids)  # what cannot be read has no loss
-    found = losses(subject, asked[:1] * 3, [" 12", None, " 12 34"], max_length=read)
-    assert found == [pytest.approx(loss(subject, asked[0], " 12"), abs=1e-5), None, None]
+    assert losses(subject, texts, answers) == pytest.approx(expected, abs=1e-5)
+    read = len(subject.tokenizer(texts[0] + " 12").input_ids)  # what cannot be read has no loss
+    result = losses(subject, texts[:1] * 3, [" 12", None, " 12 34"], max_length=read)
+    assert result == [pytest.approx(loss(subject, texts[0], " 12"), abs=1e-5), None, None]
 
 
 def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) -> None:
     """The longest prompt comes last, after shorter ones, and holds a stop text; another begins in
     the first prompt."""
-    asked = prompts("humaneval", 4)
-    asked.append("\n\n".join([*asked, asked[0]]))
-    whole = write(subject, asked, 32)
-    spanning = asked[0][-1] + whole[0][:3]
+    texts = prompts("humaneval", 4)
+    texts.append("\n\n".join([*texts, texts[0]]))
+    unstopped = write(subject, texts, 32)
+    spanning = texts[0][-1] + unstopped[0][:3]
     stop = ("\ndef ", ")", spanning)
-    assert stop[0] in asked[-1] and any(")" in text for text in whole) and spanning not in whole[0]
-    ends = [[text.index(end) for end in stop if end in text] for text in whole]
-    cut = write(subject, asked, 32, stop=stop)
+    assert (
+        stop[0] in texts[-1]
+        and any(")" in text for text in unstopped)
+        and spanning not in unstopped[0]
+    )
+    ends = [[text.index(end) for end in stop if end in text] for text in unstopped]
+    cut = write(subject, texts, 32, stop=stop)
     assert cut == [
-        text[: min(places, default=None)] for text, places in zip(whole, ends, strict=True)
+        text[: min(positions, default=None)]
+        for text, positions in zip(unstopped, ends, strict=True)
     ]
     assert len(cut[-1]) > 4
 
 
-def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(
+def test_stop_texts_save_forward_passes(
     subject: LoadedModel,
 ) -> None:
-    asked = prompts("humaneval", 4)
+    texts = prompts("humaneval", 4)
     passes: list[object] = []
     with subject.model.register_forward_hook(lambda *_: passes.append(1)):
-        write(subject, asked, 48, stop=("    r",))
+        write(subject, texts, 48, stop=("    r",))
         assert len(passes) < 12
-        (written,) = write(subject, asked[:1], 32)
+        (written,) = write(subject, texts[:1], 32)
         stop = (written.strip()[4:9],)
         begun = [written[:50]]
-        (cut,) = write(subject, asked[:1], 32, stop=stop)
+        (cut,) = write(subject, texts[:1], 32, stop=stop)
         passes.clear()
-        assert write(subject, asked[:1], 32, stop=stop, references=begun) == [cut] != [written]
+        assert write(subject, texts[:1], 32, stop=stop, references=begun) == [cut] != [written]
     assert len(passes) == 1
 
 
 def test_sampling_and_penalties_of_models_are_unused(
     subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts("wildbench", 3)
-    expected = write(subject, asked, 24)
+    texts = prompts("wildbench", 3)
+    expected = write(subject, texts, 24)
     settings = subject.model.generation_config
     changes = {
         "do_sample": True,
@@ -314,13 +321,13 @@ def test_sampling_and_penalties_of_models_are_unused(
     }
     for name, value in changes.items():
         monkeypatch.setattr(settings, name, value)
-    assert write(subject, asked, 24) == expected
+    assert write(subject, texts, 24) == expected
     assert subject.model.generation_config is settings
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "gsm8k"])
-def test_a_logit_that_is_not_finite_fails(
+def test_infinite_logit_is_an_error(
     name: str, number: float, subject: LoadedModel, tmp_path: Path
 ) -> None:
     """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave
@@ -339,14 +346,14 @@ def test_a_logit_that_is_not_finite_fails(
         )
 
 
-def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:
+def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None:
     """A row whose text is complete stays in a batch of five, and is computed without being used."""
-    asked = prompts("gsm8k", 5)
-    whole = write(subject, asked, 24)
+    texts = prompts("gsm8k", 5)
+    unstopped = write(subject, texts, 24)
     # the first row
-    longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))
-    ends = [whole[longest][place : place + 3] for place in range(9)]
-    stop = next(end for end in ends if sum(end in text for text in whole) == 1)
+    longest = max(range(5), key=lambda number: len(subject.tokenizer(texts[number]).input_ids))
+    ends = [unstopped[longest][start : start + 3] for start in range(9)]
+    stop = next(end for end in ends if sum(end in text for text in unstopped) == 1)
     tokens: list[int] = []
     overflowed = []
 
@@ -357,6 +364,6 @@ def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None
         tokens.append(int(logits[0, -1].argmax()))
         return logits
 
-    expected = write(subject, asked, stop=(stop,))
+    expected = write(subject, texts, stop=(stop,))
     with subject.model.lm_head.register_forward_hook(overflow):
-        assert write(subject, asked, stop=(stop,)) == expected and overflowed
+        assert write(subject, texts, stop=(stop,)) == expected and overflowed

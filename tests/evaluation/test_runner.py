@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from harness_files import problem, write_lines
@@ -60,7 +60,7 @@ def run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", BROKEN, ids=lambda row: row.name)
-def test_a_bad_program_is_described_and_the_next_one_runs(runner: Runner, row: Program) -> None:
+def test_failing_program_is_described_and_the_next_runs(runner: Runner, row: Program) -> None:
     outcome = run(runner, row.text)
     assert outcome.status in row.verdict.replace("fail", "failed").split(), (
         "the grader has another word"
@@ -87,7 +87,7 @@ def test_runner_replies_to_any_bytes(
         outcome.values()
 
 
-def test_a_program_reads_and_writes_nothing_through_standard_streams() -> None:
+def test_program_has_no_standard_streams() -> None:
     body = (
         "import os\ndef f(x): return os.read(0, 1).decode(), os.write(1, b'x'), os.write(2, b'x')"
     )
@@ -100,8 +100,8 @@ def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
     """In the sandbox a program of the campaign looks for it."""
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     with Runner(confined=False) as fresh:
-        (found,) = run(fresh, "import os\ndef f(x): return dict(os.environ)").values()
-        assert "SECRET_KEY" not in found and "HOME" not in found
+        (environment,) = run(fresh, "import os\ndef f(x): return dict(os.environ)").values()
+        assert "SECRET_KEY" not in environment and "HOME" not in environment
 
 
 @pytest.mark.skipif(
@@ -124,7 +124,7 @@ def test_other_sets_of_system_calls_are_no_way_around(confined: Runner) -> None:
     assert run(confined, body, [[(1 << 30) + 29]]).values() == [(-1, errno.EPERM)]
 
 
-def test_calls_are_limited_each_and_together_by_processor_and_clock(
+def test_calls_are_limited_in_processor_time_and_wall_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = {"busy": 0.0, "wall": 0.0}
@@ -180,22 +180,22 @@ def test_mounts_are_read_only_and_some_folders_hidden(
     look = f"import os\ndef f(x): return sorted(os.listdir('{stdlib}/xml'))"
     assert "dom" in run(confined, look).values()[0]
     starting(monkeypatch, lambda line: [*line, f"{stdlib}/xml"])
-    with Runner(confined=True) as other:
-        assert run(other, look).values() == [[]]
+    with Runner(confined=True) as second:
+        assert run(second, look).values() == [[]]
 
 
 @pytest.mark.usefixtures("namespaces")
 def test_the_library_is_readable_whoever_starts_the_runner() -> None:
     """Folders above it are made anew, for a user who does not own them."""
-    before = os.umask(0o077)
+    umask = os.umask(0o077)
     try:
         with Runner(confined=True) as private:
             assert run(private, "import wave\ndef f(x): return wave.__name__").values() == ["wave"]
     finally:
-        os.umask(before)
+        os.umask(umask)
 
 
-def test_an_environment_behind_a_link(
+def test_environment_behind_a_link_is_readable(
     confined: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a folder of environments was moved to another disk, with a link in its place."""
@@ -209,7 +209,7 @@ def test_an_environment_behind_a_link(
     assert outcome.values() == [7], outcome.error
 
 
-def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(
+def test_sandbox_allows_socket_pairs_and_threads_only(
     confined: Runner,
 ) -> None:
     """A network namespace alone leaves AF_VSOCK, which reaches other virtual machines and their
@@ -232,7 +232,7 @@ def test_no_family_of_sockets_is_to_be_had_but_local_pairs_and_threads_are(
     assert run(confined, body).values() == [1]
 
 
-def test_a_confined_runner_that_ends_twice_is_an_error(
+def test_confined_runner_that_ends_twice_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def dying(self: Runner, request: Request) -> Outcome:
@@ -249,11 +249,11 @@ def test_a_confined_runner_that_ends_twice_is_an_error(
 
 def test_the_same_program_gives_the_same_values() -> None:
     body = "import random\ndef f(x): return [list({'a', 'b', 'c', 'd', 'e'}), random.random()]"
-    found = []
+    results = []
     for _ in range(2):
-        with Runner(confined=False) as one:
-            found.append(run(one, body).values())
-    assert found[0] == found[1]
+        with Runner(confined=False) as worker:
+            results.append(run(worker, body).values())
+    assert results[0] == results[1]
 
 
 # ---- graded in a process that no program can reach
@@ -292,55 +292,56 @@ def verdicts(
     settings = {"confined": not namespaces_missing(), "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    found = GRADER.grade(request)
+    result = GRADER.grade(request)
     return {
-        name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies
+        name: (result[task].base, result[task].plus)
+        for name, task in tasks.items()
+        if name in bodies
     }
 
 
 @pytest.mark.slow
-def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
-    """MBPP has input types and oracles of its own."""
-    programs = {
-        "add": "def add(x): return x + 1",
+@pytest.mark.parametrize(
+    ("task", "program", "verdict"),
+    [
+        (ADD, "def add(x): return x + 1", ("pass", "pass")),
         # close enough, but fails on the empty list of plus
-        "mean": "def mean(x): return sum(x) / len(x) + 1e-9",
-        "twice": "def twice(x): return (x, x)",  # a tuple is no list
-        "find_zero": "def find_zero(x): return -x[0] / x[1] + 1e-7",
-    }
-    found = verdicts(tmp_path, [ADD, MEAN, TWICE, ROOT], programs)
-    right = ("pass", "pass")
-    half = ("pass", "fail")
-    wrong = ("fail", "fail")
-    assert found == {"add": right, "mean": half, "twice": wrong, "find_zero": right}
-    assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {
-        "find_zero": wrong
-    }
-    of_mbpp = (
-        "def similar_elements(a, b):\n    assert type(a) is tuple\n    return sorted(set(a) "
-        "& set(b))"
-    )
-    found = verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")
-    assert found == {"similar_elements": right}
-    of_mbpp = "def similar_elements(a, b): return a"
-    assert (
-        verdicts(tmp_path, [SHARED], {"similar_elements": of_mbpp}, dataset="mbpp")[
-            "similar_elements"
-        ][0]
-        == "fail"
-    )
+        (MEAN, "def mean(x): return sum(x) / len(x) + 1e-9", ("pass", "fail")),
+        (TWICE, "def twice(x): return (x, x)", ("fail", "fail")),  # a tuple is no list
+        (ROOT, "def find_zero(x): return -x[0] / x[1] + 1e-7", ("pass", "pass")),
+        (ROOT, "def find_zero(x): return 0.5", ("fail", "fail")),
+    ],
+)
+def test_programs_of_humaneval_have_their_verdicts(
+    task: dict[str, Any], program: str, verdict: tuple[str, str], tmp_path: Path
+) -> None:
+    name = task["entry_point"]
+    assert verdicts(tmp_path, [task], {name: program}) == {name: verdict}
 
 
 @pytest.mark.slow
-def test_an_unconfined_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
+def test_programs_of_mbpp_have_their_verdicts(tmp_path: Path) -> None:
+    """MBPP has input types and oracles of its own."""
+
+    def verdict(body: str) -> tuple[str, str]:
+        programs = {"similar_elements": f"def similar_elements(a, b):\n    {body}"}
+        return verdicts(tmp_path, [SHARED], programs, dataset="mbpp")["similar_elements"]
+
+    right = verdict("assert type(a) is tuple\n    return sorted(set(a) & set(b))")
+    assert right == ("pass", "pass")
+    assert verdict("return a")[0] == "fail"
+
+
+@pytest.mark.slow
+def test_unconfined_program_that_ends_its_runner_costs_its_verdict(tmp_path: Path) -> None:
     kill = "import os, signal\ndef {}(x): os.kill(os.getppid(), signal.SIGKILL); return x + 1"
     bodies = {
         "add": kill.format("add"),
         "mean": kill.format("mean"),
         "twice": "def twice(x): return [x, x]",
     }
-    found = verdicts(tmp_path, [ADD, MEAN, TWICE], bodies, confined=False, processes=1)
-    assert found == {
+    result = verdicts(tmp_path, [ADD, MEAN, TWICE], bodies, confined=False, processes=1)
+    assert result == {
         "add": ("crash", "crash"),
         "mean": ("crash", "crash"),
         "twice": ("pass", "pass"),
@@ -350,7 +351,7 @@ def test_an_unconfined_program_that_ends_its_runner_costs_one_verdict(tmp_path: 
 # a limit on processes counts all of an ordinary user, whose program can start none
 @pytest.mark.slow
 @pytest.mark.root
-def test_an_unconfined_runner_that_ends_later_costs_no_verdict(
+def test_unconfined_runner_that_ends_later_costs_no_verdict(
     tmp_path: Path,
 ) -> None:
     """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty
@@ -370,8 +371,8 @@ def test_an_unconfined_runner_that_ends_later_costs_no_verdict(
         "len(x) if x else 0.0"
     )
     bodies = {"add": later, "mean": waiting}
-    found = verdicts(tmp_path, [ADD, MEAN], bodies, confined=False, processes=1, seconds=30.0)
-    assert found["mean"] == ("pass", "pass") and ended.exists()
+    result = verdicts(tmp_path, [ADD, MEAN], bodies, confined=False, processes=1, seconds=30.0)
+    assert result["mean"] == ("pass", "pass") and ended.exists()
 
 
 ATTEMPTS = {
@@ -396,7 +397,7 @@ def test_attacks_of_programs_cost_only_their_own_verdict(
 @pytest.mark.parametrize(
     "work", ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
 )
-def test_a_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
+def test_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
     limits = (0.2, 100 << 20)
     calls = LimitedCalls("builtins", {})
     try:
@@ -410,41 +411,68 @@ def test_a_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
         calls.close()
 
 
-def test_what_cannot_be_called_is_an_error_and_no_verdict() -> None:
+def test_missing_entry_point_is_an_error_and_no_verdict() -> None:
     with pytest.raises(RunnerError, match="no_such_module cannot be called"):
         LimitedCalls("no_such_module", {})("f", [], 1.0, 1 << 20)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("namespaces")
-def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
-    data = write_lines(tmp_path / "data.jsonl", rows)
-    runs = []
-    plain = Runners.run
-    monkeypatch.setattr(Runners, "run", lambda *given: runs.append(1) or plain(*given))
+class CountingGrader(NamedTuple):
+    """A grader of two problems whose solutions differ, the file of these, and the programs that it
+    has run."""
+
+    grader: Grader
+    data: Path
+    runs: list[int]
+
+    def plus(self, text: str, **changes: Any) -> tuple[list[str], int]:
+        """The verdicts on a program for both problems, and how many programs were run."""
+        self.runs.clear()
+        programs = {row["task_id"]: text for row in ADDITIONS}
+        request = GradeRequest("humaneval", str(self.data), programs, True, **changes)
+        result = self.grader.grade(request)
+        return [verdict.plus for verdict in result.values()], len(self.runs)
+
+
+ADDITIONS = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
+SOLUTION_RUNS = 4
+RIGHT_PROGRAM = "def add(x): return x + 1"
+
+
+@pytest.fixture
+def counting_grader(
+    namespaces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CountingGrader]:
+    data = write_lines(tmp_path / "data.jsonl", ADDITIONS)
+    runs: list[int] = []
+    run_program = Runners.run
+    monkeypatch.setattr(
+        Runners, "run", lambda *arguments: runs.append(1) or run_program(*arguments)
+    )
     grader = Grader()
-
-    def plus(text: str, **changes: Any) -> tuple[list[str], int]:
-        """Verdicts, and how many programs were run."""
-        runs.clear()
-        programs = {row["task_id"]: text for row in rows}
-        found = grader.grade(GradeRequest("humaneval", str(data), programs, True, **changes))
-        return [verdict.plus for verdict in found.values()], len(runs)
-
-    try:
-        solutions = 4
-        assert plus("def add(x): return x + 1") == (["pass", "fail"], solutions + 3)
-        assert plus("def add(x): return x + 1") == (["pass", "fail"], 0)
-        assert plus("def add(x): return 1 + x") == plus("def add(x): return x + 1", seconds=3.0)
-        assert runs == [1] * 3
-        write_lines(data, rows[::-1])
-        assert plus("def add(x): return x + 1") == (["pass", "fail"], solutions + 3)
-    finally:
-        grader.close()
+    yield CountingGrader(grader, data, runs)
+    grader.close()
 
 
-def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_equal_programs_are_run_once(counting_grader: CountingGrader) -> None:
+    verdicts = ["pass", "fail"]
+    assert counting_grader.plus(RIGHT_PROGRAM) == (verdicts, SOLUTION_RUNS + 3)
+    assert counting_grader.plus(RIGHT_PROGRAM) == (verdicts, 0)
+
+
+@pytest.mark.slow
+def test_other_programs_settings_and_problems_are_run_again(
+    counting_grader: CountingGrader,
+) -> None:
+    counting_grader.plus(RIGHT_PROGRAM)
+    other_program = counting_grader.plus("def add(x): return 1 + x")
+    assert other_program == counting_grader.plus(RIGHT_PROGRAM, seconds=3.0)
+    assert counting_grader.runs == [1] * 3
+    write_lines(counting_grader.data, ADDITIONS[::-1])
+    assert counting_grader.plus(RIGHT_PROGRAM) == (["pass", "fail"], SOLUTION_RUNS + 3)
+
+
+def test_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
     broken = {**ADD, "canonical_solution": "    return y\n"}
     with pytest.raises(
         RuntimeError, match="canonical solution of HumanEval/900 does not run: failed NameError"
@@ -478,9 +506,7 @@ def test_closed_world_programs_are_told_from_others() -> None:
     ("name", "dataset"),
     [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")],
 )
-def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(
-    name: str, dataset: str
-) -> None:
+def test_shipped_problems_are_passed_by_their_solutions_only(name: str, dataset: str) -> None:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}

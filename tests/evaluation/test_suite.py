@@ -50,20 +50,22 @@ CODE = BenchmarkConfig(
 )
 
 
-def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> None:
+def test_preflight_reports_all_problems_together() -> None:
     benchmarks = [
         CODE,
         replace(CODE, name="gone", task="gone.jsonl"),
         replace(CODE, name="count", expected=164),
     ]
-    found = problems(benchmarks, Policy(False))
+    messages = problems(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "gone.jsonl", "60 items and should have 164"):
-        assert sum(says in sentence for sentence in found) == 1, says
-    assert any(sentence.startswith("benchmarks code and count both report") for sentence in found)
+        assert sum(says in sentence for sentence in messages) == 1, says
+    assert any(
+        sentence.startswith("benchmarks code and count both report") for sentence in messages
+    )
     assert problems([CODE], Policy(True, "none")) == []
 
 
-def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() -> None:
+def test_preflight_and_grading_import_no_torch() -> None:
     program = (
         "import sys\nfrom dataclasses import replace\nfrom pkgutil import iter_modules\n"
         "from moe_lab.evaluation.harness import wrong_benchmarks\n"
@@ -102,8 +104,8 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         {"parameters": {"seconds": 1}},
         {"reports": {}},
     )
-    for other in changes:
-        assert evalplus.HARNESS.identity(replace(CODE, **other)) != known, other  # type: ignore[arg-type]
+    for values in changes:
+        assert evalplus.HARNESS.identity(replace(CODE, **values)) != known, values  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -136,13 +138,13 @@ def no_namespaces() -> None:
     raise client.NoNamespaces("none here")
 
 
-def test_a_kernel_that_refuses_namespaces_is_told_from_one_that_is_busy(
+def test_refused_namespaces_are_reported_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the words that a runner ends with, and at once."""
-    words = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
+    code = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
     monkeypatch.setattr(
-        client, "runner_command", lambda *, confined: ([sys.executable, "-c", words], {})
+        client, "runner_command", lambda *, confined: ([sys.executable, "-c", code], {})
     )
     with pytest.raises(client.NoNamespaces, match="not permitted"):
         client.start(confined=True)
@@ -176,7 +178,7 @@ def fresh_sandbox(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.usefixtures("fresh_sandbox")
 @pytest.mark.parametrize("how", ["no process", "killed"])
-def test_a_start_that_fails_is_tried_again_not_weakened(
+def test_failed_sandbox_start_is_repeated_not_weakened(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     with monkeypatch.context() as three_times:
@@ -189,7 +191,7 @@ def test_a_start_that_fails_is_tried_again_not_weakened(
 
 
 @pytest.mark.usefixtures("fresh_sandbox")
-def test_a_start_that_fails_while_programs_are_graded_is_tried_again(
+def test_failed_sandbox_start_is_repeated_while_grading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken_starts(monkeypatch, 2, "killed")
@@ -267,7 +269,7 @@ def test_the_protocol_of_programs_has_the_sandbox_and_a_prompt(completed: Any) -
     assert tuple(EOS) == STOP[5:], "EvalPlus's own list was changed"
 
 
-def test_what_runs_without_namespaces(
+def test_shipped_benchmarks_run_without_namespaces(
     subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces)
@@ -382,7 +384,7 @@ def test_perplexity_equals_an_independent_computation(
         assert result["n"] == len(window_losses)
 
 
-def test_the_error_of_a_perplexity_is_that_of_the_loss_times_the_slope(measured: Any) -> None:
+def test_error_of_a_perplexity_follows_from_that_of_the_loss(measured: Any) -> None:
     loss, perplexity = measured.results["loss"], measured.results["perplexity"]
     assert loss["stderr"] > 0
     assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
@@ -400,7 +402,7 @@ def test_samples_of_windows_average_to_the_result_by_their_tokens(
     assert mean == pytest.approx(measured.results["loss"]["score"], rel=1e-4)
 
 
-def test_a_result_file_has_the_data_and_versions(measured: Any) -> None:
+def test_result_file_has_data_and_versions(measured: Any) -> None:
     content = json.loads((measured.folder / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == PERPLEXITY.data_digest(measured.benchmark)
@@ -412,7 +414,7 @@ def test_a_result_file_has_the_data_and_versions(measured: Any) -> None:
     ("changes", "field"),
     [({"parameters": {"length": 99999}}, "length"), ({"task": "nowhere.txt"}, r"nowhere\.txt")],
 )
-def test_an_evaluation_that_fails_leaves_no_folder(
+def test_failed_evaluation_leaves_no_folder(
     measured: Any, subject: LoadedModel, changes: Any, field: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=field):
@@ -482,9 +484,7 @@ def test_added_benchmark_is_in_the_report(extended_repository: Path, tmp_path: P
         assert "colours" in ([row[column] for row in rows] if column else rows[0]), name
 
 
-def test_a_harness_is_a_module_in_its_folder_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_harness_is_a_module_in_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file of that name is all that the configuration asks for."""
     with pytest.raises(ValueError, match="such as perplexity"):
         replace(CODE, harness="perplexityy")

@@ -45,12 +45,12 @@ def carried(value: Any) -> Any:
     return decode(json.loads(json.dumps(encode(value))))
 
 
-def same_types(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def same_types(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, (list, tuple)):
-        return all(map(same_types, one, other))
-    return not isinstance(one, dict) or all(same_types(one[key], other[key]) for key in one)
+    if isinstance(first, (list, tuple)):
+        return all(map(same_types, first, second))
+    return not isinstance(first, dict) or all(same_types(first[key], second[key]) for key in first)
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,12 +74,12 @@ def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
     ],
 )
 def test_kin_of_plain_values_are_equal_but_of_another_type(value: Any, equal: Any) -> None:
-    found = carried(value)
-    assert found == equal
-    assert isinstance(value, Fraction) or type(found) is not type(equal)
+    result = carried(value)
+    assert result == equal
+    assert isinstance(value, Fraction) or type(result) is not type(equal)
 
 
-def test_what_has_no_honest_form_equals_nothing() -> None:
+def test_values_without_a_json_form_equal_nothing() -> None:
     class AlwaysEqual:
         def __eq__(self, other: object) -> bool:
             return True
@@ -92,11 +92,11 @@ def test_what_has_no_honest_form_equals_nothing() -> None:
 
 def test_huge_values_are_compared_by_hash() -> None:
     large = [(number, "x") for number in range(HUGE)]
-    found = decode(json.loads(json.dumps(encode_result(large))))
-    assert isinstance(found, Huge)
-    assert found == decode(encode_result(list(large)))
-    assert found != decode(encode_result(large[::-1]))
-    assert found != decode(encode_result(tuple(large)))
+    result = decode(json.loads(json.dumps(encode_result(large))))
+    assert isinstance(result, Huge)
+    assert result == decode(encode_result(list(large)))
+    assert result != decode(encode_result(large[::-1]))
+    assert result != decode(encode_result(tuple(large)))
     assert encode_result([1] * 10) == [1] * 10
     # whether or not they have a hash
     for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):
