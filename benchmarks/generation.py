@@ -6,7 +6,7 @@ batches of short rows), and for one layer with an increasing number of tokens, f
 constant SMALL_BATCH was chosen. Each ratio is the median over rounds in which all ways ran one
 after the other in this process; results are also compared bit by bit. Bar for generation and
 scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs
-little. Exit code 1 when a bar fails or bits differ. """
+little. Exit code 1 when a bar fails or bits differ."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.measure import GIB, in_own_process, misses, parser, peak, timed
-from moe_lab.compose import compose, started
+from moe_lab.compose import compose, hydra_context
 from moe_lab.config import Config
 from moe_lab.grid import Request
 from moe_lab.json_files import sealed, write_sealed
@@ -42,7 +42,7 @@ from moe_lab.study.provenance import provenance
 from moe_lab.study.record import Study, record_of
 from moe_lab.study.runs import begin
 from moe_lab.study.status import COMMANDS
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, identity_document
 from moe_lab.study.store import Store
 
 TEN = "ten_thousand"
@@ -134,7 +134,7 @@ def _slowness() -> float:
 def _asked(
     words: argparse.Namespace, study: str, seeds: Iterable[int]
 ) -> tuple[Config, list[Request]]:
-    with started():
+    with hydra_context():
         config, requests = compose([*WORDS, f"seed={','.join(map(str, seeds))}", f"study={study}"])
     return replace(config, store=str(words.store)), requests
 
@@ -172,7 +172,7 @@ def _content(step: Step, about: dict[str, Any], noise: bytes) -> PackedStep:
     }
     document = {
         "provenance": about,
-        **step.document(),
+        **identity_document(step),
         "files": hashes,
         "time": int(time.time()) // 2 * 2,
     }

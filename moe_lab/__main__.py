@@ -91,13 +91,13 @@ def main() -> None:
 
 def _study(words: Sequence[str]) -> int:
     """Compose the words, and run the study they ask for. Returns its exit code."""
-    from moe_lab.compose import CONFIG, compose, started
+    from moe_lab.compose import CONFIG, compose, hydra_context
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     flags, settings = parser.parse_known_args(list(words))
-    with started(flags.config_dir):
+    with hydra_context(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
     # not before settings are valid, so that a typo is reported at once
     from moe_lab.study.run import check_and_run

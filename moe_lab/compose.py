@@ -1,8 +1,7 @@
-"""From a command line to valid settings: Hydra composes files, pydantic checks what they hold,
-once.
+"""From a command line to valid settings: Hydra composes files, and pydantic checks their content.
 
-Beyond this module and `moe_lab.overrides` nothing knows Hydra, and there are no settings that are
-not valid. All mistakes of a command are reported together.
+Only this module and `moe_lab.overrides` use Hydra; other modules get valid settings. All mistakes
+of a command are reported together.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from moe_lab.paths import conf, store_folder
 
 Choice = grid.Choice
 CONFIG = "config"
-"""Name of the file in conf/ from which everything is composed, unless --config-name names
-another."""
+"""Name of the file in conf/ that composes all others, unless --config-name names another."""
 
 
 @contextmanager
-def started(folder: Path | None = None) -> Iterator[None]:
-    """Hydra with the files of conf/, and before them those of `folder`, as --config-dir has it."""
+def hydra_context(folder: Path | None = None) -> Iterator[None]:
+    """A context with Hydra and the files of conf/; files of `folder`, from --config-dir, come
+    first."""
     search_path = create_config_search_path(str(conf()))
     if folder is not None:
         if not folder.is_dir():
@@ -59,8 +58,8 @@ def started(folder: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def multirun(texts: Sequence[str]) -> Iterator[None]:
-    """What hydra.main needs to read conf/config.yaml and the overrides `texts`. Raises
-    SettingsError for secrets in them, which Hydra would write into the store."""
+    """A context in which hydra.main can read conf/config.yaml with the overrides `texts`. Raises
+    SettingsError for secrets in the overrides, which Hydra would write into the store."""
     from moe_lab.config.table import basic_lines
 
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
@@ -81,20 +80,23 @@ def multirun(texts: Sequence[str]) -> Iterator[None]:
         OmegaConf.clear_resolver("basic_settings")
 
 
-_temporary = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_"))
+_temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_"))
+"""A folder that is removed when the process ends."""
 
 
 def _sweeps(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: in the store; for a dry run, one that ends with the
-    process."""
-    return _temporary().name if dry_run or not store else f"{store_folder(store)}/hydra"
+    """Folder in which Hydra records a multirun: in the store; for a dry run, a temporary one."""
+    if dry_run or not store:
+        return _temporary_folder().name
+    return f"{store_folder(store)}/hydra"
 
 
 @contextmanager
 def _config_store() -> Iterator[None]:
-    """Hydra's ConfigStore with the choices of `register_choices`; at the end it is as before."""
+    """A context in which Hydra's ConfigStore has the choices of `register_choices`; it is restored
+    at the end."""
     repo = ConfigStore.instance().repo
-    before = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
+    saved = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
     # Hydra copies all registered choices for every group it reads, which takes most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
@@ -104,16 +106,16 @@ def _config_store() -> Iterator[None]:
         del ConfigStore.__deepcopy__  # type: ignore[attr-defined]
         for group in REGISTRIES:
             repo.pop(group, None)
-        repo.update(before)
+        repo.update(saved)
 
 
 REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
-"""Groups of which every registered function is a choice."""
+"""Groups whose choices include all registered functions."""
 
 
 def register_choices(modules: Sequence[str]) -> None:
-    """Load plugins, and make every registered criterion and allocation without a file a choice of
-    its group."""
+    """Load plugins, and add all registered criteria and allocations without a file to Hydra's
+    ConfigStore as choices."""
     plugins.load(modules)
     for group, names in REGISTRIES.items():
         for name in names:
@@ -124,8 +126,8 @@ def register_choices(modules: Sequence[str]) -> None:
 
 
 class Groups:
-    """The configuration groups as Hydra composes them, hydra.searchpath included. Each choice is
-    composed once."""
+    """The configuration groups, composed by Hydra. Each choice is composed once. `searchpath`:
+    further folders, as of hydra.searchpath."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         self._searchpath = (
@@ -135,8 +137,8 @@ class Groups:
         self._composed: dict[Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
-        """The choices of a group, none for what is no group; those in subgroups are called
-        subgroup/name."""
+        """Names of the choices of a group, subgroup/name for those in subgroups; [] if there is no
+        such group."""
         if group not in self._names:
             options = GlobalHydra.instance().config_loader().get_group_options
             folders = options(group, ObjectType.GROUP, overrides=self._searchpath)
@@ -149,9 +151,9 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no
-        longer for fifty. Raises SettingsError with a sentence for each that cannot be composed, or
-        that sets anything outside its group."""
+        """The contents of choices. They are composed in one call, which takes Hydra 50 ms for one
+        choice and for fifty. Raises SettingsError with a sentence for each choice that cannot be
+        composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new = [choice for choice in choices if choice not in self._composed]
         try:
@@ -164,15 +166,15 @@ class Groups:
         return {choice: self._composed[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose all choices in one Hydra call, each under its own key. The error message blames
-        the first choice; `load` retries one by one to find the real one."""
+        """Compose all choices in one Hydra call, each under a key of its own. The error message
+        names the first choice; `load` retries them one by one to find the one with the error."""
         if not choices:
             return
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
-        packages = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
+        with_keys = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
         try:
-            composed = _plain(hydra_compose(overrides=[*self._searchpath, *packages]))
+            composed = _plain(hydra_compose(overrides=[*self._searchpath, *with_keys]))
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{group}={name}: {explain(error)}") from None
         if outside := [key for key in composed if key not in keys.values()]:
@@ -197,9 +199,9 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that overrides of a command line ask for, once Hydra is `started`: its settings,
-    and its cells with their benchmarks. SettingsError with all mistakes in overrides and settings,
-    or else with all in their combinations."""
+    """The study that overrides of a command line describe: its settings, and its cells with their
+    benchmarks. Called within a `hydra_context`. SettingsError with all mistakes in overrides and
+    settings, or else with all in their combinations."""
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
@@ -225,8 +227,8 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
 def _composed(
     texts: Sequence[str], config_name: str
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """What Hydra composes: plain settings, the file that it chose for each group, and the folders
-    it searched."""
+    """The result of Hydra for overrides: plain settings, group -> name of its file, and the folders
+    of hydra.searchpath."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -236,7 +238,7 @@ def _composed(
 
 
 def explain(error: BaseException) -> str:
-    """Hydra's and OmegaConf's errors as one sentence with the nearest valid choice."""
+    """An error of Hydra or OmegaConf as one sentence, with the nearest valid choice."""
     if (
         isinstance(error, MissingConfigException)
         and error.missing_cfg_file
@@ -253,8 +255,8 @@ def explain(error: BaseException) -> str:
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError when the sweeper that Hydra's `choices` name wants a number of each job, and
-    there is none."""
+    """Raise UserError when Hydra's sweeper needs a number from each job and `objective` is not set.
+    `choices`: group -> name of its file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(

@@ -1,5 +1,5 @@
-"""The grid of a study: its cells are the product of its axes, each with its benchmarks. Each choice
-is made once."""
+"""The grid of a study: its cells, which are the product of its axes, and their benchmarks. Each
+choice is composed once."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Cell:
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
-    """Other texts by their use: search (by the allocation), instructions, distill or fit (by the
-    recovery), flops."""
+    """Role -> text: search (of the allocation), instructions, distill or fit (of the recovery),
+    flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """How its benchmarks are asked."""
+    """Changes to the settings of its benchmarks."""
 
     def __hash__(self) -> int:
         names = (
@@ -66,7 +66,7 @@ class Cell:
 
 
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
-"""Cells, and the benchmarks that all of them are evaluated on."""
+"""Cells, and the benchmarks on which all of them are evaluated."""
 Choice = tuple[str, str]
 """Group, and the name of a file in it."""
 Point = tuple[Any, ...]
@@ -74,48 +74,48 @@ Point = tuple[Any, ...]
 
 KINDS = fields_of(CellConfig)
 AXES = tuple(KINDS)
-"""Keys that a grid can list values of; the product of the lists is in this order."""
+"""Keys for which a grid can list values; the product of the lists is in this order."""
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
-"""Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
+"""Axes whose values are files. Their settings, such as model.top_k, can have lists, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
+"""Axes whose values are numbers or texts."""
 SHIPPED_TEXT = "pocket_general"
 """Calibration set of a shipped model if none is named."""
 SHIPPED_SUITE = "pocket_no_code"
 """Suite of a shipped model if none is named."""
 REGISTERED = ("criterion", "allocation")
-"""Groups whose choices have the names of their functions, whatever their settings."""
+"""Groups whose choices are named after registered functions, also if their settings differ."""
 REMOVED = object()
 """Value of a setting that an override with ~ removes."""
 
 
 class Files(Protocol):
-    """The configuration groups."""
+    """Access to the files of configuration groups."""
 
     def names(self, group: str) -> list[str]:
         """Names of the files of a group."""
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The contents of files. Raises UserError for those that cannot be composed."""
+        """The contents of files. Raises UserError for files that cannot be composed."""
 
 
 @dataclass
 class Draft:
-    """Settings of cells in a command line and the files that it names, before anything is
-    checked."""
+    """Settings of cells from a command line and the files that it names, not yet checked."""
 
     composed: Mapping[str, Any] = field(default_factory=dict)
-    """Axis -> its content in the composed configuration: the only value of an axis without a
+    """Axis -> its content in the composed configuration, which is the value of an axis without a
     list."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Group -> the file that its content is from."""
+    """Group -> name of the file of its content in `composed`."""
     typed: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Axis, or setting in a group -> its values on the command line, which override a file's
-    lists."""
+    """Axis, or setting in a group -> its values on the command line, which override lists of
+    files."""
     overrides: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting -> its value on the command line, which holds for every choice of its group."""
+    """Settings in groups, with values from the command line for all choices of the group."""
     lists: Sequence[Mapping[str, Any]] = ()
-    """Lists by axis of the grid, and of further grids, which take the lists of the first where they
-    have none."""
+    """Lists by axis, of the grid and of further grids. A further grid has the lists of the first
+    for axes without lists."""
 
 
 # ---- points
@@ -127,15 +127,15 @@ def points(draft: Draft, files: Files) -> list[Point]:
     distinct: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
-        first, *others = [
+        first, *further = [
             _checked(lists, "more" if number else "grid", mistakes)
             for number, lists in enumerate(draft.lists)
         ]
-        grids = [axes.lists(first)]
-        for lists in others:
-            grids += axes.further_lists(first, lists)
+        grids = [axes.grid_lists(first)]
+        for lists in further:
+            grids += axes.further_grid_lists(first, lists)
         with mistakes.caught():
-            files.load(axes.named(grids))
+            files.load(axes.named_files(grids))
         for lists in grids:
             values = []
             for axis in AXES:
@@ -148,7 +148,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
 
 
 def _key(point: Point) -> Point:
-    """Numbers are compared by value; choices, each of which is composed once, as objects."""
+    """A key that is equal for equal points: choices are compared by identity, as each is composed
+    once."""
     pairs = zip(AXES, point, strict=True)
     return tuple(value if axis in VALUES else id(value) for axis, value in pairs)
 
@@ -158,8 +159,8 @@ Lists = Mapping[str, Sequence[Any]]
 
 
 def _checked(lists: Any, field: str, mistakes: list[str]) -> Lists:
-    """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything
-    else. `field`: grid or more."""
+    """The valid lists of a grid. A sentence for each invalid entry is added to `mistakes`. `field`:
+    grid or more."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
@@ -176,7 +177,7 @@ def _checked(lists: Any, field: str, mistakes: list[str]) -> Lists:
 
 
 def _pattern(name: Any) -> str:
-    """A name, or the pattern in glob(...), as overrides and files of Hydra write it."""
+    """The pattern of a name of a file: that in glob(PATTERN), or else the name itself."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
@@ -188,15 +189,15 @@ class _Axes:
         self.files = files
         self._choices: dict[tuple[str, str | None, str], Any] = {}
 
-    def lists(self, lists: Lists) -> Lists:
+    def grid_lists(self, lists: Lists) -> Lists:
         """The lists of one grid; command-line values override a file's lists."""
         overridden = [key for key, _ in self.draft.overrides]
         in_file = {key: values for key, values in lists.items() if key not in overridden}
         return {**in_file, **self.draft.typed}
 
-    def further_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """The lists of a further grid, without the choices that the command line excludes; [] if it
-        excludes all of an axis."""
+    def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
+        """The lists of a further grid in a list, without choices that the command line excludes; []
+        if it excludes all choices of an axis."""
         retained = {}
         for axis, typed in self.draft.typed.items():
             if axis not in GROUPS or axis not in lists:
@@ -209,29 +210,32 @@ class _Axes:
             ]
         if not all(retained.values()):
             return []
-        return [{**self.lists({**first, **lists}), **retained}]
+        return [{**self.grid_lists({**first, **lists}), **retained}]
 
     def _field(self, axis: str) -> str:
+        """The field that sets the values of an axis, for messages."""
         return axis if axis in self.draft.typed else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid values of an axis. Raises SettingsError for all mistakes in them."""
-        return self._numbers(axis, lists) if axis in VALUES else self._chosen(axis, lists)
+        """The valid values of an axis. Raises SettingsError with all mistakes in them."""
+        return self._numbers(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
 
     def _numbers(self, axis: str, lists: Lists) -> list[Any]:
+        """The values of one of VALUES, each once."""
         numbers = []
         with Mistakes() as mistakes:
             if axis not in lists:
-                composed = self.draft.composed.get(axis)
-                default = CellConfig.__dataclass_fields__[axis].default
-                numbers.append(valid(KINDS[axis], default if composed is None else composed, axis))
+                value = self.draft.composed.get(axis)
+                if value is None:
+                    value = CellConfig.__dataclass_fields__[axis].default
+                numbers.append(valid(KINDS[axis], value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
                     numbers.append(valid(KINDS[axis], value, self._field(axis)))
         return list(dict.fromkeys(numbers))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """The files that are listed for a group; None stands for the one in the composed
+        """Names of the files that are listed for a group; None stands for the file in the composed
         configuration."""
         known = self.files.names(axis)
         names: list[str | None] = []
@@ -245,15 +249,15 @@ class _Axes:
                     names.append(None if name == self.draft.chosen.get(axis) else name)
         return list(dict.fromkeys(names)) or [None]
 
-    def named(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """The files that grids name; those of axes with a mistake are left out."""
+    def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
+        """The files that grids name, without those of axes with a mistake."""
         for axis, lists in itertools.product(GROUPS, grids):
             with Mistakes().caught():
                 for name in self._names(axis, lists):
                     if name is not None:
                         yield axis, name
 
-    def _chosen(self, axis: str, lists: Lists) -> list[Any]:
+    def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
         """The valid choices of a group, each once."""
         prefix = f"{axis}."
         varied = {
@@ -270,9 +274,9 @@ class _Axes:
         return list(distinct.values())
 
     def _choice(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group (None: that of the composed configuration) with all
-        overrides. `varied`: setting -> value, of settings that have lists; the name of a choice
-        with such a setting ends in it."""
+        """The choice `name` of a group (None: the choice in the composed configuration) with all
+        overrides. `varied`: setting -> value, for settings with lists, whose values are added to
+        the name of the choice."""
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, varied)
@@ -282,6 +286,7 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+        """As `_choice`, without the sources of a mixture."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -297,7 +302,8 @@ class _Axes:
         return replace(choice, name=as_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        if text.name == "none":  # as the unpruned model has it
+        """A calibration set, marked if it is the default. UserError for the name none."""
+        if text.name == "none":  # the name in cells of the unpruned model
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
             )
@@ -307,7 +313,7 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The content of a choice. What a file such as an experiment sets in the group holds for
+        """The content of a choice. Settings of the group in a file such as an experiment apply to
         every choice."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
@@ -316,32 +322,32 @@ class _Axes:
             )
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
-        chosen = (axis, self.draft.chosen.get(axis, ""))
+        composed_name = self.draft.chosen.get(axis, "")
         defaults = composed
-        if name is None:  # no text is named
+        if name is None:  # no calibration set is named
             name = SHIPPED_TEXT
             defaults = {}
-        elif chosen[1] in self.files.names(axis):
-            defaults = self.files.load([chosen])[chosen]
+        elif composed_name in self.files.names(axis):
+            defaults = self.files.load([(axis, composed_name)])[axis, composed_name]
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
-        for setting, value in _differing(defaults, composed):
+        for setting, value in _changes(defaults, composed):
             assign(content, setting, value)
         return content
 
 
-def _differing(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value in `after` that differs from that in `before`."""
-    for key, value in after.items():
-        if isinstance(value, dict) and isinstance(before.get(key), dict):
-            for inner_key, inner_value in _differing(before[key], value):
+def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each value in `new` that is missing in `old` or differs from it."""
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            for inner_key, inner_value in _changes(old[key], value):
                 yield f"{key}.{inner_key}", inner_value
-        elif key not in before or before[key] != value:
+        elif key not in old or old[key] != value:
             yield str(key), value
 
 
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value under a dotted key; a value that is a mapping is added to what is there, and
-    REMOVED removes it."""
+    """Set the value under a dotted key. A mapping is merged into a mapping, and REMOVED removes the
+    key."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(content.get(part), dict):
@@ -359,12 +365,12 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def is_shipped(model: ModelConfig) -> bool:
-    """Whether the model came with moe_lab."""
+    """Whether the model is part of moe_lab."""
     return model.path.startswith(PREFIX)
 
 
 def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """What a model is evaluated on."""
+    """The suite on which a model is evaluated."""
     if config.suite.benchmarks is not None or not is_shipped(model):
         return config.suite
     choice = ("suite", SHIPPED_SUITE)
@@ -372,30 +378,30 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks; cells of one protocol are grouped together.
-    Raises SettingsError for texts and benchmarks that are unknown or wrong."""
+    """The cells of a study with their benchmarks, in a request for each protocol and for shipped
+    and other models. Raises SettingsError for texts and benchmarks that are unknown or invalid."""
     searches: dict[tuple[int, int], AllocationConfig] = {}
 
     @cache
-    def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """The text that a setting names, one object for all cells; settings such as
-        calibration.X=... do not apply."""
-        named = mixed(_text(setting, name, files), files)
-        return replace(named, engine=engine) if engine else named
+    def text_of(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
+        """The text that a setting names, as one object for all cells; overrides such as
+        calibration.X=... do not apply to it."""
+        text = mixed(_text(setting, name, files), files)
+        return replace(text, engine=engine) if engine else text
 
     def cell_at(point: Point) -> Cell:
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # A model that is too large for memory is so for every text.
-        texts = {"flops": text("flops_text", config.flops_text, cell.calibration.engine)}
+        # a model that does not fit in memory for one text does not fit for another
+        texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
-            texts["search"] = text("allocation.search", cell.allocation.search)
+            texts["search"] = text_of("allocation.search", cell.allocation.search)
         for role in TEXTS:
             if (name := getattr(cell.recovery, role)) is not None:
-                texts[role] = text(f"recovery.{role}", name)
+                texts[role] = text_of(f"recovery.{role}", name)
         if cell.allocation.search is None or not cell.model.search:
             return replace(cell, texts=texts)
         key = (id(cell.model), id(cell.allocation))
-        if key not in searches:  # parameters published for the model are defaults
+        if key not in searches:  # the parameters of the model are defaults
             parameters = {**cell.model.search, **cell.allocation.parameters}
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
@@ -418,28 +424,26 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
 def _text(
     setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None
 ) -> CalibrationConfig:
-    """The text of conf/calibration that a setting names, with other values for some of its
+    """The text of conf/calibration that a setting names. `changes`: other values of its
     settings."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
-    found: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
-    return found
+    text: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
+    return text
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """A calibration set; if it is a mixture, with the settings of its sets as they are in files:
-    calibration.X=... does not apply to them. UserError for an unknown name, one that is there
-    twice, and a mixture in a mixture."""
+    """A calibration set; a mixture with the settings of its sources from their files, to which
+    overrides such as calibration.X=... do not apply. UserError for an unknown source, a source that
+    is named twice, and a mixture in a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
-    for source in text.sources:  # one that is read from another path is named after that file
-        own = (
-            {}
-            if source.path is None
-            else {"name": as_name(Path(source.path).stem), "path": source.path}
-        )
-        settings = _text(f"calibration={text.name}: source", source.calibration, files, own)
+    for source in text.sources:
+        changes = {}
+        if source.path is not None:
+            changes = {"name": as_name(Path(source.path).stem), "path": source.path}
+        settings = _text(f"calibration={text.name}: source", source.calibration, files, changes)
         if settings.sources:
             raise UserError(
                 f"calibration={text.name}: source {source.calibration} is a mixture itself, and a "
@@ -454,38 +458,39 @@ def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
 
 
 EVERY = "every"
-"""Key of a protocol that stands for all benchmarks that have `data`."""
+"""Key of a protocol for all benchmarks that have `data`."""
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of
-    the configuration. Raises SettingsError for unknown benchmarks, and for unknown or wrong fields
-    in the protocol."""
+    """The benchmarks of the suite, with the protocol's changes and with settings from other parts
+    of the configuration. Raises SettingsError for unknown benchmarks, and for unknown or invalid
+    fields in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
-        for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
-            mistakes.append(
-                str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known]))
-            )
+        for name in protocol.benchmarks:
+            if name not in (EVERY, *known):
+                field = f"protocol={protocol.name}: benchmark"
+                mistakes.append(str(unknown(field, name, [EVERY, *known])))
         mistakes += [str(unknown("benchmark", name, known)) for name in names if name not in known]
     contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
-        found = []
+        configs = []
         for (_, name), content in contents.items():
             with mistakes.caught():
-                found.append(_benchmark(name, content, config, protocol))
-    return found
+                configs.append(_benchmark_config(name, content, config, protocol))
+    return configs
 
 
-def _benchmark(
+def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    differing = protocol.benchmarks
-    changes = {
-        **(differing.get(EVERY, {}) if content.get("data") else {}),
-        **differing.get(name, {}),
-    }
+    """The config of a benchmark, from the content of its file. UserError for suite.path with a
+    benchmark that has its own data; SettingsError for invalid fields."""
+    changes: dict[str, Any] = {}
+    if content.get("data"):
+        changes |= protocol.benchmarks.get(EVERY, {})
+    changes |= protocol.benchmarks.get(name, {})
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
@@ -496,7 +501,7 @@ def _benchmark(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
             f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
-    path = config.suite.path
+    path = config.suite.path  # a file, or a folder with the file `task`
     task = benchmark.task
     return replace(
         benchmark,

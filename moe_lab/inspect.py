@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    from moe_lab.compose import compose, started
+    from moe_lab.compose import compose, hydra_context
 
     try:
-        with started():
+        with hydra_context():
             _, requests = compose(arguments)
         models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
         if len(models) > 1:

@@ -1,5 +1,5 @@
-"""Overrides of a command line, such as ratio=0.25,0.5: read by Hydra's grammar, and sorted into a
-`grid.Draft`."""
+"""Overrides of a command line, such as ratio=0.25,0.5: parse them by Hydra's grammar, and add them
+to a `grid.Draft`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def for_hydra(text: str) -> str:
-    """An override as Hydra accepts it for a setting that its file may not have: study=2026_11_25
-    becomes ++study='2026_11_25', as a value of a text setting is no number. Other overrides are
-    unchanged."""
+    """The override in the form that Hydra accepts for a setting that no file has: study=2026_11_25
+    becomes ++study='2026_11_25', with quotes as the setting is a text. Overrides of groups and
+    experiments are unchanged, except for `quote_letters`."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
-    # and neither a group nor an experiment
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
     if match is None or key.startswith("hydra.") or not is_setting:
         return quote_letters(text)
@@ -44,8 +43,8 @@ def for_hydra(text: str) -> str:
 
 
 def quote_letters(text: str) -> str:
-    """The override with quotes around those of its values that have a letter outside ASCII, which
-    folders of users may have. Hydra's grammar reads such letters in quotes alone."""
+    """The override with quotes around its values that have letters outside ASCII, as in names of
+    folders. Hydra's grammar accepts such letters only in quotes."""
 
     def quote(match: re.Match[str]) -> str:
         value = match[0]
@@ -64,8 +63,8 @@ def _type(key: str) -> Any:
 
 
 def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
-    """Each override with what Hydra reads in it. Raises UserError for one that Hydra cannot
-    read."""
+    """Each override as text and as parsed by Hydra. Raises UserError for an override that Hydra
+    cannot parse."""
     hydra = GlobalHydra.instance()
     parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
     parsed = []
@@ -81,31 +80,29 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """The list of texts that overrides set `key` to, which is needed before the others are checked;
-    [] for any other value."""
-    values = [override.value() for _, override in parsed if override.key_or_group == key]
-    return [
-        item
-        for value in values
-        if isinstance(value, list)
-        for item in value
-        if isinstance(item, str)
-    ]
+    """The texts in the lists to which overrides set `key`; other values are left out. Used for
+    settings that are needed before overrides are checked."""
+    texts: list[str] = []
+    for _, override in parsed:
+        value = override.value() if override.key_or_group == key else None
+        if isinstance(value, list):
+            texts += [item for item in value if isinstance(item, str)]
+    return texts
 
 
 def _in_quotes(text: str) -> str:
-    """An override, for a shell, whose value is one text whatever characters it has."""
+    """The override with its value in quotes, for a shell and for Hydra."""
     key, _, value = text.partition("=")
     escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
     return f"\"{key}='{escaped}'\""
 
 
 def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override of cells to `draft`. Returns the overrides that Hydra composes with: one or
-    none.
+    """Add an override to `draft` if it is about cells. Returns it in a list if Hydra must compose
+    with it, else [].
 
     Raises UserError for an unknown setting or choice, and for several values of a setting that has
-    one in a study.
+    a single value in a study.
     """
     key = override.key_or_group
     group = key.partition(".")[0]
@@ -158,8 +155,8 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def values(override: Override) -> list[Any]:
-    """The values of an override: several where it has commas or one of Hydra's functions for
-    sweeps."""
+    """The values of an override: several if it has commas or one of Hydra's functions for sweeps,
+    such as choice(...)."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

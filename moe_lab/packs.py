@@ -1,10 +1,10 @@
 """Packs: files of a store that each hold the results of many small steps, since clusters limit the
 number of files.
 
-A step is finished as a folder. Where a store has many, those that are small are copied into a pack,
+A finished step is first a folder. When a store has many small steps, they are copied into a pack,
 and their folders are removed. A pack, packs/NAME.sqlite, is a database that is written once, under
-another name, and never changed, so that it needs no locks. Another pack can replace it; then it is
-read no more, and removed some time later.
+another name, and then never changed, so that it needs no locks. A new pack can replace it; it is
+then read no more, and removed some time later.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from moe_lab.json_files import Damaged
 TABLES = """
 pragma page_size = 65536;
 create table file (start text, name text, content blob, primary key (start, name));
-create table about (what text primary key, content blob);
+create table summary (name text primary key, content blob);
 """
-"""The files of steps, by the start of a step's id, with step.json, compressed. And what is read of
-all at once, as JSON: `names`, start -> KIND/LABEL of its folder, whose name ends in the start;
-`inputs`, start -> starts of the ids of its inputs, with spaces; `replaces`, the packs that this one
-replaces. Large pages take fewer reads."""
+"""file: the compressed files of steps, with step.json, by the start of a step's id.
+summary: compressed JSON documents about all steps of the pack:
+names     start of the id -> KIND/LABEL; the name of the folder is LABEL-START
+inputs    start of the id -> starts of the ids of its inputs, separated by spaces
+replaces  names of the packs that this pack replaces
+
+Large pages take fewer reads."""
 ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
-"""Seconds for which a pack stays that another replaces: a reader may have listed neither."""
+"""Seconds for which a replaced pack stays: a reader may not have seen its replacement yet."""
 
 
 class PackedStep(NamedTuple):
-    """A step with its files."""
+    """A step of a pack with its files."""
 
     start: str
     """Start of its id."""
@@ -52,7 +55,7 @@ class PackedStep(NamedTuple):
 
 
 class Packs:
-    """The packs in a folder, and where each step is. The folder may be missing. Safe for
+    """The packs in a folder, which may be missing, and an index of their steps. Safe for
     threads."""
 
     def __init__(self, folder: Path) -> None:
@@ -60,13 +63,14 @@ class Packs:
         self.damaged: list[Path] = []
         """Packs that cannot be read."""
         self.bad: set[str] = set()
-        """Steps that were found damaged, and count as absent; they are taken out of their packs
-        later."""
+        """Starts of ids of damaged steps, which count as missing until they are removed from their
+        packs."""
         self._open: dict[str, sqlite3.Connection] = {}
         self._steps: dict[str, dict[str, str]] = {}
         """Pack -> start of the id -> KIND/LABEL."""
         self._replaces: dict[str, list[str]] = {}
         self._current: list[str] = []
+        """Names of packs that are not replaced."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +92,7 @@ class Packs:
             self._current = sorted(self._open.keys() - set().union(*self._replaces.values()))
 
     def _load(self, name: str) -> None:
+        """Open a pack and read its summaries; one that cannot be read is added to `damaged`."""
         path = self.path(name)
         try:
             # no process writes to it, so that no locks are needed
@@ -97,7 +102,7 @@ class Packs:
             self._replaces[name] = _summary(opened, "replaces")
             self._open[name] = opened
         except (sqlite3.Error, Damaged):
-            if path.exists():  # else it was removed since it was listed
+            if path.exists():  # otherwise it was removed after it was listed
                 self.damaged.append(path)
 
     def path(self, name: str) -> Path:
@@ -113,8 +118,8 @@ class Packs:
             return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/NAME of a step by the start of its id; None when it is in no pack, new ones
-        included."""
+        """KIND/NAME of a step by the start of its id; None when it is in no pack. New packs are
+        read if necessary."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
@@ -122,8 +127,8 @@ class Packs:
             return f"{self._steps[pack][start]}-{start}" if pack and start not in self.bad else None
 
     def read(self, start: str, file: str) -> bytes:
-        """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot
-        be read."""
+        """Content of a file of a step. Raises FileNotFoundError without it, and Damaged when the
+        pack cannot be read."""
         query = "select content from file where start = ? and name = ?"
         rows = self._rows(start, query, start, file)
         if not rows:
@@ -134,7 +139,7 @@ class Packs:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 
     def files(self, start: str) -> list[str]:
-        """Names of the files of a step, with step.json."""
+        """Names of the files of a step, step.json included."""
         rows = self._rows(start, "select name from file where start = ?", start)
         return [name for (name,) in rows]
 
@@ -144,7 +149,8 @@ class Packs:
         return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of the pack that has a step; none when it is in no pack, new ones included."""
+        """Result of a query on the pack that has a step; [] when it is in no pack. New packs are
+        read if necessary."""
         with self._lock:
             for _ in range(2):
                 if self._pack_of(start) is None:
@@ -175,7 +181,7 @@ class Packs:
         return names
 
     def inputs(self) -> dict[str, str]:
-        """Start of the id -> starts of the ids of its inputs, with a space between, of all steps in
+        """Start of the id -> starts of the ids of its inputs, separated by spaces, for all steps in
         packs, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
@@ -183,20 +189,23 @@ class Packs:
                 inputs.update(_summary(self._open[pack], "inputs"))
         return inputs
 
-    # Writing: by one process at a time, which holds a claim.
+    # Methods that write, for the one process that holds the claim of packs.
 
     def add(self, steps: Iterable[PackedStep]) -> Path:
-        """Write steps as a new pack, which has no name before `publish`; its path."""
+        """Write steps to a new pack, and return its path. The pack is unfinished until `publish`
+        names it."""
         return self._write(map(_compressed, steps))
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write a pack that replaces others, without some of their steps; see `add`.
+        """Write a pack that replaces the packs `names` and lacks the steps `without`; see `add`.
 
-        Raises Damaged, with the name of the pack that cannot be read."""
-        return self._write(self._retained(names, without), names)
+        Raises Damaged, with the name of the pack, when a pack cannot be read."""
+        return self._write(self._steps_without(names, without), names)
 
-    def _retained(self, names: Iterable[str], without: Collection[str]) -> Iterator[PackedStep]:
-        """Steps of packs, with files that are compressed."""
+    def _steps_without(
+        self, names: Iterable[str], without: Collection[str]
+    ) -> Iterator[PackedStep]:
+        """The steps of the packs `names`, with compressed files, except those in `without`."""
         for pack in names:
             try:
                 inputs = _summary(self._open[pack], "inputs")
@@ -210,7 +219,8 @@ class Packs:
                 raise Damaged(pack) from None
 
     def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
-        """`steps`: with files that are compressed."""
+        """Write `steps`, whose files are compressed, to a new pack; see `add`. `replaces`: names of
+        packs."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
         names = {}
@@ -224,21 +234,21 @@ class Packs:
                 rows = [(step.start, *file) for file in step.files.items()]
                 database.executemany("insert into file values (?, ?, ?)", rows)
             summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
-            for what, content in summaries.items():
-                packed = zlib.compress(json.dumps(content).encode())
-                database.execute("insert into about values (?, ?)", (what, packed))
+            for name, content in summaries.items():
+                compressed = zlib.compress(json.dumps(content).encode())
+                database.execute("insert into summary values (?, ?)", (name, compressed))
             database.commit()
         return path
 
     def publish(self, path: Path) -> None:
-        """Give a pack its name, after it was written to the disk."""
+        """Name an unfinished pack, after it was written to the disk."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
         path.rename(self.path(path.stem.lstrip(".")))
         self.refresh()
 
     def clear(self) -> None:
-        """Remove files of killed processes, and packs that were replaced long ago."""
+        """Remove unfinished packs, and packs that were replaced long ago."""
         for path in self.folder.glob(f".*{UNFINISHED}"):
             path.unlink(missing_ok=True)
         self.refresh()
@@ -249,29 +259,30 @@ class Packs:
         self.refresh()
 
     def with_any(self, starts: Iterable[str]) -> set[str]:
-        """The packs with any of these steps."""
+        """Names of the packs that have any of these steps."""
         return {pack for start in starts if (pack := self._pack_of(start))}
 
     def sizes(self) -> dict[str, int]:
-        """Pack -> its bytes, of those that are not replaced."""
+        """Name of a pack -> its bytes, for packs that are not replaced."""
         return {name: self.path(name).stat().st_size for name in self._current}
 
 
 def _compressed(step: PackedStep) -> PackedStep:
+    """A step with its files compressed."""
     files = {name: zlib.compress(content, 1) for name, content in step.files.items()}
     return step._replace(files=files)
 
 
-def _summary(database: sqlite3.Connection, what: str) -> Any:
-    """A document about all steps of a pack: names, inputs or replaces. Raises Damaged."""
+def _summary(database: sqlite3.Connection, name: str) -> Any:
+    """A summary of a pack: names, inputs or replaces, see TABLES. Raises Damaged."""
     try:
-        ((content,),) = database.execute("select content from about where what = ?", (what,))
+        ((content,),) = database.execute("select content from summary where name = ?", (name,))
         return json.loads(zlib.decompress(content))
     except (sqlite3.Error, ValueError, zlib.error):
-        raise Damaged(f"{what} of a pack is damaged") from None
+        raise Damaged(f"{name} of a pack is damaged") from None
 
 
 @lru_cache(maxsize=8)
 def packs_in(store: Path) -> Packs:
-    """The packs of a store, which all parts of this process share."""
+    """The packs of a store, as one object for this process."""
     return Packs(store / "packs")

@@ -18,10 +18,10 @@ SCHEMA = 1
 
 
 RANDOM = ("random", "channel_random")
-"""Criteria whose plans show what chance can do: of experts, of channels."""
+"""Criteria that drop random experts, or random channels, as a baseline."""
 Scale = Literal["score", "loss", "perplexity"]
-"""What a number is: a score, of which more is better; a mean loss; or a perplexity, the exponential
-of a mean loss. Of the last two, less is better."""
+"""Meaning of a number: a score, where higher is better; or a mean loss, or a perplexity, the
+exponential of a mean loss, where lower is better."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
@@ -33,12 +33,12 @@ class Result(TypedDict):
     metric: str
     """The harness's name for the number, such as acc_norm or base."""
     score: float
-    """The number: the mean outcome of the items; of a perplexity, its exponential."""
+    """Mean outcome of the items; for a perplexity, its exponential."""
     scale: Scale
-    """What the number is. The harness decides this, and nobody infers it from the metric's name."""
+    """Meaning of the number, as set by the harness; it is not inferred from the metric's name."""
     unit: str
-    """Unit of a loss, such as nats per token; of a perplexity, that of its loss. "" if there is
-    none."""
+    """Unit of a loss, such as nats per token; for a perplexity, the unit of its loss. "" for a
+    score."""
     stderr: float | None
     """Standard error of the score over items; None for fewer than two items."""
     n: int
@@ -55,29 +55,30 @@ class Sample(TypedDict):
     item: str
     """The item's id in its data file, or its number there."""
     replicate: int
-    """Number of the answer among several to the same item; 0 for the first."""
+    """Number of the answer to the item, from 0, where an item has several answers."""
     outcome: float
-    """1 if right, 0 if wrong, a share for partial credit; of a loss or a perplexity, the loss in
+    """1 if right, 0 if wrong, a share for partial credit; for a loss or a perplexity, the loss in
     the result's unit."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     thought: str
-    """What the model wrote before its answer, with its marks; empty where it did not think."""
+    """The reasoning that the model wrote before its answer, with its marks; "" without any."""
     output: str | None
-    """The answer that it wrote, or the log-likelihoods of the choices as JSON; None where a thought
-    does not end."""
+    """The answer that the model wrote, or the log-likelihoods of the choices as JSON; None where
+    the reasoning does not end."""
     ended: str | None
     """Why the text ended: end (an end token), stop (a stop text), limit (too many tokens), too_long
-    (nothing was written, because prompt and limit together are too long); None where nothing was to
-    be written."""
+    (nothing was written, because prompt and limit together are too long); None where no text was
+    requested."""
     extracted: str
     """The graded answer."""
     answer_loss: NotRequired[float | None]
     """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better.
     None or absent without a reference answer or its likelihood."""
     units: NotRequired[float | None]
-    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or
-    what makes tasks of a group count alike; None or absent where all items do."""
+    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or a
+    weight with which all tasks of a group count equally. None or absent where all items count
+    equally."""
 
 
 class ResultFile(TypedDict):
@@ -88,20 +89,21 @@ class ResultFile(TypedDict):
     results: list[Result]
     """One per entry of the benchmark's reports."""
     protocol: dict[str, Any]
-    """How it was measured: harness, data digest, limits, sandbox, one rendered prompt."""
+    """How the results were measured: harness, data digest, limits, sandbox, a rendered prompt."""
     versions: dict[str, str]
     """Versions of the libraries that generated and graded."""
 
 
 CONTAMINATION = "contamination.json"
-"""File with how many items of each benchmark occur in a text: comparable, found."""
+"""File with benchmark -> number of items that were looked for in a text (comparable), and that
+occur in it (found)."""
 RECORD = "record.json"
 """File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their
 results."""
 FIGURES = ("families", "damages", "contaminations")
-"""Entries of a record with the steps that are for figures, and for remarks."""
+"""Entries of a record with steps that only figures and remarks need."""
 KEY = ("calibration", "model", "gate", "seed")
-"""Columns that tell the steps of a figure apart."""
+"""Columns that identify a step of a figure."""
 _NAME = str | None
 _FIGURE = [{"calibration": str, "model": str, "gate": str, "seed": Number, "step": _NAME}]
 RECORD_SHAPE = {
@@ -128,8 +130,7 @@ no longer count."""
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     """Name of a run -> its record, for the records of a study that no later record replaces, oldest
-    first. Walks from the newest run, so replaced records are never opened. Raises Damaged for a
-    damaged record."""
+    first. Replaced records are not opened. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
@@ -141,24 +142,25 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """The records of a study, `joined`; None without any. Raises Damaged for a damaged record."""
+    """The current records of a study, `joined`; None without a record. Raises Damaged for a damaged
+    record."""
     current = current_records(root, study)
     return joined(current) if current else None
 
 
 def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The record of a study's last run (`run`), and of the runs at the same time: those of
-    `current_records`.
+    """One record with the cells and figures of all of `current_records`. Other entries, and `run`,
+    are those of the last run.
 
-    Of a cell that several records have, the benchmarks of all count. Where its steps differ, as
-    their settings do, the record of the later run counts, and the cell is in `differing`.
+    A cell in several records has the benchmarks of all of them. If these records name different
+    steps for it, as settings differed, the later record counts, and the cell is in `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            # models may share a name
+            # the id, as different models may have the same name
             key = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
             merged = _merged(cells[key], entry) if key in cells else entry
             if merged is None:
@@ -180,38 +182,44 @@ def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _key(document: Mapping[str, Any]) -> str:
+    """A dictionary key that is equal for equal documents."""
     return json.dumps(document, sort_keys=True)
 
 
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
-"""Fields of a cell in a record with the folder of a step, or None; those of its evaluations are in
-`evaluate`."""
+"""Fields of a cell in a record with the folder of a step, or None. The folders of evaluations are
+in the field `evaluate`."""
 DIGITS = 12
 """Digits of a step's id at the end of the name of its folder."""
 Folders = Mapping[str, str | None]
-"""Name of a step of a cell -> its folder, None if it is missing."""
+"""Name of a step of a cell -> its folder, None if the step is missing."""
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The new entry of a cell with the results that only the old entry has; None where they name
-    different steps. Labels of one step may differ, its id does not."""
-    pairs: list[tuple[Folders, Folders]] = [
-        ({name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}),
-        (old["evaluate"], new["evaluate"]),
-    ]
-    for before, after in pairs:
-        for name, folder in after.items():
-            earlier = before.get(name)
-            if folder and earlier and folder[-DIGITS:] != earlier[-DIGITS:]:
-                return None
-    steps, evaluate = (
-        {**before, **{name: folder or before.get(name) for name, folder in after.items()}}
-        for before, after in pairs
+    """The entry of a cell in a later record, completed by results that only the earlier one has;
+    None if they name different steps. Ids of steps are compared, as labels may differ."""
+    steps = _merged_folders(
+        {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
+    evaluate = _merged_folders(old["evaluate"], new["evaluate"])
+    if steps is None or evaluate is None:
+        return None
     finished = {**steps, **evaluate}
     errors = {**old["errors"], **new["errors"]}
     errors = {name: error for name, error in errors.items() if not finished.get(name)}
     return {**new, **steps, "evaluate": evaluate, "errors": errors}
+
+
+def _merged_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
+    """The folders of both, of the new ones where both have one; None if these differ in their
+    ids."""
+    merged = dict(old)
+    for name, folder in new.items():
+        old_folder = old.get(name)
+        if folder and old_folder and folder[-DIGITS:] != old_folder[-DIGITS:]:
+            return None
+        merged[name] = folder or old_folder
+    return merged
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
@@ -225,7 +233,7 @@ def finished_steps(record: Mapping[str, Any]) -> set[str]:
     return {name for name in names if name}
 
 
-# Columns of the tables that steps write for figures, most of them next to large arrays.
+# Columns of the tables that steps write for figures, mostly besides large arrays.
 COVERAGE = ("layer", "expert", "tokens")
 """coverage.parquet of a pass over a text: how many tokens the router sent to each expert."""
 SCORES = ("layer", "expert", "score")
@@ -246,7 +254,7 @@ variance         of the residual stream after the layer over tokens, the mean ov
 router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over
                  tokens
 gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
-load_entropy     of the shares of tokens that experts are given
+load_entropy     of the shares of tokens that are routed to each expert
 experts          that the router chooses from, or 0
 output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m
                  the routed output, m' that of the pruned layer on the same input, y the residual
@@ -305,5 +313,5 @@ CONCENTRATION = ("layer", "expert", "channels", "score")
 """expert_concentration.parquet of scores of channels: the share of the expert's score (`score`)
 that its highest channels hold, by the share of its channels (`channels`)."""
 BUDGETS = ("layer", "coverage", "kept")
-"""budgets.parquet of a plan of channels: the shares of the layer's score and of its channels that
-are kept."""
+"""budgets.parquet of a plan of channels: the share of the layer's score that its retained channels
+have (`coverage`), and their share of the layer's channels (`kept`)."""

@@ -26,7 +26,7 @@ from moe_lab.study.resources import Resources
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Asking, Contamination, Evaluate, Grading, task_of
+from moe_lab.study.steps.evaluation import BenchmarkSetup, Contamination, Evaluate, Grading, task_of
 from moe_lab.study.steps.files import Files, Models
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
@@ -72,7 +72,9 @@ class Example(Step):
 
     def resources(self) -> Resources:
         job = self.done_in or self.kind
-        usual = Resources(model=self.model, pace=[self.id], job=job, pack=PACKS.get(job, "one"))
+        usual = Resources(
+            model=self.model, pace=[self.id], job=job, steps_per_job=PACKS.get(job, "one")
+        )
         return usual._replace(**self.machine)
 
 
@@ -149,7 +151,9 @@ def step_of(
     }
     step_class: Any = KINDS[kind]
     step: Any = (
-        made[kind]() if kind in made else step_class.of(cell, *([kind] if step_class.kinds else []))
+        made[kind]()
+        if kind in made
+        else step_class.of(cell, *([kind] if hasattr(step_class, "kinds") else []))
     )
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
 
@@ -160,5 +164,5 @@ def evaluated(
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy(), None)
-    asking = Asking(benchmark, None, changes.pop("backend", BackendConfig()))
+    asking = BenchmarkSetup(benchmark, None, changes.pop("backend", BackendConfig()))
     return Evaluate(asking, pruned, None, None, grading, **changes)

@@ -144,7 +144,7 @@ class Worker:
 
 def study_request(*settings: str) -> StudyRequest:
     """The study that a command line describes."""
-    with composition.started():
+    with composition.hydra_context():
         return composition.compose([*SMALL, *settings])
 
 

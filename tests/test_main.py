@@ -17,7 +17,7 @@ from processes import of_children, within
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid
-from moe_lab.compose import Groups, compose, started
+from moe_lab.compose import Groups, compose, hydra_context
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, end_with
@@ -83,7 +83,7 @@ def test_a_mistake_ends_the_command_with_code_2(
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["2026_11_25", "7e3", "true", "'a'"])
 def test_texts_like_numbers_stay_texts(text: str) -> None:
-    with started():
+    with hydra_context():
         assert compose([f"study={text}"])[0].study == text.strip("'")
         assert compose(["objective=1234e56"])[0].objective == "1234e56"
         (cells, _), *_ = compose(["model.revision=1234e56", "calibration.subset=007"])[1]
@@ -94,7 +94,7 @@ def test_texts_like_numbers_stay_texts(text: str) -> None:
 def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
     comma_lists = ["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"]
     ranges = ["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"]
-    with started():
+    with hydra_context():
         cells, cells_of_ranges = (
             [cell for part, _ in compose(settings)[1] for cell in part]
             for settings in (comma_lists, ranges)
@@ -105,7 +105,7 @@ def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
 
 @pytest.mark.slow
 def test_a_setting_without_axis_suggests_quotes_for_its_comma() -> None:
-    with started():
+    with hydra_context():
         with pytest.raises(SettingsError) as error:
             compose(["store=a,b"])
         suggestion = str(error.value).split('"')[1]
@@ -298,7 +298,7 @@ def test_choices_are_composed_together_as_alone() -> None:
         ("benchmark", "rte"),
         ("calibration", "pocket_code"),
     ]
-    with started():
+    with hydra_context():
         groups = Groups()
         with pytest.raises(UserError, match="criterion=nobody"):
             groups.load([*choices, ("criterion", "nobody")])

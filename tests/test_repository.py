@@ -72,7 +72,7 @@ COMMAND = re.compile(r"(?:^|&& )(?: {4})?python -m moe_lab ((?:.*\\\n)*.*)$", re
 def problems_of(arguments: list[str]) -> list[str]:
     """The errors of a study that a command line describes."""
     try:
-        with composition.started():
+        with composition.hydra_context():
             settings, requests = composition.compose(arguments)
         return preflight(settings, requests)
     except UserError as error:

@@ -36,16 +36,16 @@ ids."""
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:
     """Hydra once for all tests."""
-    with started():
+    with hydra_context():
         yield
 
 
 @contextmanager
-def started() -> Iterator[None]:
+def hydra_context() -> Iterator[None]:
     """Hydra as `python -m moe_lab --config-dir sweeps` starts it. Harnesses are of no version,
     wherever they are installed, since versions are part of ids, and so is what the hub says, which
     is not asked."""
-    with pytest.MonkeyPatch.context() as patch, composition.started(SWEEPS):
+    with pytest.MonkeyPatch.context() as patch, composition.hydra_context(SWEEPS):
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("moe_lab.evaluation.harness.installed", lambda package: "any")
         patch.setattr(EvalScope, "version", lambda self, benchmark: "any")
@@ -185,7 +185,7 @@ def test_step_ids_are_the_recorded_ones(name: str) -> None:
 
 
 if __name__ == "__main__":
-    with started():
+    with hydra_context():
         IDS.write_text(
             json.dumps({name: step_ids(name) for name in [*EXPERIMENTS, *NAMES]}, indent=1) + "\n"
         )

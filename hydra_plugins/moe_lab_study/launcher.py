@@ -1,9 +1,10 @@
-"""Hydra launcher `study`: all jobs of a multirun become the cells of one study, so that shared
-steps run once."""
+"""Hydra launcher `study`: the jobs of a multirun become the cells of one study, so that steps that
+they share run once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ ConfigStore.instance().store(
 
 
 class StudyLauncher(Launcher):
-    """Composes every job, and hands all of them to one study."""
+    """Composes the settings of all jobs, and runs them as one study."""
 
     models: Models | None = None
 
@@ -44,28 +45,31 @@ class StudyLauncher(Launcher):
         from moe_lab.study.steps.files import Models
 
         hydra = self.config.hydra
-        searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
-        asked = []
+        searchpath = [text for text in hydra.overrides.hydra if "searchpath" in text]
+        configs = []
+        requests_of_jobs = []
         with Mistakes() as mistakes:
             if not job_overrides:
-                words = " ".join(hydra.overrides.task)
-                mistakes.append(f"{words} sweeps over nothing: expected patterns that match a name")
+                texts = " ".join(hydra.overrides.task)
+                mistakes.append(f"{texts} sweeps over nothing: expected patterns that match a name")
             for overrides in job_overrides:
                 with mistakes.caught():
-                    asked.append(compose([*searchpath, *overrides], hydra.job.config_name))
-        config = asked[0][0]
-        check_sweeper(hydra.runtime.choices, config)
-        # sweepers write what they found there
+                    config, requests = compose([*searchpath, *overrides], hydra.job.config_name)
+                    configs.append(config)
+                    requests_of_jobs.append(requests)
+        check_sweeper(hydra.runtime.choices, configs[0])
+        # sweepers write their results there
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        every = [request for _, requests in asked for request in requests]
+        all_requests = list(chain.from_iterable(requests_of_jobs))
         self.models = self.models or Models()
         # a sweeper launches some jobs at a time
-        ended = check_and_run(config, every, add=initial_job_idx > 0, models=self.models)
+        add = initial_job_idx > 0
+        result = check_and_run(configs[0], all_requests, add=add, models=self.models)
         return [
             JobReturn(
                 list(overrides),
                 status=JobStatus.COMPLETED,
-                _return_value=objective_value(ended, requests),
+                _return_value=objective_value(result, requests),
             )
-            for overrides, (_, requests) in zip(job_overrides, asked, strict=True)
+            for overrides, requests in zip(job_overrides, requests_of_jobs, strict=True)
         ]

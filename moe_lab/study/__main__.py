@@ -1,5 +1,5 @@
-"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`:
-free space."""
+"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: commands about a study that was
+started; `gc`: free space."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def main() -> int:
         help="NAME (not for gc): a study, by default the name of its experiment; or a step: "
         "kind/label, or its id; store=FOLDER, as for python -m moe_lab; for gc: apply=true",
     )
-    request = parser.parse_args()
-    is_gc = request.command == "gc"
+    parsed = parser.parse_args()
+    is_gc = parsed.command == "gc"
     try:
-        names, settings = split(request.arguments, ["store", "apply"] if is_gc else ["store"])
+        names, settings = split(parsed.arguments, ["store", "apply"] if is_gc else ["store"])
         number = 0 if is_gc else 1
         if len(names) != number:
             raise UserError(
-                f"{request.command} {' '.join(names)}: expected {number} names of a study or a "
+                f"{parsed.command} {' '.join(names)}: expected {number} names of a study or a "
                 "step, and the store as store=FOLDER"
             )
         store = Store(settings.get("store", "store"), in_queue=in_queue)
@@ -56,7 +56,7 @@ def main() -> int:
             if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
-                code = COMMANDS[request.command](*find(store, names[0])) or 0
+                code = COMMANDS[parsed.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
     except UserError as error:
@@ -83,8 +83,9 @@ def split(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[str], di
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """State of a study, and steps for a name: all steps of the study called so, or the steps that
-    match the name. Raises UserError when neither a study nor a step has the name."""
+    """A study and some of its steps: the study with this name and all its steps, or else the study
+    that has steps with this name or id, and these. Raises UserError when neither a study nor a step
+    matches."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 

@@ -1,11 +1,12 @@
 """Claims: which process computes what in a store that processes, machines and users share.
 
-A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system;
-on many of them, other nodes do not see locks. It names its owner, whose heartbeat, a thread, renews
-its time. A claim whose owner is gone is stale. A process that finds NAME.1 stale creates NAME.2:
-that is one O_EXCL as well, so that there is one new owner, and nobody renames or removes a file
-that may have become another's meanwhile. The last one counts: where an owner was killed while it
-removed NAME.1 and NAME.2, the next one fills the gap, and creates NAME.3.
+A claim is a file, claims/NAME.GENERATION, created with O_EXCL, which is atomic on every file
+system; on many of them, other nodes do not see locks. The file names its owner, and a thread of the
+owner, the heartbeat, renews the time of the file. A claim whose owner is gone is stale. A process
+that finds NAME.1 stale creates NAME.2, again with O_EXCL: so there is one new owner, and no process
+renames or removes a file that another may have taken over meanwhile. The highest generation counts.
+Where an owner was killed while it removed NAME.1 and NAME.2, the next owner fills the gap at
+NAME.1, and then creates NAME.3.
 
 An owner that was only suspended may resume. `Claim.check` then raises Busy, and the store has
 renamed its scratch folder, so that it can publish nothing.
@@ -36,16 +37,16 @@ LIMIT = 1800.0
 """Seconds without a heartbeat after which a claim of another machine is stale, unless its owner
 says otherwise."""
 WATCH = 2.5
-"""Heartbeats that this process must have missed itself: a file's time may be of the owner's clock.
-"""
+"""Intervals between heartbeats for which this process must have watched a claim itself: the time of
+the file may be by the owner's clock, which may be wrong."""
 LONG_AGO = 86400.0
-"""Seconds without a heartbeat that no wrong clock explains, so that one check finds it stale."""
+"""Seconds without a heartbeat that no wrong clock explains: such a claim need not be watched."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 SILENT = 50
-"""Attempts after which the user is told who holds the claim."""
+"""Attempts after which a message tells the user who holds the claim."""
 ATTEMPTS = 3
-"""How often the creation of a claim is tried while it fails and no claim is there."""
+"""How often the creation of a claim's file is tried if it fails although there is no such file."""
 OWNER_SHAPE = {
     "token": str,
     "since": Number,
@@ -67,8 +68,8 @@ class Busy(Exception):
 
 @lru_cache(maxsize=1)
 def machine() -> list[str]:
-    """What makes process ids comparable: the boot and the PID namespace, as containers share host
-    names."""
+    """Boot and PID namespace of this machine, within which process ids are unique. Containers share
+    host names."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -77,9 +78,9 @@ def machine() -> list[str]:
     return [socket.gethostname(), uuid.uuid4().hex]  # without /proc only the heartbeat decides
 
 
-def started(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot; None when there is none; "?" when it is
-    hidden from us."""
+def start_of(pid: int) -> str | None:
+    """Start of a process in clock ticks since boot; None without such a process, "?" when it is
+    hidden from this user."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # a zombie has ended, and its parent has not asked how
@@ -94,8 +95,7 @@ def started(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. `token`: a text that no other
-    claim has."""
+    """A claim that this process holds until the `with` block ends. `token` is unique."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
         self.claims = claims
@@ -109,7 +109,7 @@ class Claim(AbstractContextManager["Claim"]):
             "host": socket.gethostname(),
             "machine": machine(),
             "pid": os.getpid(),
-            "started": started(os.getpid()),
+            "started": start_of(os.getpid()),
             "job": own_job(),
             "restarts": restarts(),
             "limit": claims.limit,
@@ -122,7 +122,7 @@ class Claim(AbstractContextManager["Claim"]):
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.file, sealed(json.dumps(owner)).encode())
             os.fsync(self.file)  # other machines see it from here on
-        except OSError:  # a full disk, say: nobody may wait for an empty claim
+        except OSError:  # such as a full disk: no process may wait for an empty claim
             self.abandon()
             raise
 
@@ -130,7 +130,7 @@ class Claim(AbstractContextManager["Claim"]):
         self.release()
 
     def check(self) -> None:
-        """Raise Busy when another process took over."""
+        """Raise Busy when another process took over this claim."""
         owner = _owner(self.path)
         if (
             owner is None
@@ -140,13 +140,13 @@ class Claim(AbstractContextManager["Claim"]):
             raise Busy(self.name)
 
     def abandon(self) -> None:
-        """Remove a claim that never counted."""
+        """Remove the file of a claim that this process does not hold after all."""
         self.path.unlink(missing_ok=True)
         os.close(self.file)
 
     def release(self) -> None:
-        """Remove the claim, and the stale ones before it. One that was lost is only marked as given
-        up."""
+        """Remove the claim, and stale ones of lower generations. A claim that another process took
+        over is only marked as given up, by the time 0."""
         with self.claims.lock:  # no heartbeat may use the number of a file that is closed
             self.claims.owned.discard(self)
         try:
@@ -161,13 +161,13 @@ class Claim(AbstractContextManager["Claim"]):
 
 
 InQueue = Callable[[str, int], bool]
-"""Whether the scheduler shows the job with this id of this user (uid)."""
+"""Whether the job with an id, of a user (uid), is in the scheduler's queue."""
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: a job in the queue keeps even old claims; None where
-    there is no scheduler. `limit`: seconds without a heartbeat after which claims made here are
-    stale to others."""
+    """The claims in a folder. `in_queue`: claims of jobs in the queue are not stale; None without a
+    scheduler. `limit`: seconds without a heartbeat after which claims of this process are stale for
+    others."""
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
@@ -177,8 +177,10 @@ class Claims:
         """Whether the store is of a group, which may then read and write claims whatever the
         umask."""
         self.owned: set[Claim] = set()
+        """Claims that this process holds."""
         self.lock = threading.Lock()
-        self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
+        self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
+        """File of a claim -> its time and token, and since when this process sees these."""
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -204,13 +206,13 @@ class Claims:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
                 continue
-            # Those before it may have been released, and taken anew, since they were judged.
-            if not all(self.is_stale(self.path(name, before)) for before in range(1, generation)):
+            # lower generations may have been released and taken again since they were checked
+            if not all(self.is_stale(self.path(name, lower)) for lower in range(1, generation)):
                 claim.abandon()
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            os.utime(claim.file, (0, 0))  # it only fills a gap, and is given up
+            os.utime(claim.file, (0, 0))  # gives it up: it only fills a gap
             os.close(claim.file)
         with self.lock:
             self.owned.add(claim)
@@ -220,7 +222,7 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """As `take`, but wait until no other process holds it. Says who does when that takes
+        """As `take`, but wait while another process holds the claim; print its holder if that takes
         long."""
         attempts = 0
         while True:
@@ -235,8 +237,8 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """Who holds a claim, in words: process, machine and job, and for how long its heartbeat is
-        missing."""
+        """The holder of a claim as text: process, machine and job, and for how long its heartbeat
+        has been missing."""
         with suppress(ValueError, FileNotFoundError):
             last = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent = time.time() - last.stat().st_mtime
@@ -265,46 +267,48 @@ class Claims:
 
     def is_stale(self, path: Path) -> bool:
         """Whether the owner of a claim is gone. A claim that has just been removed is not stale:
-        try again later.
+        the caller tries again later.
 
-        A process of this machine is looked up. For another machine, an old time is not enough,
-        unless it is LONG_AGO: this process must have missed heartbeats itself, for long if the time
-        is recent. On some file systems the time is by the clock of the owner, which may be wrong.
-        A claim without an owner and heartbeats is of a process that was killed while it wrote
-        it."""
+        An owner on this machine is gone if its process has ended. For an owner on another machine,
+        heartbeats must be missing for longer than its limit. The time of the file alone does not
+        show this, unless it is LONG_AGO: on some file systems it is by the clock of the owner,
+        which may be wrong. So this process watches the claim for WATCH heartbeats itself. A claim
+        without an owner and heartbeats is of a process that was killed while it wrote the file."""
         try:
             file = path.stat()
             owner = _owner(path)
         except FileNotFoundError:
             return False
         changed = file.st_mtime_ns
-        if changed == 0 or (owner and _is_gone(owner, file)):  # 0: given up
+        if changed == 0 or (owner and _has_ended(owner, file)):  # 0: given up
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
-            return True  # of this job before it was requeued, on another node perhaps
-        mark = (changed, owner["token"] if owner else "")
-        if path not in self._seen or self._seen[path][0] != mark:
-            self._seen[path] = (mark, time.monotonic())
-        watched = time.monotonic() - self._seen[path][1]
+            return True  # a process of this job before it was requeued, perhaps on another node
+        state = (changed, owner["token"] if owner else "")
+        last_state, start_time = self._watched.get(path, (None, 0.0))
+        if state != last_state:
+            start_time = time.monotonic()
+            self._watched[path] = (state, start_time)
+        watched = time.monotonic() - start_time
         if watched < WATCH * BEAT and time.time() - changed / 1e9 < LONG_AGO:
             return False
         if owner is None:
             return True
-        # That this job is in the queue does not mean that its other processes are alive.
+        # the queue does not show whether other processes of this job are alive
         has_other_job = owner["job"] is not None and not is_own_job
         if has_other_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
             return False
         try:
-            os.utime(self.folder)  # gives it the present time by the clock of the file system
+            os.utime(self.folder)  # sets the present time by the clock of the file system
             silent = max(watched, self.folder.stat().st_mtime - changed / 1e9)
             return bool(silent > owner["limit"])
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 
     def active(self) -> dict[str, float]:
-        """Claims that are not stale: name -> creation time in seconds since the epoch, 0 if it is
-        unknown. Writes nothing permanent."""
+        """Name -> creation time (seconds since the epoch, 0 if it is unknown) of claims that are
+        not stale. Writes nothing permanent."""
         claims = {}
         for path in self.folder.glob("*"):
             if not self.is_stale(path):
@@ -313,43 +317,43 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Remove stale claims by taking them over, and those after gaps, which no owner removes."""
+        """Remove stale claims by taking them over; also those after gaps between generations, which
+        no owner removes."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
-                    # those before it go with it
+                    # the release of `claim` removes lower generations
                     if int(path.suffix[1:]) > claim.generation and self.is_stale(path):
                         path.unlink(missing_ok=True)
 
 
 def _create(path: Path) -> int:
-    """Create a file that does not exist yet, and open it. Raises FileExistsError where another
-    process was faster.
+    """Create a file, and return its descriptor. Raises FileExistsError if the file exists.
 
-    A creation that loses such a race ends with EPERM on sshfs, whose protocol has no EEXIST. So
-    whether the file exists decides, not the number of the error; it is tried again since the file
-    may have been removed in between."""
-    refusal = OSError()
+    sshfs, whose protocol has no EEXIST, raises EPERM for a file that exists. So after any error the
+    file is looked up. If it is missing, the creation is tried again, as the file may have been
+    removed after the error."""
+    last_error = OSError()
     for _ in range(ATTEMPTS):
         try:
             return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         except OSError as error:
             if os.path.lexists(path):
                 raise FileExistsError(path) from None
-            refusal = error
-    raise refusal
+            last_error = error
+    raise last_error
 
 
-def _is_gone(owner: dict[str, Any], file: os.stat_result) -> bool:
-    """Whether the process of a claim of this machine has ended, or the claim file was copied from
+def _has_ended(owner: dict[str, Any], file: os.stat_result) -> bool:
+    """Whether a claim is of a process of this machine that has ended, or its file was copied from
     another store.
 
-    Inodes are compared on one device only: each mount of a network file system numbers files
-    anew."""
+    Inodes are only compared on the same device, since each mount of a network file system has its
+    own numbers."""
     if owner["machine"] != machine():
         return False
     is_copy = owner["device"] == file.st_dev and owner["inode"] != file.st_ino
-    return is_copy or started(owner["pid"]) not in (owner["started"], "?")
+    return is_copy or start_of(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:
@@ -362,20 +366,21 @@ def own_job() -> str | None:
 
 
 def restarts() -> int:
-    """How often the job was requeued; 0 outside of jobs."""
+    """How often the job of this process was requeued; 0 outside of jobs."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def in_queue(job: str, user: int) -> bool:
-    """Whether Slurm shows a job of a user. False when it does not answer: then heartbeats alone
-    decide on a claim."""
-    # it is asked once a minute, as old claims are many after a power cut
+    """Whether a job of a user is in Slurm's queue. False when Slurm does not answer: then
+    heartbeats alone decide on a claim."""
+    # one query a minute, since there are many old claims after a power cut
     minute = int(time.monotonic() // 60)
     return job in _jobs(user, minute)
 
 
 @lru_cache(maxsize=64)
 def _jobs(user: int, _: int) -> Collection[str]:
+    """Ids of the jobs of a user in Slurm's queue, cached for a minute by the second argument."""
     from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
 
     try:
@@ -385,8 +390,8 @@ def _jobs(user: int, _: int) -> Collection[str]:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Who made a claim; None while it is being written, and when it is damaged: then heartbeats
-    decide."""
+    """The owner that the file of a claim names; None while the file is being written, and when it
+    is damaged."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner

@@ -1,8 +1,9 @@
-"""Where steps run a model, and what they take: memory, disk space and time.
+"""Resolve devices, precisions and engines of models; check memory and disk space of this machine;
+and estimate the time of steps.
 
-Device and precision are resolved before steps are named. Memory is computed from the model's shape,
-to within a factor of two. Time is what steps of the same kind took for a unit of work, in this
-store or in a run; without a comparable step there is no estimate.
+All three are resolved before ids of steps are computed. Estimated time is what steps of the same
+kind took for a unit of work, in this store or in a run; without a comparable step there is no
+estimate.
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ from moe_lab.study.store import Store
 TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
-def resolved(model: ModelConfig, config: Config) -> ModelConfig:
-    """The model with the device and the precision that `auto` stands for where the steps of a study
-    run.
+def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
+    """The model with device=auto and dtype=auto resolved for the machine where the steps run.
 
-    A login node without a GPU names the device that its jobs ask for. On a GPU, dtype=auto is the
-    precision of the files, which the hash of these identifies.
+    With launcher=slurm, that is the device that jobs request, although the login node may have no
+    GPU. On a GPU, dtype=auto stays: it is the precision of the files, which their hash identifies.
     """
     device = model.device
     if device == "auto":
@@ -49,19 +49,19 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """The most GPUs that a process with a model may have: those of this machine, inline as many as
-    hold the weights."""
+    """The most GPUs of a process with a model: those of a Slurm job, or of this machine; with
+    launcher=inline, as many of these as hold the weights."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
     visible = len(visible_gpus())
     if config.launcher.name == "local" or visible <= 1:
         return visible
     size = size_of(model)
-    return min(visible, _holding(size, config)) if size else visible
+    return min(visible, _gpus_for_weights(size, config)) if size else visible
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """The GPUs of a job with a model: what is set, or else the most that a step may need."""
+    """GPUs of a job with a model: the number that is set, or else the most that a step may need."""
     for job in (config.resources.of_model(model), config.resources.every):
         if job is not None and job.gpus is not None:
             return job.gpus
@@ -69,38 +69,40 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
     return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
 
 
-def _holding(size: Size, config: Config) -> int:
-    """GPUs that hold the weights of a model of this size."""
+def _gpus_for_weights(size: Size, config: Config) -> int:
+    """Number of GPUs that hold the weights of a model of this size."""
     return loaded_weights(size).gpus(config.resources.gpu_memory)
 
 
-def divided(text: CalibrationConfig, model: ModelConfig, config: Config) -> CalibrationConfig:
-    """The text with the engine and the number of parts that auto and null stand for.
+def resolved_engine(
+    text: CalibrationConfig, model: ModelConfig, config: Config
+) -> CalibrationConfig:
+    """The text with engine=auto and parts=null resolved.
 
-    A model that one GPU does not hold is read layer by layer, in a part on each GPU: divided among
-    them, its layers would be computed by one at a time. Weights that are quantised, or not known
-    not to be, are loaded whole.
+    A model that one GPU does not hold is streamed layer by layer, with a part of the text on each
+    GPU: splitting the model among them would leave all GPUs but one idle. Models with quantised
+    weights, or of unknown configuration, are resident.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
-    needed = _holding(size, config) if size else 1
+    needed = _gpus_for_weights(size, config) if size else 1
     if needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
-    cards = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
-    return replace(text, engine="streamed", parts=text.parts or max(1, min(cards, text.batches)))
+    gpus = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
+    return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
 
 
 def check_device(name: str) -> None:
-    """Raise UserError when the CUDA device of model.device, or for a device map any, is not on this
-    machine."""
+    """Raise UserError when this machine lacks the CUDA device of model.device; for a device map,
+    any CUDA device."""
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)
 
 
 def device_here(device: str) -> str:
-    """Name of the device that `model.device` selects on this machine. Raises UserError when there
-    is none. Runs in another process, because torch takes seconds to import."""
+    """Name of the device that `model.device` selects on this machine. Raises UserError without such
+    a device. Another process finds it out, because torch takes seconds to import."""
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
@@ -111,7 +113,7 @@ def device_here(device: str) -> str:
 
 
 def check_memory(step: Step) -> None:
-    """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main
+    """Raise UserError when a step loads all weights of a model on the CPU and they exceed the main
     memory of this machine. Only models of known size with plain (not quantised) weights are
     checked, and none that a server loads."""
     needed = step.resources()
@@ -119,23 +121,23 @@ def check_memory(step: Step) -> None:
     if model is None or needed.weights != "model" or model.device != "cpu":
         return
     size = None if quantization(model) else size_of(model)
-    there = main_memory()
-    if size and size.bytes > there:
-        way = "leave it out" if step.whole_model else "set calibration.engine=streamed"
+    available = main_memory()
+    if size and size.bytes > available:
+        advice = "leave it out" if step.whole_model else "set calibration.engine=streamed"
         raise UserError(
             f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB "
-            f"of weights, and there are {there / GIB:.1f} GiB of main memory: {way}, or name "
-            "another device or a smaller dtype"
+            f"of weights, and there are {available / GIB:.1f} GiB of main memory: {advice}, or "
+            "name another device or a smaller dtype"
         )
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, as by `learned`."""
+"""Step -> estimated seconds, None without an estimate; as by `learned`."""
 
 
 def learned(store: Store) -> Seconds:
-    """Estimates of how long steps take, from finished steps in a store: units times the median rate
-    of those of equal kind and pace; None without such a step."""
+    """Estimates of the seconds of steps from finished steps in a store: units times the median rate
+    of steps of equal kind and pace; None without such a step."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -149,36 +151,42 @@ def learned(store: Store) -> Seconds:
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left
+    """Pace as JSON -> seconds per unit of each finished step of a kind. Damaged steps are left
     out."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
             continue
         provenance = document["provenance"]
-        if not provenance.get("merged"):  # the time of its shares is in their own folders
+        if not provenance.get(
+            "merged"
+        ):  # the time is that of the shares, which are steps themselves
             rates.setdefault(canonical(provenance["pace"]), []).append(
                 provenance["seconds"] / provenance["units"]
             )
     return rates
 
 
-Spent = tuple[Step, float, float]
-"""A step, the seconds that it has taken, and the share of its work that was done in them, 0 where
-it is not known."""
+class StepTime(NamedTuple):
+    """Time that a step has taken so far."""
+
+    step: Step
+    seconds: float
+    share: float
+    """Share of its work that was done in this time; 0 if it is unknown."""
 
 
 def time_left(
-    ended: Iterable[Spent],
-    running: Sequence[Spent],
+    ended: Iterable[StepTime],
+    running: Sequence[StepTime],
     waiting: Iterable[Step],
     seconds: Seconds,
     workers: int,
 ) -> tuple[float, list[str]]:
-    """Estimated seconds until so many workers have done all steps of a run, and the kinds of which
-    nothing is known.
+    """Estimated seconds until `workers` workers have done all steps of a run, and the kinds of
+    steps without an estimate.
 
-    Steps of a kind take what its work has taken in this run, or else what `seconds` says.
+    The time of a step is estimated from steps of its kind in this run, or else by `seconds`.
     """
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
@@ -188,34 +196,35 @@ def time_left(
             work_by_kind[step.kind] += _work(step) * share
     remaining = [0.0]
     unknown = list[str]()
-    for step, spent, share in (*running, *((step, 0.0, 0.0) for step in waiting)):
-        whole = (
-            _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
-            if work_by_kind[step.kind]
-            else seconds(step)
-        )
-        if whole is None:
-            unknown.append(step.kind)
+    for step, spent, share in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
+        total: float | None
+        if work_by_kind[step.kind]:
+            total = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
         else:
-            # one that takes longer than others needs half as long again, until it reports progress
-            remaining.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
+            total = seconds(step)
+        if total is None:
+            unknown.append(step.kind)
+        elif share:
+            remaining.append(total * (1 - share))
+        else:
+            # without progress, a step that takes longer than estimated is given half as long again
+            remaining.append(max(total - spent, spent / 2))
     return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown))
 
 
 SMALL = 100_000_000
-"""Parameters below which a model takes no less time: what is around its products takes longer than
-they do."""
+"""Parameters below which smaller models take no less time: work besides the matrix products
+dominates."""
 
 
 @cache
 def _work(step: Step) -> float:
-    """Amount of work, comparable between steps of a kind: units, times the parameters of the model
-    that is read."""
+    """Amount of work, comparable between steps of a kind: units times parameters of the model."""
     if step.merges:
         return 0.0
     needed = step.resources()
     size = size_of(needed.model) if needed.model else None
-    parameters = max(size.parameters, SMALL) if size else 1e9  # unknown: as of a usual model
+    parameters = max(size.parameters, SMALL) if size else 1e9  # as of a usual model
     return needed.units * parameters
 
 
@@ -236,10 +245,10 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
     total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
         of_kind = [step for step in steps if step.kind == kind]
-        own = [step for step in missing if step.kind == kind]
-        counts = (len(of_kind), len(of_kind) - len(own), len(own))
-        hours = _hours(own, gpu_memory, seconds)
-        table.add_row(kind, *map(str, counts), largest_memory(own), *hours.texts())
+        to_do = [step for step in missing if step.kind == kind]
+        counts = (len(of_kind), len(of_kind) - len(to_do), len(to_do))
+        hours = _hours(to_do, gpu_memory, seconds)
+        table.add_row(kind, *map(str, counts), largest_memory(to_do), *hours.texts())
         total = Hours(
             total.work + hours.work,
             total.gpu_work + hours.gpu_work,
@@ -251,32 +260,34 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
 
 
 class Hours(NamedTuple):
-    """Hours of steps that run one after another; one on several GPUs counts for all of them."""
+    """Total hours of several steps."""
 
     work: float = 0.0
     gpu_work: float = 0.0
+    """GPU-hours: the hours of each step times its number of GPUs."""
     unknown: int = 0
-    """Steps of which no time is known."""
+    """Number of steps without an estimate."""
 
     def texts(self) -> tuple[str, str]:
         """Hours and GPU-hours for a table."""
-        if self.unknown and not self.work:  # merges of shares are nothing beside the shares
+        if self.unknown and not self.work:  # merging shares takes no time to speak of
             return "unknown", "unknown"
-        more = f" + {self.unknown} unknown" if self.unknown else ""
-        return f"{self.work:.2f}{more}", f"{self.gpu_work:.2f}{more}"
+        ending = f" + {self.unknown} unknown" if self.unknown else ""
+        return f"{self.work:.2f}{ending}", f"{self.gpu_work:.2f}{ending}"
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
-        if (takes := seconds(step)) is None:
+        estimate = seconds(step)
+        if estimate is None:
             unknown += 1
             continue
-        work += takes / 3600
+        work += estimate / 3600
         needed = step.resources()
         if needed.memory is not None:
-            gpu_work += takes / 3600 * needed.gpus(gpu_memory)
+            gpu_work += estimate / 3600 * needed.gpus(gpu_memory)
     return Hours(work, gpu_work, unknown)
 
 
@@ -289,12 +300,14 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`. Estimates
+    """A sentence when `steps` would write more than is free on the disk of `store`. Counted are
     exported checkpoints, hidden states of streamed passes and generated texts; all other files are
     small."""
     needed = sum(step.resources().disk for step in steps)
-    place = Path(store).expanduser().absolute()
-    free = shutil.disk_usage(next(filter(Path.exists, (place, *place.parents)))).free
+    folder = Path(store).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [

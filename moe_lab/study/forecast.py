@@ -1,4 +1,4 @@
-"""What a run would do, for a dry run."""
+"""The forecast of a dry run: missing steps, memory, time, and resources of Slurm jobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from moe_lab.errors import user_errors
 from moe_lab.study.estimates import forecast, learned
 from moe_lab.study.other_stores import finished_in, open_other
-from moe_lab.study.preflight import too_small
+from moe_lab.study.preflight import capacity_problems
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import console, print_notices
 
@@ -22,13 +22,14 @@ def print_forecast(study: Study) -> list[str]:
     seconds = learned(study.store)
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
     missing = [step for step in steps if step.id not in done]
-    problems = too_small(study.store.root, missing, config.launcher)
+    problems = capacity_problems(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:
-        from moe_lab.study.slurm.arrays import arrange, resources, table
+        from moe_lab.study.slurm.arrays import arrange, array_table, job_resources
 
-        ask = partial(resources, settings=config.resources, seconds=seconds)
-        jobs = partial(arrange, missing, ask, config.launcher)
-        problems += user_errors(
-            lambda: console.print(table(jobs(), config.resources.longest, seconds))
-        )
+        def print_arrays() -> None:
+            resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
+            arrays = arrange(missing, resources_of, config.launcher)
+            console.print(array_table(arrays, config.resources.longest, seconds))
+
+        problems += user_errors(print_arrays)
     return problems

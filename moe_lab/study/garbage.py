@@ -1,4 +1,4 @@
-"""Free the steps of a store that no study refers to, and what killed runs left:
+"""Remove the steps of a store that no study refers to, and files of killed runs:
 `python -m moe_lab.study gc`."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_lab.results import DIGITS, finished_steps, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, drop
-from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
+from moe_lab.study.runs import GC_CLAIM, runs, steps_of_active_runs, studies
 from moe_lab.study.status import console, queued_jobs
 from moe_lab.study.store import SCRATCH, Store, hide
 
@@ -32,20 +32,20 @@ class Garbage:
     """An unreferenced step, or files of a killed run."""
 
     path: Path | None
-    """Its folder; None in a pack."""
+    """Its folder; None for a step in a pack."""
     kind: str
     """Kind of step, or LEFTOVERS."""
     bytes: int
     step_id: str
-    """Start of the id; "" for scratch, which needs no renaming before it is removed."""
+    """Start of the id; "" for a scratch folder, which is not renamed before it is removed."""
 
 
 def gc(store: Store, *, apply: bool = False) -> int:
-    """Print what no study refers to, by kind of step with bytes; with `apply`, free it.
+    """Print a table of the garbage in a store; with `apply`, remove it. Returns the exit code.
 
-    A step's folder is first renamed as scratch: a process that is killed then leaves nothing that
-    looks finished. New runs wait only until all is renamed. UserError when a file that may refer to
-    steps is damaged, and when folders cannot be removed."""
+    The folder of a step is first renamed as a scratch folder, so that a process that is killed
+    leaves no folder that looks finished. New runs wait only until all folders are renamed.
+    UserError when a file that may refer to steps is damaged, and when folders cannot be removed."""
     if not apply:
         garbage, queue_error = find_garbage(store)
         _print(store, garbage, queue_error)
@@ -54,7 +54,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
             print(f"nothing was freed; this frees it: {command}")
         return 0
     Store(store.root).create()  # raises UserError where one may not write
-    with store.claims.wait_for(CHOOSING):
+    with store.claims.wait_for(GC_CLAIM):
         garbage, queue_error = find_garbage(store)
         removed = _hide(store, garbage)
     _print(store, garbage, queue_error)
@@ -72,7 +72,8 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
 
 def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Take garbage out of packs, and rename folders as scratch; all folders to remove."""
+    """Remove garbage from packs, and rename folders of steps as scratch folders. Returns all
+    folders to remove."""
     if packed := [item.step_id for item in garbage if item.path is None]:
         drop(store, packed)
     removed = []
@@ -82,14 +83,15 @@ def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
         if not item.step_id:
             removed.append(item.path)
             continue
-        # Busy: a process is computing the step
+        # Busy: a process is computing the step, which then stays
         with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
             removed.append(hide(item.path, item.step_id))
     return removed
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """Unreferenced steps and leftovers; and why Slurm's queue is unknown, or "". Changes nothing.
+    """Unreferenced steps and leftovers of killed runs; and why Slurm's queue is unknown, or "".
+    Changes nothing.
 
     Raises UserError when a file that may refer to steps is damaged.
     """
@@ -106,16 +108,16 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
         sizes = {start: store.packs.size(start) for start in packed.keys() - needed}
     except (FileNotFoundError, Damaged) as error:
         raise _unclear(store, str(error)) from None
-    garbage = []
+    garbage: list[Garbage] = []
     for start in loose.keys() - needed:
-        garbage += [item for folder in loose[start] if (item := _step(folder))]
+        garbage += filter(None, map(_step, loose[start]))
     for start, size in sizes.items():
         garbage.append(Garbage(None, packed[start].partition("/")[0], size, start))
     return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
 def _with_inputs(store: Store, starts: Set[str], loose: Mapping[str, list[Path]]) -> set[str]:
-    """Steps, by the starts of their ids, and all that they were made from."""
+    """The steps with these starts of ids, and all their direct and indirect inputs."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     queue = list(starts)
@@ -131,7 +133,8 @@ def _with_inputs(store: Store, starts: Set[str], loose: Mapping[str, list[Path]]
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch, and resume files of unreferenced steps, unless a process is computing the step."""
+    """Scratch folders, and resume files of unreferenced steps, unless a process is computing the
+    step."""
     scratch = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_files = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
@@ -150,7 +153,7 @@ def _referenced(store: Store) -> tuple[set[str], str]:
     Claims are read first, then the queue, then records: records are written before claims and jobs
     disappear, so this order misses no step.
     """
-    referenced = steps_at_work(store)
+    referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for study_runs in runs_of.values() for run in study_runs}
     jobs = {job.id: job for run_jobs in jobs_of.values() for job in run_jobs}
@@ -173,6 +176,7 @@ def _referenced(store: Store) -> tuple[set[str], str]:
 
 
 def _unclear(store: Store, reason: str) -> UserError:
+    """The error when references to steps cannot be read."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
@@ -180,8 +184,8 @@ def _unclear(store: Store, reason: str) -> UserError:
 
 
 def _step(folder: Path) -> Garbage | None:
-    """The finished step in a folder. None unless its step.json agrees with the folder's kind and
-    id."""
+    """The finished step in a folder. None unless step.json has the kind and the id in the path of
+    the folder."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
         id_prefix = folder.name[-DIGITS:]
@@ -201,7 +205,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _print(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a row per kind of step that is freed."""
+    """Print a table with number and bytes of the garbage by kind of step."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

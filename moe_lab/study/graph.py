@@ -25,7 +25,7 @@ from moe_lab.evaluation.harness import harness_of
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.results import FIGURES, STEPS
-from moe_lab.study.estimates import divided, resolved
+from moe_lab.study.estimates import resolved_device, resolved_engine
 from moe_lab.study.step import Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, timing_of
 from moe_lab.study.steps.evaluation import (
@@ -184,7 +184,7 @@ class _Resolver:
 
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
     """The model with device and precision resolved."""
-    return StepModel.of(resolved(model, config))
+    return StepModel.of(resolved_device(model, config))
 
 
 def resolved_text(
@@ -193,7 +193,7 @@ def resolved_text(
     """The text with engine and number of parts resolved, and with the cell's seed unless it sets
     one itself."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
-    return IdentifiedText.of(divided(seeded, model, config))
+    return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:

@@ -10,20 +10,20 @@ from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.study.graph import normalized
 from moe_lab.study.preflight import AVERAGE
-from moe_lab.study.run import Ended
+from moe_lab.study.run import RunResult
 
 RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale": str}]}
 """Expected form of a result.json."""
 
 
-def objective_value(ended: Ended, requests: Iterable[Request]) -> float:
-    """The result that `objective` names, of the job that requested these cells; without an
+def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
+    """The number that `objective` names, for the job of a multirun with these requests; without an
     objective, the exit code.
 
-    Avg is the mean over benchmarks in which more is better, each the mean of its results; any other
-    name is that of a result, such as arc_easy or perplexity. UserError when the job prunes no or
-    several models, or lacks a result."""
-    code, study = ended
+    Avg is the mean over benchmarks with scores, each the mean of its results; any other name is
+    that of a result, such as arc_easy or perplexity. UserError unless the job prunes one model and
+    has all results."""
+    code, study = result
     objective = study.config.objective
     if objective is None or study.config.dry_run:
         return code
@@ -45,10 +45,10 @@ def objective_value(ended: Ended, requests: Iterable[Request]) -> float:
             )
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]
-        scores |= {result["benchmark"]: result["score"] for result in results}
-        shares = [result["score"] for result in results if result["scale"] == "score"]
-        if shares:
-            averages.append(fmean(shares))
+        scores |= {entry["benchmark"]: entry["score"] for entry in results}
+        higher_is_better = [entry["score"] for entry in results if entry["scale"] == "score"]
+        if higher_is_better:
+            averages.append(fmean(higher_is_better))
     if objective == AVERAGE and averages:
         return fmean(averages)
     check_known("objective", objective, scores)

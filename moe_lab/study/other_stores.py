@@ -1,4 +1,5 @@
-"""Take finished steps over from the stores in `also`: folders of others, which are only read."""
+"""Copy finished steps from the stores in `also`, such as those of colleagues, which are only
+read."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import STEP, file_entry
-from moe_lab.study.packing import MANY, Packing, take
+from moe_lab.study.packing import MANY, Packing, copy_packed
 from moe_lab.study.schedule import inform
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
@@ -22,11 +23,11 @@ from moe_lab.study.store import Store
 LARGE = 64 << 20
 """Bytes from which a file is not copied: a link to it is made."""
 THREADS = 8
-"""Steps that are copied at the same time, since on a network disk most of the time is waiting."""
+"""Number of steps that are copied at the same time, as a network disk is mostly waited for."""
 
 
 def open_other(path: str) -> Store:
-    """One of the stores in `also`. Raises UserError when there is none."""
+    """A store in `also`. Raises UserError when there is no store."""
     try:
         other = Store(path)
         problem = "" if other.exists() else "no store is there"
@@ -38,14 +39,14 @@ def open_other(path: str) -> Store:
 
 
 def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
-    """Ids of those of the steps that are finished in another store."""
+    """Ids of the steps that are finished in another store."""
     with other.errors_as_sentences():
         present = other.present()
     return {step.id for step in steps if step.id[:DIGITS] in present}
 
 
 def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
-    """Copy those of the steps into the store that are finished in another store alone."""
+    """Copy the steps that are finished in the store at `path`, and not in `store`."""
     other = open_other(path)
     done = store.done_of(steps)
     available = finished_in(other, steps) - done
@@ -56,10 +57,9 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy steps that are finished in another store, which are found by their ids.
+    """Copy the steps that are finished in another store, where they are found by their ids.
 
-    Steps that another process is working on are left out; so are, with a notice, those that are
-    damaged there.
+    Steps that another process is computing are left out; so are damaged steps, with a notice.
     """
     with other.errors_as_sentences():
         present = other.present()
@@ -68,7 +68,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
             store.notices.append(
                 f"also={other.root}: {pack} is damaged: its steps are computed again"
             )
-        take(store, other, names)
+        copy_packed(store, other, names)
         loose = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
@@ -78,11 +78,11 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
 
 
 def _copy(store: Store, other: Store, name: str) -> None:
-    """Copy a step; a notice says why when it is damaged."""
+    """Copy the step KIND/NAME; for a damaged one, add a notice."""
     try:
         document = _document(other, name)
         with store.receive(name, document) as scratch:
-            if scratch is None:  # it is finished here
+            if scratch is None:  # the step is finished in `store`
                 return
             for file, expected in document["files"].items():
                 target = scratch / file
@@ -99,6 +99,7 @@ def _copy(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
+    """STEP of a step. Raises Damaged also when it is missing or may not be read."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):
@@ -108,8 +109,8 @@ def _document(other: Store, name: str) -> dict[str, Any]:
 def _copy_file(
     other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
 ) -> None:
-    """Copy a file of a step, or make a link to a large one. `expected`: its size and sha256. Raises
-    Damaged when it is missing, may not be read or has changed."""
+    """Copy a file of a step to `target`, or make a link there to a large file. `expected`: size and
+    sha256. Raises Damaged when the file is missing, may not be read or has changed."""
     path = other.folder(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):

@@ -1,8 +1,8 @@
-"""Move small steps of a store into packs, take steps out of packs, and put packs together: under
-one claim.
+"""Move small steps of a store into packs, remove steps from packs, and merge packs, under one
+claim.
 
-A step is finished as a folder, which others see at once, and which nothing can lose. Only when a
-store has many of them, they are copied into a pack, and then their folders are removed.
+A finished step is first a folder, which other processes see at once. When a store has many small
+steps, they are copied into a pack, and only then their folders are removed.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from moe_lab.study.step import KINDS
 from moe_lab.study.store import Store, hide
 
 PACKS = "packs"
-"""The claim of whoever writes packs."""
+"""Claim of the process that writes packs."""
 SMALL = 1 << 20
-"""Most bytes of a step that is put into a pack."""
+"""Maximum bytes of a step in a pack."""
 MANY = 500
 """Minimum number of loose small steps before packing."""
-AT_ONCE = 5000
-"""Most steps that are put into one pack at a time."""
+STEPS_PER_PACK = 5000
+"""Maximum number of steps that are written to a new pack."""
 EVERY = 60.0
-"""Seconds between two packs that a process writes."""
+"""Minimum seconds between two packs that a process writes."""
 FULL = 1 << 26
-"""Bytes from which a pack is not merged with others."""
+"""Bytes of a pack from which it is not merged with others."""
 MOST_PACKS = 32
-"""Packs with fewer than FULL bytes: when there are more, they are merged."""
+"""Maximum number of packs with fewer than FULL bytes: when there are more, they are merged."""
 
 
 class Packing:
-    """What one process packs of a store, from time to time."""
+    """Moves small steps of a store into packs, from time to time, for one process."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.large: set[str] = set()
         """Starts of ids of steps that are too large."""
-        self.next = time.monotonic() + EVERY
+        self.next_time = time.monotonic() + EVERY
 
     def pack_regularly(self) -> None:
-        """Pack small steps, where there are many, at most once a minute."""
-        if time.monotonic() > self.next:
-            self.next = time.monotonic() + EVERY
+        """As `pack`, at most once a minute."""
+        if time.monotonic() > self.next_time:
+            self.next_time = time.monotonic() + EVERY
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Pack small steps, if there are at least MANY and no other process does; at the end of a
-        run (`last`) any number, if the store has packs. After an error, as on a full disk, they
-        stay in folders, with a notice: no run fails for it."""
+        """Pack small steps if there are at least MANY, unless another process packs. At the end of
+        a run (`last`), pack any number of them if the store has packs. After an error, such as of a
+        full disk, they stay in folders, with a notice, and the run continues."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -85,7 +85,7 @@ class Packing:
             store.make_folder(store.packs.folder)
             store.packs.clear()
             new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
-            small = self._small(new[:AT_ONCE])
+            small = self._small(new[:STEPS_PER_PACK])
             if first := next(small, None):
                 _publish(store, store.packs.add(chain([first], small)), claim)
             for start in loose.keys() & store.packs.starts():
@@ -96,7 +96,7 @@ class Packing:
                 _rewrite(store, small_packs, (), claim)
 
     def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The undamaged steps of the folders that go into a pack."""
+        """The steps in `folders` (start of the id, folder) that are small and undamaged."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
@@ -114,20 +114,22 @@ class Packing:
                 yield PackedStep(start, name, _inputs(document), files)
 
 
-def take(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy undamaged steps, KIND/NAME, from packs of another store into packs of this one, if they
-    are at least MANY. Does nothing where that fails, as on a full disk: copying them singly reports
-    it."""
+def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
+    """Copy those of the steps KIND/NAME that are in packs of another store into packs of this one,
+    if they are at least MANY, without damaged ones. An error, such as of a full disk, is not
+    reported here, but when the steps are then copied one by one."""
     packed = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
         store.make_folder(store.packs.folder)
-        for at in range(0, len(packed), AT_ONCE):
-            _publish(store, store.packs.add(_sound(other, packed[at : at + AT_ONCE])), claim)
+        for start in range(0, len(packed), STEPS_PER_PACK):
+            steps = _undamaged(other, packed[start : start + STEPS_PER_PACK])
+            _publish(store, store.packs.add(steps), claim)
 
 
-def _sound(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
+def _undamaged(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
+    """The undamaged ones of the steps KIND/NAME in packs of a store."""
     for name in names:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
@@ -136,11 +138,12 @@ def _sound(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
+    """Starts of the ids of a step's inputs, from its STEP."""
     return [name[-DIGITS:] for name in document["inputs"].values()]
 
 
 def drop(store: Store, starts: Collection[str]) -> None:
-    """Take steps, by the starts of their ids, out of their packs."""
+    """Remove steps, by the starts of their ids, from packs."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
         for name in store.packs.with_any(starts):
@@ -149,8 +152,8 @@ def drop(store: Store, starts: Collection[str]) -> None:
 
 
 def _rewrite(store: Store, names: Collection[str], without: Collection[str], claim: Claim) -> None:
-    """Replace packs by one without some of their steps. One that cannot be read is set aside as a
-    whole."""
+    """Replace the packs `names` by one pack that lacks the steps `without`. A pack that cannot be
+    read is set aside as a whole."""
     try:
         _publish(store, store.packs.rewrite(names, without), claim)
     except Damaged as error:
@@ -158,6 +161,7 @@ def _rewrite(store: Store, names: Collection[str], without: Collection[str], cla
 
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
+    """Publish a new pack. Raises Busy if another process took over the claim."""
     claim.check()
     store.share(path)
     store.packs.publish(path)

@@ -1,7 +1,7 @@
-"""Check a study before anything heavy is loaded; all problems are reported together.
+"""Check a study before anything heavy is loaded, and report all problems together.
 
-Each check is in the module of its subject: a function that raises UserError, or that gives a
-sentence for each problem.
+Checks are functions in the modules of their subjects that raise UserError, or return a sentence for
+each problem.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from moe_lab.study.steps.scores import check_weights, reads_text
 AVERAGE = "Avg"
 """Value of `objective` for the mean over benchmarks; other values are names of results."""
 WITH_ANSWERS = ("search", "instructions")
-"""Uses of a text of a cell in which the answers of its documents are read."""
+"""Roles of texts of a cell in which the answers of documents are read."""
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence per problem with the settings, each once; empty when they are valid. Does not
-    check what this machine has; see `missing_requirements`."""
+    """One sentence per problem with the settings, each once; [] when they are valid. Requirements
+    on this machine are checked by `missing_requirements`."""
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
         sentences += wrong_benchmarks(benchmarks)
         sentences += engines.wrong(
             config.backend, benchmarks, [cell.model for cell in _distinct(cells, "model")]
         )
-        for groups, check in OF_CELLS:
+        for groups, check in CELL_CHECKS:
             for cell in _distinct(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _wrong_texts(cells)
@@ -62,7 +62,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 
 
 def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
-    """A sentence for each thing in which a study does something else than a user may expect."""
+    """A sentence for each choice of a study that a user may not expect."""
     cells = [cell for requested, _ in requests for cell in requested]
     names = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
     if config.suite.benchmarks is None and names:
@@ -93,7 +93,8 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 
 def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each calibration set with texts of one word that a model does not read."""
+    """A sentence for each calibration set with fields of one-word texts that a model does not
+    read."""
     distinct = _distinct(cells, "model", "calibration", "criterion", "allocation")
     reading = [cell for cell in distinct if reads_text(cell)]
     unread = {}
@@ -109,14 +110,14 @@ def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 DIFFERING_ITEMS = 0.25
-"""Supposed share of items on which two plans differ."""
+"""Assumed share of items on which two plans differ."""
 BETWEEN_SEEDS = 0.05
-"""Supposed standard deviation of averages between seeds."""
+"""Assumed standard deviation of averages between seeds."""
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """The least difference between averages of methods that 80 % of such studies find at the 5 %
-    level, corrected for all pairs of methods that have several seeds."""
+    """A sentence with the smallest difference between averages of methods that a study would find
+    with a power of 80 %, at the 5 % level corrected for all pairs of methods with several seeds."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
@@ -131,31 +132,34 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
                 methods[replace(cell, seed=0)] += 1
         if not items or len(methods) < 2:
             continue
-        several = [seeds for seeds in methods.values() if seeds > 1]
-        if len(several) < 2:
+        seed_counts = [count for count in methods.values() if count > 1]
+        if len(seed_counts) < 2:
             yield (
                 "visible: no differences between methods, as they have one seed: seed=1,2,3 "
                 "gives each three plans"
             )
             continue
-        degrees = sum(several) - len(several)
-        pairs = len(several) * (len(several) - 1) / 2
-        by_seed = 2 * BETWEEN_SEEDS**2 / min(several)
-        by_items = sum(DIFFERING_ITEMS / size for size in items) / len(items) ** 2
+        degrees = sum(seed_counts) - len(seed_counts)
+        pairs = len(seed_counts) * (len(seed_counts) - 1) / 2
+        seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
+        item_variance = sum(DIFFERING_ITEMS / size for size in items) / len(items) ** 2
         quantiles = stdtrit(degrees, 1 - 0.025 / pairs) + stdtrit(degrees, 0.8)
-        difference = quantiles * math.sqrt(by_seed + by_items)
+        difference = quantiles * math.sqrt(seed_variance + item_variance)
         yield (
-            f"visible: differences between averages of {len(several)} methods ({min(several)} "
-            f"seeds) from about {difference:.3f} on, with {sum(items):,} items"
+            f"visible: differences between averages of {len(seed_counts)} methods "
+            f"({min(seed_counts)} seeds) from about {difference:.3f} on, with {sum(items):,} items"
         )
 
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """One sentence for everything that `steps` need and that is missing or not allowed here."""
+    """One sentence for each requirement of `steps` that is missing or not allowed on this
+    machine."""
     distinct: dict[tuple[Any, ...], Check] = {}
     for step in steps:
         needed = step.resources()
-        checks = [*needed.conditions, *(needed.programs if launcher.python is None else ())]
+        checks = list(needed.conditions)
+        if launcher.python is None:
+            checks += needed.programs
         # nodes of a cluster have their own devices
         if launcher.name != "slurm" and needed.model and needed.runs_model:
             checks.append((check_device, needed.model.device))
@@ -167,9 +171,9 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
     return list(problems)
 
 
-def too_small(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """A sentence for a disk that is too small for the results of `steps`, and for each model that
-    main memory does not hold; nodes of a cluster have memory of their own."""
+def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
+    """A sentence if the disk of `store` is too small for the results of `steps`, and for each model
+    that main memory does not hold; memory is not checked for launcher=slurm."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
         problems += (sentence for step in steps for sentence in user_errors(check_memory, step))
@@ -177,7 +181,7 @@ def too_small(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> l
 
 
 def _distinct(cells: Iterable[Cell], *groups: str) -> list[Cell]:
-    """One cell for every distinct combination of the values that cells have in these groups."""
+    """One cell for each combination of values in `groups`, compared by identity."""
     distinct: dict[Any, Cell] = {}
     for cell in cells:
         distinct.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)
@@ -185,6 +189,7 @@ def _distinct(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
+    """Problems of settings that do not depend on cells."""
     yield from user_errors(store_folder, config.store)
     if config.also:
         from moe_lab.study.other_stores import open_other
@@ -206,8 +211,8 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 
 def _check_gpu_number(cell: Cell, config: Config) -> None:
-    """Raise UserError for a GPU by its number where each process is given GPUs of its own, which it
-    counts from 0."""
+    """Raise UserError for a device such as cuda:1 unless launcher=inline: other launchers choose
+    the GPUs of each process, which numbers them from 0."""
     device = cell.model.device
     launcher = config.launcher.name
     if int(device.partition(":")[2] or 0) and launcher != "inline":
@@ -218,7 +223,7 @@ def _check_gpu_number(cell: Cell, config: Config) -> None:
 
 
 def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> None:
-    """Raise UserError when a sweeper could not be told the number that it wants."""
+    """Raise UserError when the study cannot return the number that `objective` names."""
     if config.objective is None:
         return
     names = [AVERAGE, *(result for benchmark in benchmarks for result in benchmark.reports)]
@@ -231,8 +236,7 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 
 def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
-    """Problems of the texts that models read, each looked at once, and with the model that reads
-    it."""
+    """Problems of the texts that models read, and of each text with each model that reads it."""
     distinct = {}
     for cell in _distinct(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
@@ -248,14 +252,16 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in distinct.values():
-        look = sources.check_answers if role in WITH_ANSWERS else sources.first_record
+        check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
             sentence
             for _, part in calibrations.shares_and_sets(text)
-            for sentence in user_errors(look, part)
+            for sentence in user_errors(check, part)
         ]
         yield from problems
-        if role != "flops" and not problems:  # the model itself does not always read that text
+        if (
+            role != "flops" and not problems
+        ):  # the model reads the text for FLOPs only if its experts differ in width
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
                 yield from user_errors(calibrations.check_length, text, model)
@@ -269,15 +275,17 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
     """Raise UserError when a benchmark needs a chat template that the model does not have."""
     harness = harness_of(benchmark)
     if benchmark.chat:
-        other = f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
+        alternative = ""
+        if not harness.gives_tools:
+            alternative = (
+                f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
+            )
         user = f"benchmark {benchmark.name}"
-        config_json.check_chat_template(
-            cell.model, user, harness.gives_tools, "" if harness.gives_tools else other
-        )
+        config_json.check_chat_template(cell.model, user, harness.gives_tools, alternative)
 
 
 def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of the export with the model, criterion, recovery and allocation."""
+    """Problems of exporting the pruned model of a cell."""
     if config.export == ExportConfig() and not config.verify:
         return
     from moe_lab.pruning.export import settings
@@ -293,34 +301,35 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of a plan whose dropped experts are replaced. Where tokens are still routed to
-    these, only code of transformers can compute the model."""
+    """Problems of a plan whose dropped experts are replaced. Where the router still routes tokens
+    to dropped experts, only the code of transformers can compute the model."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
-        by = f"allocation.replacement={settings.replacement}"
+        setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
-        routes = grouping is None or grouping.rows == "all"
+        routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
-        by = f"the plan allocation.path={settings.path}"
-        routes = plan.has_constants or plan.shares_experts
+        setting = f"the plan allocation.path={settings.path}"
+        routes_to_dropped = plan.has_constants or plan.shares_experts
     else:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):
         yield (
-            f"export={shape}: {by} makes experts of other weights, and those of {cell.model.name} "
-            f"are stored as {method}: expected a checkpoint in bfloat16 or float32"
+            f"export={shape}: {setting} makes experts of other weights, and those of "
+            f"{cell.model.name} are stored as {method}: expected a checkpoint in bfloat16 or "
+            "float32"
         )
-    if routes and shape not in (None, "natural"):
+    if routes_to_dropped and shape not in (None, "natural"):
         yield str(replacement_error(shape))
-    if routes and config.export.format != "safetensors":
+    if routes_to_dropped and config.export.format != "safetensors":
         yield (
-            f"export.format={config.export.format} has no place for {by}: expected "
+            f"export.format={config.export.format} has no place for {setting}: expected "
             "export.format=safetensors"
         )
-    if routes and config.backend.name == "vllm":
+    if routes_to_dropped and config.backend.name == "vllm":
         yield (
-            f"backend=vllm cannot compute {by}: expected backend=hf, or backend=server with a "
+            f"backend=vllm cannot compute {setting}: expected backend=hf, or backend=server with a "
             "server that runs the code of an export"
         )
 
@@ -343,7 +352,7 @@ def _wrong_recovery(cell: Cell, _: Config) -> Iterator[str]:
     yield from user_errors(recovery.check_merging, cell.recovery, cell.allocation, cell.ratio)
 
 
-OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
+CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
     (("model",), _check_gpu_number),
     (
@@ -370,4 +379,4 @@ OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )
-"""Groups in which cells differ, and the check of a cell of each combination."""
+"""Groups, and a check for one cell of each combination of their values."""

@@ -1,5 +1,5 @@
-"""Provenance of a result: the code and its version, the machine, and what the step took. Or, of a
-step that failed, why, and whether the next run tries it again."""
+"""Provenance of a result: version of the code, machine, time and memory. For a failed step: the
+error as JSON, and whether the next run tries the step again."""
 
 from __future__ import annotations
 
@@ -25,40 +25,36 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.json_files import Damaged, digest, read_json
 from moe_lab.machine import package_version, processor
 
-NOTED = "code_state.json"
-"""File in a copy of the package for Slurm jobs with the `code_state` of the original."""
+CODE_STATE_FILE = "code_state.json"
+"""File with the `code_state` of the original, in the copy of the package that Slurm jobs run."""
 
 
 @cache
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a checkout also the commit and a digest of what is not committed."""
-    noted = Path(moe_lab.__file__).parent / NOTED
+    """Version of moe_lab; in a checkout also the commit and a digest of uncommitted changes."""
+    package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
-        copied: dict[str, Any] = read_json(noted, {"version": str})
-        return copied
+        original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
+        return original
     state: dict[str, Any] = {"version": moe_lab.__version__}
 
-    def git(*words: str) -> str:  # also in a checkout that a colleague owns
-        line = ("git", "-c", "safe.directory=*", *words)
-        done = subprocess.run(line, cwd=noted.parent, capture_output=True, check=True)
-        return done.stdout.decode(errors="surrogateescape")
+    def git(*arguments: str) -> str:
+        # safe.directory allows a checkout that a colleague owns
+        command = ("git", "-c", "safe.directory=*", *arguments)
+        process = subprocess.run(command, cwd=package, capture_output=True, check=True)
+        return process.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        # an environment may lie in a checkout of something else
+        # fails where the package is installed inside the checkout of another project
         git("ls-files", "--error-unmatch", "__init__.py")
-        edited = git("diff", "HEAD", "--", ".")
-        new = git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]
-        files = {
-            file: path
-            for file in new
-            if (path := noted.parent / file).is_file() and os.access(path, os.R_OK)
-        }
-        edited += "".join(
-            f"{file} {sha256(path.read_bytes()).hexdigest()}" for file, path in files.items()
-        )
+        edits = git("diff", "HEAD", "--", ".")
+        for file in git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
+            path = package / file
+            if path.is_file() and os.access(path, os.R_OK):
+                edits += f"{file} {sha256(path.read_bytes()).hexdigest()}"
         state |= {
             "commit": git("rev-parse", "HEAD").strip(),
-            "edits": digest(edited)[:12] if edited else None,
+            "edits": digest(edits)[:12] if edits else None,
         }
     return state
 
@@ -71,12 +67,13 @@ PACKAGES = (
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
+"""File whose first line has the version of the GPU driver."""
 
 
 def provenance(start: float) -> dict[str, Any]:
     """Provenance of a step that began at `start` (seconds since the epoch): code, versions,
-    machine, time, memory; and threads of torch, and names, driver and peak bytes of the GPUs that
-    it used, each None in a process that used none.
+    machine, time and memory. Threads of torch are None in a process without torch; names, driver
+    and peak bytes of GPUs are None in a process that used no GPU.
     """
     torch: Any = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
@@ -102,7 +99,7 @@ def provenance(start: float) -> dict[str, Any]:
     }
 
 
-NO_ROOM = (
+DISK_FULL_MESSAGE = (
     "the disk of the store is full: make room and start the same command again, what is "
     "finished is kept"
 )
@@ -115,13 +112,13 @@ TRANSIENT = {
     errno.ENODEV,
     errno.ENOTCONN,
 }
-"""Numbers of errors that are the machine's fault, not the work's: the next run tries the step
-again."""
+"""Numbers of system errors after which the next run tries the step again, as the cause is the
+machine."""
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: a message for the user, the trace for the log, and whether a rerun
-    should try again."""
+    """An exception as JSON: a message for the user, the trace for the log, and whether the next run
+    tries the step again (`transient`, `environment`)."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -130,7 +127,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
         text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
         transient = True
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        text = NO_ROOM
+        text = DISK_FULL_MESSAGE
     return {
         "message": mask(text),
         "type": type(error).__name__,
@@ -148,12 +145,12 @@ MISSING_SYMBOL = re.compile(
     "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot "
     "import name"
 )
-"""In messages of exceptions; also in those of other processes, which arrive as texts."""
+"""In messages of exceptions about installed packages. Errors of other processes arrive as text."""
 
 
 def _is_of_environment(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, is about what is installed: a package, a name in one, or
-    a library."""
+    """Whether an exception, or its cause, is about installed software: a package, a name in a
+    package, or a library."""
     while error is not None:
         of_module = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or of_module or MISSING_SYMBOL.search(str(error)):

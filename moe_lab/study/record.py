@@ -1,8 +1,7 @@
-"""What a study leaves when its steps have ended: the record of the run, its errors, the report, and
-runs of a tracker.
+"""Finish a run: write its record, print errors, make the report, and log to a tracker.
 
-The record, record.json, is what the analysis reads: cells and the folders of their results. It is
-never changed, and names the records that its run found when it began, which do not count any more.
+The analysis reads the record, record.json: cells and the folders of their results. A record is
+never changed; it names the records that existed when its run began, which it replaces.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ import moe_lab
 from moe_lab import criteria, plugins, progress
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
+from moe_lab.grid import Cell
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
-from moe_lab.results import DIGITS, KEY, RECORD, SCHEMA, current_records, joined, read_record
+from moe_lab.results import DIGITS, RECORD, SCHEMA, current_records, joined, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph, uncollected
-from moe_lab.study.provenance import NO_ROOM
+from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
 from moe_lab.study.step import Step, unmerged
@@ -34,12 +34,11 @@ from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
-"""Steps of a cell that are not results themselves, so that their errors are not listed in the
-record."""
-MADE_FROM = ".made_from"
+"""Steps of a cell that are no results, so that the record does not list their errors."""
+FINGERPRINT_FILE = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
-SHOWN = 3
-"""Plans that are named in a sentence, at most."""
+LISTED_PLANS = 3
+"""Maximum number of plans that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Study:
     """The models that earlier studies of this process have loaded."""
 
     def in_store(self, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-        """The steps of the study, and the ids of those that are finished; says how many.
-        `elsewhere`: ids of those that will be taken over from other stores."""
+        """The steps of the study, and the ids of those that are finished. Prints both numbers.
+        `elsewhere`: ids of steps that will be copied from other stores."""
         done = self.store.done_of(self.graph.steps) | elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
@@ -75,7 +74,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     """Write the record and the report when the steps of `schedule` have ended. Returns the exit
     code, which is 0 if all is done, 1 if something failed or is missing, and 2 if all failures are
     mistakes of the user."""
-    # the last job on a cluster is another process, which has not loaded them
+    # the last job on a cluster is another process, which has not loaded the plugins
     plugins.load(study.config.plugins)
     store = study.store
     name = study.config.study
@@ -91,52 +90,53 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     _print_errors(study, schedule)
     _print_ties(study, schedule)
     _print_exports(study, schedule)
-    full = any(error["message"] == NO_ROOM for error in errors.values())
-    complete = _report(study) if study.config.report and not full else True
-    if study.config.tracker.name != "none" and not full:
+    is_disk_full = any(error["message"] == DISK_FULL_MESSAGE for error in errors.values())
+    is_complete = True
+    if study.config.report and not is_disk_full:
+        is_complete = _report(study)
+    if study.config.tracker.name != "none" and not is_disk_full:
         from moe_lab.study import tracker
 
         inform(tracker.log(study.config.tracker, store, read(store, name)))
-    if complete:
+    if is_complete:
         _write_end(store, name)
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
-    return 0 if complete else 1
+    return 0 if is_complete else 1
 
 
 def _write_end(store: Store, study: str) -> None:
-    """Note, for readers, that nothing is left to do for the last record of a study, if its run has
-    jobs."""
+    """Write ended.json of the last recorded run of a study, if the run has jobs."""
     recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded and recorded[-1].jobs:
         store.write(recorded[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether a study would be the same without the record of a run, but for its time and
-    settings."""
+    """Whether the records of a study already have the content of `document`, the record of a run,
+    except for time and settings."""
 
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         record = joined(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
     try:
-        before = current_records(store.root, study)
+        current = current_records(store.root, study)
     except Damaged:
         return False
-    if not before:
+    if not current:
         return False
-    after = {name: record for name, record in before.items() if name not in document["replaces"]}
-    after[run.folder.name] = document
-    return content(before) == content(after)
+    updated = {name: row for name, row in current.items() if name not in document["replaces"]}
+    updated[run.folder.name] = document
+    return content(current) == content(updated)
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print errors, and what does not fit into the record."""
+    """Print errors of steps, and how many cells differ from those of another run."""
     store = study.store
     name = study.config.study
-    several = " " in fingerprint(store, name)  # records, of which joining takes long
-    if several and (differing := read(store, name).get("differing")):
+    has_several_records = " " in fingerprint(store, name)  # joining them takes long
+    if has_several_records and (differing := read(store, name).get("differing")):
         inform(
             f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
             "its cells have the names of cells of this run and other settings: those of the later "
@@ -152,7 +152,7 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print in which plans ids decided between equal scores."""
+    """Print for which plans scores were equal at the cut, so that ids decided."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     tied = []
     for name, step in plans.items():
@@ -164,9 +164,9 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
             tied.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
     if not tied:
         return
-    listed = ", ".join(tied[:SHOWN])
-    if len(tied) > SHOWN:
-        listed += f", and {len(tied) - SHOWN} more plans"
+    listed = ", ".join(tied[:LISTED_PLANS])
+    if len(tied) > LISTED_PLANS:
+        listed += f", and {len(tied) - LISTED_PLANS} more plans"
     inform(
         "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
         f"dropped: {listed}"
@@ -183,26 +183,28 @@ def _print_exports(study: Study, schedule: Schedule) -> None:
         verified = ""
         with suppress(FileNotFoundError, Damaged):  # it was not verified
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
-            how = f"up to {difference:.1e} of the largest number" if difference else "bit for bit"
-            verified = f" (verified: its layers equal those of the masked model, {how})"
+            precision = "bit for bit"
+            if difference:
+                precision = f"up to {difference:.1e} of the largest number"
+            verified = f" (verified: its layers equal those of the masked model, {precision})"
         inform(f"export: {(folder / 'checkpoint').absolute()}{verified}")
 
 
 def _report(study: Study) -> bool:
-    """Make tables, figures and the page, in a process of the analysis package, unless they are up
-    to date. Two runs of one study write to the same folder, so only one at a time makes its report.
-    Returns whether it is complete."""
+    """Make the report in a process of the analysis package, unless it is up to date, and print its
+    summary. Returns whether the report is complete. A claim lets one run at a time write to the
+    folder of the report, which all runs of a study share."""
     store = study.store
     name = study.config.study
     page = store.root / "reports" / name / "report.html"
-    mark = page.with_name(MADE_FROM)
+    file = page.with_name(FINGERPRINT_FILE)
     with store.claims.wait_for(f"report-{name}"):
-        made_from = fingerprint(store, name)
-        if not (page.is_file() and mark.is_file() and mark.read_text() == made_from):
+        current = fingerprint(store, name)
+        if not (page.is_file() and file.is_file() and file.read_text() == current):
             if not _make_report(study, page):
                 return False
-            write_text(mark, made_from, store.file_mode)
-    # nothing was evaluated, or a report that only its owner may read
+            write_text(file, current, store.file_mode)
+    # no summary if nothing was evaluated; another user may not be allowed to read it
     with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
     inform(f"report: {page.absolute()}")
@@ -210,7 +212,7 @@ def _report(study: Study) -> bool:
 
 
 def _make_report(study: Study, page: Path) -> bool:
-    """Make the report; whether it is complete."""
+    """Make the report, and print what is missing in it. Returns whether it is complete."""
     store = study.store
     name = study.config.study
     folder = page.parent
@@ -220,16 +222,17 @@ def _make_report(study: Study, page: Path) -> bool:
         lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
     ):
         environment = {**os.environ, progress.FILE: str(progress_file)}
-        done = subprocess.run(
+        process = subprocess.run(
             report, capture_output=True, text=True, env=environment, umask=store.umask
         )
     progress_file.unlink(missing_ok=True)
-    if not done.stdout.strip():  # a report that was written prints the path of its page
+    if not process.stdout.strip():  # the path of the page is printed if the report was written
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk
             store.make_folder(log.parent)
-            write_text(log, done.stderr, store.file_mode)
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            write_text(log, process.stderr, store.file_mode)
+        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        reason = lines[-1]
         inform(
             f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
             f"printed is in {log})"
@@ -245,25 +248,25 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the runs of a study that were recorded: a report is up to date while they are the
-    same, as records are never changed."""
+    """Names of the recorded runs of a study, separated by spaces. A report is up to date while they
+    are the same, as records are never changed."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
 def outdate_reports(store: Store) -> None:
     """Mark all reports as outdated, because a step that was set aside may be part of them."""
-    for mark in (store.root / "reports").glob(f"*/{MADE_FROM}"):
-        mark.unlink(missing_ok=True)
+    for file in (store.root / "reports").glob(f"*/{FINGERPRINT_FILE}"):
+        file.unlink(missing_ok=True)
 
 
 @uncollected()
 def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The record of a run: every cell with the folders of its steps, and with error messages of
-    failed steps.
+    failed steps. `failed`: id -> error.
 
-    It replaces the records that existed when the run began, so that runs at the same time all
-    count. With `study.add` it replaces none: each job of a multirun knows only its own
-    cells."""
+    The record replaces those that existed when the run began, so that the records of runs at the
+    same time all count. With `study.add` it replaces none, as each job of a multirun has only its
+    own cells."""
     store = study.store
     config = study.config
     graph = study.graph
@@ -271,6 +274,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
+        """KIND/NAME of a step; None without a step or a result."""
         if step is None:
             return None
         start = step.id[:DIGITS]
@@ -278,7 +282,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
             names[start] = store.name(step)
         return names[start]
 
-    model_names = _models(graph)
+    model_names = _model_names(graph)
     cells = []
     for steps in graph.cells:
         cell = steps.cell
@@ -286,7 +290,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
         model = model_names[cell.model.name, cell.protocol.name]
         cells.append(
             {
-                "cell": {"model": model, **_names(steps)},
+                "cell": {"model": model, **_cell_columns(steps.cell)},
                 "protocol": cell.protocol.name,
                 **{field: name_of(step) for field, step in by_field.items()},
                 "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
@@ -297,8 +301,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     for figure, figure_steps in graph.figures.items():
         figures[figure] = []
         for key, step in figure_steps.items():
-            row = dict(zip(KEY, key, strict=True))
-            figures[figure].append({**row, "step": name_of(step)})
+            figures[figure].append({**key._asdict(), "step": name_of(step)})
     return {
         "schema": SCHEMA,
         "study": config.study,
@@ -312,7 +315,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
 
 def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Error messages of the results of a cell."""
+    """Result of a cell -> error message, for failed ones."""
     errors = {}
     for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
@@ -329,21 +332,21 @@ def read(store: Store, study: str) -> dict[str, Any]:
         raise UserError(f"study={study}: {error}: remove it, and start the study again") from None
 
 
-def _models(graph: Graph) -> dict[tuple[str, str], str]:
-    """(model, protocol) -> name of the model in the record, with the protocol in it for each but
-    the model's first, as scores of different protocols are not comparable."""
-    first: dict[str, str] = {}
-    named = {}
-    for cell in graph.cells:
-        model = cell.cell.model.name
-        protocol = cell.cell.protocol.name
-        is_first = first.setdefault(model, protocol) == protocol
-        named[model, protocol] = model if is_first else f"{model} ({protocol})"
-    return named
+def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
+    """(model, protocol) -> name of the model in the record. The name ends in the protocol except
+    for the first one of a model, as scores of different protocols are not comparable."""
+    first_protocols: dict[str, str] = {}
+    names = {}
+    for steps in graph.cells:
+        model = steps.cell.model.name
+        protocol = steps.cell.protocol.name
+        is_first = first_protocols.setdefault(model, protocol) == protocol
+        names[model, protocol] = model if is_first else f"{model} ({protocol})"
+    return names
 
 
-def _names(steps: CellSteps) -> dict[str, Any]:
-    cell = steps.cell
+def _cell_columns(cell: Cell) -> dict[str, Any]:
+    """The fields of a cell in the record, without the model."""
     chosen = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _with_parameters(cell.criterion.name, cell.criterion.parameters),
@@ -358,27 +361,27 @@ def _names(steps: CellSteps) -> dict[str, Any]:
 
 
 def _with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
-    """Name of a choice in the record: its name, followed by its parameters if it has any."""
+    """A choice in the record: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """An allocation in the record: its label, or its name with parameters and settings that are not
-    default; what replaces dropped experts; what is protected, with an unusual share of layers."""
-    usual = AllocationConfig()
-    settings = ("multiple_of", "by", "search", "path")
-    unusual = {
+    """The fields of an allocation in the record: its label, or its name with the parameters and
+    settings that are not the defaults; its replacement; its protection, with the share of layers
+    unless that is the default."""
+    default = AllocationConfig()
+    changed = {
         name: getattr(allocation, name)
-        for name in settings
-        if getattr(allocation, name) != getattr(usual, name)
+        for name in ("multiple_of", "by", "search", "path")
+        if getattr(allocation, name) != getattr(default, name)
     }
     protect: str | None = allocation.protect
-    if protect and allocation.protect_layers != usual.protect_layers:
+    if protect and allocation.protect_layers != default.protect_layers:
         protect = f"{protect}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
-        or _with_parameters(allocation.name, {**unusual, **allocation.parameters}),
+        or _with_parameters(allocation.name, {**changed, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }

@@ -85,7 +85,7 @@ class Resources(NamedTuple):
     with equal pace."""
     job: str | None = None
     """Kind of the Slurm jobs that this step is part of; None for its own kind."""
-    pack: Literal["one", "short", "cells", "models"] = "one"
+    steps_per_job: Literal["one", "short", "cells", "models"] = "one"
     """Which steps share a Slurm job. one: none; short: many, as each takes seconds; cells:
     `launcher.cells_per_job` steps; models: all steps of `launcher.cells_per_job` pruned models of
     one model, whose weights are loaded once."""
@@ -314,7 +314,7 @@ def benchmark_run(
         units=float(items(benchmark) * (PROMPT * (1 + benchmark.shots) + written)),
         pace=[model_id, backend.name, *benchmark_pace(benchmark)],
         job="evaluate",
-        pack="models",
+        steps_per_job="models",
         programs=programs,
     )
 

@@ -15,10 +15,10 @@ from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.study.claims import in_queue
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.preflight import (
+    capacity_problems,
     missing_requirements,
     preflight,
     remarks,
-    too_small,
     visible_difference,
 )
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -37,17 +37,18 @@ from moe_lab.study.steps.files import Models
 from moe_lab.study.store import Store
 
 
-class Ended(NamedTuple):
-    """How a study ended."""
+class RunResult(NamedTuple):
+    """The exit code of a run, and its study."""
 
     code: int
-    """0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user."""
+    """0: all steps are done; 1: some failed or are missing; 2: all failures are mistakes of the
+    user."""
     study: Study
 
 
 def check_and_run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
-) -> Ended:
+) -> RunResult:
     """Check the settings of a study, and run it."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
@@ -56,31 +57,31 @@ def check_and_run(
 
 def run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
-) -> Ended:
+) -> RunResult:
     """Run a study whose settings are valid. `add`: add its cells to those recorded under its name,
-    instead of replacing them. `models`: those that studies of this process share.
+    instead of replacing them. `models`: the models in memory that studies of this process share.
 
-    Raises UserError for what is missing on this machine, before anything is run, after the forecast
-    of a dry run; and Unavailable, always after the forecast, for models and texts that are not
-    available.
+    Before any step is run, and after the forecast of a dry run, raises UserError for requirements
+    that are missing on this machine. Raises Unavailable for models and texts that are not
+    available, always after a forecast.
     """
     for remark in remarks(config, requests):
         inform(remark)
     graph = build(config, requests)
     store = Store(config.store, 60 * config.launcher.stale_minutes, in_queue)
     study = Study(config, graph, store, add, models)
-    absent = unresolved(graph.steps)
+    unavailable = unresolved(graph.steps)
     problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
-        if config.dry_run or absent:
+        if config.dry_run or unavailable:
             from moe_lab.study.forecast import print_forecast
 
             problems += print_forecast(study)
             for sentence in visible_difference(requests):
                 inform(sentence)
-        if absent:
+        if unavailable:
             names = (
-                f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and "
+                f"missing here: {', '.join(unavailable)}: no folder or file, not in the cache, and "
                 "not given by the hub"
             )
             advice = (
@@ -89,31 +90,31 @@ def run(
             raise Unavailable(str(SettingsError([f"{names}: {advice}", *problems])))
         if problems:
             raise SettingsError(problems)
-        return Ended(0 if config.dry_run else _run(study), study)
+        return RunResult(0 if config.dry_run else _run(study), study)
 
 
 def _run(study: Study) -> int:
     """Compute the missing steps, or submit them, and finish; the exit code."""
     config = study.config
     store = study.store.create()
-    every = study.graph.steps
-    with begin(store, config.study, every) as current:
+    all_steps = study.graph.steps
+    with begin(store, config.study, all_steps) as current:
         if config.also:
             from moe_lab.study.other_stores import take_over
 
             for path in config.also:
-                take_over(store, path, every)
+                take_over(store, path, all_steps)
         steps, done = study.in_store()
         if config.tracker.name != "none" or config.objective:
             done -= _damaged_results(study, done)
         if store.notices:
             outdate_reports(store)
         print_notices(store)
-        if len(steps) < len(every):  # shares of what is finished as a whole are not computed
+        if len(steps) < len(all_steps):  # shares of finished passes are not computed
             current.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
-        store.remove_resume_files({step.id for step in every} - {step.id for step in missing})
-        if problems := too_small(store.root, missing, config.launcher):
+        store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
+        if problems := capacity_problems(store.root, missing, config.launcher):
             current.remove()
             raise SettingsError(problems)
         schedule = Schedule(steps, done)
@@ -125,13 +126,15 @@ def _run(study: Study) -> int:
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of those of the finished steps whose results are read at the end and are damaged, found
-    by hashing."""
+    """Ids of finished steps that are read at the end of the run and are damaged, found by hashing
+    their files."""
     results = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
     return {
-        name for name, step in results.items() if name in done and not study.store.readable(step)
+        step_id
+        for step_id, step in results.items()
+        if step_id in done and not study.store.readable(step)
     }
 
 
@@ -146,34 +149,32 @@ def inline(schedule: Schedule, study: Study, current: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, current: Run) -> bool:
-    """Compute steps in worker processes: launcher.processes of them, or one for each core, if there
-    is memory for the largest step in each. With GPUs, steps that need one run first, in a process
-    for each GPU; then those that need two, in a process for each pair; and so on."""
+    """Compute steps in worker processes: launcher.processes of them, or one for each core as far as
+    each has memory for the largest step. With GPUs, steps that need one GPU run first, in a process
+    for each GPU; then steps that need two GPUs, in a process for each pair; and so on."""
     processes = study.config.launcher.processes
     resources = {name: step.resources() for name, step in schedule.waiting.items()}
-    known = {name: one for name, one in resources.items() if one.memory is not None}
-    on_gpu = any(one.on_gpu for one in resources.values())
+    known = {name: needed for name, needed in resources.items() if needed.memory is not None}
+    on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
-        largest = max((one.memory or 0.0 for one in known.values()), default=1.0)
+        largest = max((needed.memory or 0.0 for needed in known.values()), default=1.0)
         count = processes or max(1, min(cores(), int(main_memory() // largest)))
         _compute(schedule, study.store, [{}] * count)
         return True
     gpu_memory = study.config.resources.gpu_memory
-    needed = {name: one.gpus(gpu_memory) or 1 for name, one in known.items()}
-    for size in sorted(set(needed.values())) or [1]:
-        subset = schedule.without({name for name, count in needed.items() if count > size})
+    gpus_of = {name: needed.gpus(gpu_memory) or 1 for name, needed in known.items()}
+    for size in sorted(set(gpus_of.values())) or [1]:
+        larger = {name for name, gpus in gpus_of.items() if gpus > size}
         starts = range(0, max(1, len(devices) - size + 1), size)
         sets = [",".join(devices[start : start + size]) for start in starts]
         count = processes or len(sets)
         if size > 1:
-            count = min(count, len(sets))  # a step that needs several leaves no room on them
-        _compute(
-            schedule,
-            study.store,
-            [{"CUDA_VISIBLE_DEVICES": sets[i % len(sets)]} for i in range(count)],
-            subset,
-        )
+            count = min(count, len(sets))  # such a step fills its GPUs
+        environments = [
+            {"CUDA_VISIBLE_DEVICES": sets[number % len(sets)]} for number in range(count)
+        ]
+        _compute(schedule, study.store, environments, schedule.waiting_without(larger))
     return True
 
 
@@ -183,7 +184,7 @@ def _compute(
     environments: Sequence[Mapping[str, str]],
     subset: Set[str] | None = None,
 ) -> None:
-    """Compute steps in a worker process for each of the environments. `subset`: of
+    """Compute steps in worker processes, one for each of the environments. `subset`: as of
     `Schedule.take`."""
     errors: list[BaseException] = []
 
@@ -191,7 +192,7 @@ def _compute(
         try:
             with WorkerProcess(store, {**environment, WORKERS: str(len(environments))}) as execute:
                 work(schedule, store, execute, subset)
-        except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
+        except BaseException as error:  # noqa: BLE001 - an error in this thread must not look like the end of the work
             errors.append(error)
 
     threads = [
@@ -209,12 +210,12 @@ def _compute(
 
 def slurm(schedule: Schedule, study: Study, current: Run) -> bool:
     """Submit steps as jobs of a Slurm cluster; with wait=true, wait until they have ended."""
-    from moe_lab.study.slurm.jobs import follow
+    from moe_lab.study.slurm.jobs import wait_for_jobs
     from moe_lab.study.slurm.submit import submit
 
     submit(schedule, study, current)
     if study.config.wait:
-        follow(schedule, study)
+        wait_for_jobs(schedule, study)
     return study.config.wait
 
 

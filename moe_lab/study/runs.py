@@ -1,13 +1,13 @@
 """Runs of a study. Each has a folder, runs/STUDY/RUN:
 
-run.json      its plan: all steps of the study
-jobs.json     the Slurm jobs that were submitted for them
+run.json      the plan of the run: all steps of the study
+jobs.json     the submitted Slurm jobs
 record.json   the results (`moe_lab/study/record.py`)
-ended.json    of a run with jobs: report and tracker are complete as well
+ended.json    written, for a run with jobs, when report and tracker are complete as well
 
-The command and its jobs hold claims, run-RUN-SUFFIX, while they work. What jobs execute is not in
-the store, which others may write, but in the cache of who submitted them (`paths.private_cache`):
-jobs/RUN, and copies of the code in jobs/code.
+The command and its jobs hold claims, run-RUN-SUFFIX, while they work. The code that jobs execute is
+not in the store, which others may write, but in the cache of the user who submitted them
+(`paths.private_cache`): jobs/RUN, and copies of the code in jobs/code.
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ ENDED = "ended.json"
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
-CHOOSING = "gc"
-"""Claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished,
-and then lose it because gc had read the list of runs before."""
+GC_CLAIM = "gc"
+"""Claim that `gc` holds while it chooses steps to remove, and a run while it begins. Otherwise a
+run could find a step finished, and lose it to a `gc` that had read the list of runs before."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A submitted Slurm job or task of an array: its id and its array's, its steps, and the jobs it
-    waits for."""
+class SubmittedJob:
+    """A submitted Slurm job, or task of an array."""
 
     id: str
     array: str
+    """Id of its array."""
     name: str
     kind: str
     steps: Sequence[str]
+    """Ids of its steps."""
     after: Sequence[str]
+    """Ids of the jobs that it waits for."""
     user: int = field(default_factory=os.getuid)
-    """Who submitted it."""
+    """Id of the user who submitted it."""
 
 
 @dataclass
@@ -71,27 +73,27 @@ class Run:
     replaces: tuple[str, ...] = ()
 
     @property
-    def jobs(self) -> list[Submitted]:
-        """The submitted jobs, in order of submission; jobs come after those they need. None in a
-        copy of the store, for which they do nothing."""
+    def jobs(self) -> list[SubmittedJob]:
+        """The submitted jobs, in order of submission; jobs come after those they need. Empty in a
+        copy of the store, into which the jobs do not write."""
         file = self.folder / "jobs.json"
         document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
         path, inode = self._location()
         jobs = []
         for row in document["jobs"] if document else ():
             if row["path"] == path or row["inode"] == inode != 0:
-                jobs.append(Submitted(**row["job"]))
+                jobs.append(SubmittedJob(**row["job"]))
         return jobs
 
-    def add(self, jobs: Iterable[Submitted]) -> None:
-        """Record further jobs."""
+    def add(self, jobs: Iterable[SubmittedJob]) -> None:
+        """Append jobs to jobs.json."""
         path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _location(self) -> tuple[str, int]:
-        """Path and inode of the store: other mounts of it have another path, and copies differ in
-        both. The inode of a whole disk is replaced by 0, as other disks have the same."""
+        """Path and inode of the store. Other mounts of the store have another path; copies differ
+        in both. For a mount point the inode is 0, as other disks have the same one there."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
@@ -102,9 +104,10 @@ class Run:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """`time` when the run began; `steps`, the folders of all steps of the study, finished ones
-        included, inputs first; and `inputs`, for each the indices of its inputs in that list. None
-        when run.json is missing or damaged."""
+        """The content of run.json; None when it is missing or damaged.
+
+        time: when the run began. steps: folders of all steps of the study, finished ones included;
+        inputs come first. inputs: for each step, the indices of its inputs in `steps`."""
         file = self.folder / "run.json"
         plan: dict[str, Any] | None = self.store.read(file, RUN_SHAPE, "written again")
         return plan
@@ -133,7 +136,7 @@ class Run:
         """Remove the folder of the run, and that of its study when it has no other."""
         removed = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or that of the study holds other runs
-            self.folder.rename(removed)  # jobs that have started already write to it by its name
+            self.folder.rename(removed)  # started jobs may still write to it by its name
             self.folder.parent.rmdir()
         shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.logs, ignore_errors=True)
@@ -141,26 +144,26 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, which is claimed until the block ends. Waits while gc chooses.
-    Removes claims of processes that were killed, and files that they had begun to write.
+    """Start a new run of the study, which is claimed until the block ends. Waits while `gc` chooses
+    steps to remove. Removes stale claims, and unfinished files of processes that were killed.
 
-    The name of a run is a number above those of all earlier runs, whatever clocks show, and a
-    random suffix, as others may begin at the same time."""
-    folder = store.root / "runs" / study
+    The name of a run is a number above those of all earlier runs, which does not depend on clocks,
+    and a random suffix, as other runs may begin at the same time."""
+    study_folder = store.root / "runs" / study
     with ExitStack() as claims:
-        with store.claims.wait_for(CHOOSING):
+        with store.claims.wait_for(GC_CLAIM):
             earlier = runs(store, study)
-            _set_damaged_aside(earlier)
-            before = [run.folder for run in earlier]
-            number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
-            recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())
-            run = Run(store, folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
+            _check_documents(earlier)
+            folders = [run.folder for run in earlier]
+            number = 1 + max((int(path.name.partition("-")[0]) for path in folders), default=0)
+            recorded = tuple(path.name for path in folders if (path / RECORD_FILE).exists())
+            run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
             store.make_folder(run.folder)
             claims.enter_context(run.claim())
             run.write_plan(steps)
             store.claims.clear()
             active = active_runs(store)
-            for path in before:
+            for path in folders:
                 if path.name in active:
                     continue
                 # not of record.json, which a job without a claim may be writing
@@ -169,9 +172,9 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
         yield run
 
 
-def _set_damaged_aside(earlier: Sequence[Run]) -> None:
-    """Read what `gc` and `status` read of the earlier runs of a study, which sets aside what is
-    damaged. Of run.json that is the last one, as each can have millions of steps."""
+def _check_documents(earlier: Sequence[Run]) -> None:
+    """Set damaged documents of earlier runs of a study aside, by reading those that `gc` and
+    `status` read: every jobs.json, and the last run.json, as each can have millions of steps."""
     for run in earlier:
         _ = run.jobs
     for run in earlier[-1:]:
@@ -179,7 +182,7 @@ def _set_damaged_aside(earlier: Sequence[Run]) -> None:
 
 
 def runs(store: Store, study: str) -> list[Run]:
-    """All runs of the study, the oldest first."""
+    """All runs of the study, oldest first."""
     return [
         Run(store, path)
         for path in sorted((store.root / "runs" / study).glob("*"))
@@ -188,12 +191,12 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def active_runs(store: Store) -> set[str]:
-    """Names of the runs that a process has claimed."""
+    """Names of the runs that are claimed by a process."""
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 
-def steps_at_work(store: Store) -> set[str]:
-    """Starts of the ids of the steps of all runs that a process has claimed."""
+def steps_of_active_runs(store: Store) -> set[str]:
+    """Starts of the ids of the steps of all active runs."""
     active = active_runs(store)
     starts: set[str] = set()
     for study in studies(store):

@@ -26,21 +26,21 @@ from moe_lab import progress
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
-from moe_lab.study.estimates import Seconds, Spent, learned, time_left
+from moe_lab.study.estimates import Seconds, StepTime, learned, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.provenance import code_state, error_document
 from moe_lab.study.step import Step
 from moe_lab.study.steps import perform
 from moe_lab.study.steps.files import Files, Models
-from moe_lab.study.store import Gone, Store
+from moe_lab.study.store import Store, StoreGone
 
 POLL = 0.5
 """Seconds between two attempts to take a step that another run is computing."""
 
 
 class StepError(Exception):
-    """A step failed. `document` describes the error. Errors that are `transient`, the machine's
-    fault, are not stored."""
+    """A step failed. `document`: the error as JSON, see `provenance.error_document`. Errors that
+    are `transient`, such as of a full disk, are not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(document["message"])
@@ -50,17 +50,17 @@ class StepError(Exception):
 
 @dataclass
 class Schedule:
-    """The state of a run. Steps go from waiting to running to finished or failed; or to skipped if
-    an input failed."""
+    """The state of the steps of a run, by id: waiting, then running, then finished or failed; or
+    skipped, if an input has failed."""
 
     steps: Iterable[Step]
     finished: set[str] = field(default_factory=set)
     failed: dict[str, StepError] = field(default_factory=dict)
     skipped: dict[str, Step] = field(default_factory=dict)
     running: dict[str, tuple[Step, float]] = field(default_factory=dict)
-    """With the moment at which it began, by `clock`."""
-    ended: list[Spent] = field(default_factory=list)
-    """Steps that this run has computed."""
+    """Id -> the step, and its start by `clock`."""
+    ended: list[StepTime] = field(default_factory=list)
+    """Times of the steps that this run has computed."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -68,8 +68,8 @@ class Schedule:
         self.total = Counter(step.kind for step in self.waiting.values())
         self.changed = threading.Condition()
 
-    def without(self, excluded: Set[str]) -> Set[str]:
-        """Ids of the waiting steps but for `excluded` ones, and for those that need them."""
+    def waiting_without(self, excluded: Set[str]) -> Set[str]:
+        """Ids of the waiting steps, without `excluded` ones and steps that need one of these."""
         excluded = set(excluded)
         for step in self.waiting.values():  # inputs come first
             if any(needed.id in excluded for needed in step.needs):
@@ -77,10 +77,10 @@ class Schedule:
         return self.waiting.keys() - excluded
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
-        """Take the next step whose inputs are finished, waiting for one if necessary; None when
-        none is waiting.
+        """Move the next waiting step whose inputs are finished to `running`, and return it. Blocks
+        until there is such a step; None when no step is waiting.
 
-        `subset`: the ids that count, from `without`; None for all.
+        `subset`: ids of the steps to take, from `waiting_without`; None for all.
         """
         with self.changed:
             while any(subset is None or name in subset for name in self.waiting):
@@ -94,7 +94,8 @@ class Schedule:
             return None
 
     def _skip_blocked(self) -> None:
-        # inputs come first, so one sweep reaches everything
+        """Skip the waiting steps that need a failed or skipped step."""
+        # inputs come first, so that one pass reaches all
         for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
@@ -109,23 +110,23 @@ class Schedule:
             self.changed.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Put back a step that another run is computing, after a pause in which that may have
-        ended."""
+        """Put a step that another run is computing back to the waiting ones, after a pause."""
         time.sleep(POLL)
         with self.changed:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
     def finish(self, step: Step, *, computed: bool = True) -> None:
-        """Count a step as finished. `computed`: whether this run has computed it."""
+        """Move a step to `finished`. `computed`: whether this run has computed it."""
         with self.changed:
             self.waiting.pop(step.id, None)
             _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
-                self.ended.append((step, self.clock() - start_time, 1.0))
+                self.ended.append(StepTime(step, self.clock() - start_time, 1.0))
             self.finished.add(step.id)
             self.changed.notify_all()
 
     def fail(self, step: Step, error: StepError) -> None:
+        """Move a step to `failed`, and skip the steps that need it."""
         with self.changed:
             self.running.pop(step.id, None)
             self.waiting.pop(step.id, None)
@@ -135,13 +136,13 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark steps that failed in an earlier run as failed.
+    """Mark steps with a stored error of an earlier run as failed.
 
-    They are tried again with retry=failed, after a change of the code, and when installed packages
-    caused the error.
+    The error is removed, so that the step is tried again, with retry=failed, after a change of the
+    code, and if installed packages caused it.
     """
     for step in list(schedule.waiting.values()):
-        if step.id not in schedule.waiting:  # it needs a failed one
+        if step.id not in schedule.waiting:  # skipped, as it needs a failed step
             continue
         document = store.error(step.id)
         if document is None:
@@ -160,7 +161,7 @@ Execute = Callable[[Step, Path], None]
 def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
-    """Compute steps until none is waiting: claim, execute, publish. `subset`: of
+    """Compute steps until none is waiting: claim, execute, publish. `subset`: as of
     `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
@@ -168,7 +169,7 @@ def work(
             with store.claim(step) as scratch:
                 if scratch is not None:
                     if damaged := [needed for needed in step.needs if not store.readable(needed)]:
-                        raise _not_as_published(damaged[0])
+                        raise _input_error(damaged[0])
                     execute(step, scratch)
             schedule.finish(step, computed=scratch is not None)
         except Busy:
@@ -176,17 +177,18 @@ def work(
         except StepError as error:
             if not error.transient:
                 if removed := [needed for needed in step.needs if not store.done(needed)]:
-                    error = _not_as_published(removed[0])
+                    error = _input_error(removed[0])
                 else:
                     store.fail(step, error.document)
             schedule.fail(step, error)
-        except (OSError, Gone) as error:
+        except (OSError, StoreGone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.pack_regularly()
     packing.pack(last=True)
 
 
-def _not_as_published(step: Step) -> StepError:
+def _input_error(step: Step) -> StepError:
+    """The error of a step whose input `step` is missing or damaged."""
     message = (
         f"{step.folder} was removed or damaged after it was finished: start the study again "
         "to compute it"
@@ -195,19 +197,19 @@ def _not_as_published(step: Step) -> StepError:
 
 
 class WorkerProcess(AbstractContextManager["WorkerProcess"]):
-    """A process that computes steps, for `work`: started at the first step, restarted if it has
-    died, ended with the `with` block.
+    """A process that computes steps, as the `execute` of `work`. It starts with the first step,
+    starts again if it has died, and ends with the `with` block.
 
-    It keeps the model loaded between steps, and ends with its standard input, even in the middle of
-    a step, so that it writes nothing after its parent was killed. Its replies are JSON, as it may
-    have run a model's own code.
+    It holds loaded models between steps. It ends when its standard input is closed, even in the
+    middle of a step, so that it writes nothing after its parent was killed. Its replies are JSON
+    and not pickles, as it may have run a model's own code.
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.store = store
         self.environment = environment
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
-        """File with the steps that workers of this process were given."""
+        """Log of the steps that workers of this process have computed."""
         self.child: Child | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -215,16 +217,16 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Compute `step` in the process. Raises StepError when it fails, naming the signal if the
-        process died."""
+        """Compute `step` in the process. Raises StepError when the step fails or the process
+        dies."""
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
-        self._note(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
+        self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
         work = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
         log = self.store.log(step.folder)
         try:
             error = self.child.call("perform_pickled", work=work)
-        except Refused as refused:  # the step cannot be read, as without its module
+        except Refused as refused:  # the process cannot unpickle the step, as without its module
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except Ended as ended:
             code = self.child.process.returncode
@@ -236,27 +238,28 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         if error:
             raise StepError(error)
         if step.small:
-            with suppress(OSError):  # small steps are many: they have no logs of their own
-                if self._note(log.read_text(errors="replace")):
+            with suppress(OSError):  # small steps are many, and share one log
+                if self._append_to_log(log.read_text(errors="replace")):
                     log.unlink()
 
     def _start(self) -> Child:
-        # Slurm warns all processes of a job that time is up; the first ends the worker, by `end`.
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
-        unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
-        return Child(unwarned, {**os.environ, **self.environment}, umask=self.store.umask)
+        # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores it:
+        # the first process of the job handles it, and ends the worker by `end`.
+        ignoring_usr2 = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
+        return Child(ignoring_usr2, {**os.environ, **self.environment}, umask=self.store.umask)
 
     def end(self, seconds: float) -> None:
-        """End the process, in the middle of its step; a pass may save for so many seconds, see
-        `observe.SaveTimer`."""
+        """End the process, even in the middle of its step. A pass has `seconds` to save its state,
+        see `observe.SaveTimer`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 
-    def _note(self, text: str) -> bool:
-        """Append to the log; whether that worked. On a full disk, or where the store is gone, the
-        step fails itself."""
+    def _append_to_log(self, text: str) -> bool:
+        """Append a text to `log`; False if that failed, as on a full disk, where the step itself
+        reports the error."""
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -265,8 +268,8 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
 
 class InProcessExecutor(WorkerProcess):
-    """Computes steps in this process. A worker process computes those with foreign code, and all in
-    a store of a group, as its umask lets others resume them."""
+    """Computes steps in this process. Steps with foreign code are computed in a worker process, and
+    so are all steps in a store of a group, whose umask a worker can have."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
         super().__init__(store)
@@ -283,7 +286,7 @@ class InProcessExecutor(WorkerProcess):
 
 
 LINE_EVERY = 60.0
-"""Seconds between two lines of progress without a terminal."""
+"""Seconds between two printed lines of progress where there is no terminal."""
 console = Console(stderr=True, highlight=False)
 
 
@@ -301,25 +304,26 @@ def print_notices(store: Store) -> None:
 def show_progress(
     schedule: Schedule, store: Store, workers: int = 0
 ) -> AbstractContextManager[None]:
-    """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same
-    time; 0: as many as run now."""
+    """Show the state of `schedule` until the block ends. `workers`: number of steps that run at the
+    same time; 0: as many as run now."""
     seconds = cache(learned(store))
     return show_regularly(lambda: overview(schedule, store, seconds, workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
-    """How many steps of each kind have ended, the progress of the running ones, and the time left.
-    `seconds`: estimated time of a step."""
+    """A line with the number of ended steps of each kind, the progress of running steps, and the
+    time left. `seconds`: estimated seconds of a step."""
     with schedule.changed:
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
-    unfinished = Counter(step.kind for step in (*waiting, *(step for step, _ in running)))
+    unfinished = Counter(step.kind for step in waiting)
+    unfinished.update(step.kind for step, _ in running)
     details = defaultdict[str, str](str)
-    running_progress: list[Spent] = []
+    running_progress: list[StepTime] = []
     for step, start_time in running:
         share, text = progress.read(store.partial(step) / progress.NAME)
-        running_progress.append((step, schedule.clock() - start_time, share))
+        running_progress.append(StepTime(step, schedule.clock() - start_time, share))
         if text:
             details[step.kind] += f" ({text})"
     kinds = [
@@ -334,7 +338,7 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
 
 
 def _time_text(seconds: float, unknown: Sequence[str]) -> str:
-    """The time left in words. `unknown`: kinds of steps whose time is not in it."""
+    """The time left as text. `unknown`: kinds of steps that `seconds` does not include."""
     if seconds < 60:
         return "time left unknown" if unknown else "less than 1 min left"
     text = f"about {seconds / 60:.0f} min left"
@@ -343,8 +347,8 @@ def _time_text(seconds: float, unknown: Sequence[str]) -> str:
 
 @contextmanager
 def show_regularly(status: Callable[[], str]) -> Iterator[None]:
-    """Show a status until the block ends: on a terminal in one line that changes, else in a line a
-    minute."""
+    """Show a status until the block ends: on a terminal in one line that changes, otherwise as a
+    printed line every minute."""
     start = time.monotonic()
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""State of a study, from the store and then from Slurm's queue; the commands of
+"""The state of a study, by its store and Slurm's queue, and the commands of
 `python -m moe_lab.study`."""
 
 from __future__ import annotations
@@ -22,33 +22,44 @@ from moe_lab.json_files import Damaged, Number, fits
 from moe_lab.results import DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.packing import drop
-from moe_lab.study.runs import ENDED, RECORD, Run, Submitted, active_runs, runs, steps_at_work
+from moe_lab.study.runs import (
+    ENDED,
+    RECORD,
+    Run,
+    SubmittedJob,
+    active_runs,
+    runs,
+    steps_of_active_runs,
+)
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none
-of these; the command that started the study starts it."""
+"""pending: a running command or a Slurm job will do the step. blocked: it needs a failed step.
+missing: none of the others; the command that started the study will start the step."""
 LINES = 20
 """Lines shown from the end of a log."""
 TIMED = {"provenance": {"seconds": Number}}
-"""What the table reads of step.json."""
+"""Part of step.json that the table reads."""
 SAMPLE = 50
-"""Most steps of a kind whose times are read for its mean."""
+"""Steps of a kind whose times are read for the mean, at most."""
 console = Console(highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """One step: its name, one of STATES, the steps it needs, its last Slurm job if any, and since
-    when it runs."""
+    """The state of one step."""
 
     name: str
+    """KIND/NAME."""
     state: str
+    """One of STATES."""
     needs: Sequence[StepState] = ()
     job: str | None = None
-    since: float = 0.0
+    """Id of its last Slurm job."""
+    start_time: float = 0.0
+    """Start of a running step, in seconds since the epoch."""
 
     @property
     def kind(self) -> str:
@@ -57,32 +68,32 @@ class StepState:
 
 @dataclass(frozen=True, eq=False)
 class StudyState:
-    """All steps of a study, its Slurm jobs by id, and those of the jobs that are still in the
-    queue."""
+    """All steps of a study, its Slurm jobs by id, and its jobs in the queue by id."""
 
     store: Store
     study: str
-    started: float
+    start_time: float
+    """Start of its last run, in seconds since the epoch."""
     steps: Sequence[StepState]
-    jobs: Mapping[str, Submitted]
+    jobs: Mapping[str, SubmittedJob]
     queue: Mapping[str, Queued]
     queue_error: str
     """Why the queue is unknown; "" when the scheduler answered, or when the study has no jobs."""
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. A damaged document of it becomes a notice of
+    """The state of a study that was run at least once. Damaged documents of it become notices of
     the store."""
     _check_records(store, study)
-    every = runs(store, study)
-    jobs = {job.id: job for run in every for job in run.jobs}
+    study_runs = runs(store, study)
+    jobs = {job.id: job for run in study_runs for job in run.jobs}
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
-    plan = next((plan for run in reversed(every) if (plan := run.plan)), None)
+    plan = next((plan for run in reversed(study_runs) if (plan := run.plan)), None)
     if plan is None:
         missing = f"study={study}: the record is missing: start the study again to write it"
         raise UserError("; ".join([*store.notices, missing]))
     steps = _step_states(store, plan, jobs, queue)
-    record_job = _missing_record_job(store, every)
+    record_job = _missing_record_job(store, study_runs)
     if record_job and record_job not in queue and not queue_error:
         steps.append(StepState(RECORD, "missing", job=record_job))
     return StudyState(store, study, plan["time"], steps, jobs, queue, queue_error)
@@ -91,14 +102,14 @@ def study_state(store: Store, study: str) -> StudyState:
 def _step_states(
     store: Store,
     plan: Mapping[str, Any],
-    jobs: Mapping[str, Submitted],
+    jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, Queued],
 ) -> list[StepState]:
-    """States of the steps of a run's `plan`. `jobs`: all jobs of the study by id."""
+    """States of the steps in a run's `plan`. `jobs`: all jobs of the study by id."""
     job_of = _last_jobs(jobs, queue)
     finished = store.present()
     claimed = store.claims.active()
-    planned = steps_at_work(store)
+    in_active_runs = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
         start = name[-DIGITS:]
@@ -114,7 +125,7 @@ def _step_states(
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
-        elif job_id is None and start in planned:
+        elif job_id is None and start in in_active_runs:
             state = "pending"
         else:
             state = "missing"
@@ -122,8 +133,8 @@ def _step_states(
     return steps
 
 
-def _last_jobs(jobs: Mapping[str, Submitted], queue: Mapping[str, Queued]) -> dict[str, str]:
-    """Start of a step's id -> its last job, or an earlier one that is in the queue."""
+def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, Queued]) -> dict[str, str]:
+    """Start of a step's id -> its last job, or an earlier job that is in the queue."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -133,19 +144,18 @@ def _last_jobs(jobs: Mapping[str, Submitted], queue: Mapping[str, Queued]) -> di
 
 
 def _check_records(store: Store, study: str) -> None:
+    """Add a notice to the store if a record of the study is damaged."""
     try:
         current_records(store.root, study)
     except Damaged as error:
         store.notices.append(f"{error}: remove it, and start the study again")
 
 
-def _missing_record_job(store: Store, every: Sequence[Run]) -> str | None:
-    """The job that should have written the record, the report and the tracker's runs.
-
-    It is of the last run with such a job or a record; None if all of these are complete, or if a
-    later run is active.
-    """
-    for run in reversed(every):
+def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
+    """The job that should have written the record, the report and the tracker's runs: that of the
+    last run with such a job or a record. None if all of these are complete, or if a later run is
+    active."""
+    for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
         record_jobs = [job.id for job in run.jobs if job.kind == RECORD]
@@ -156,9 +166,9 @@ def _missing_record_job(store: Store, every: Sequence[Run]) -> str | None:
     return None
 
 
-def queued_jobs(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
-    """Those of the jobs that are in the queue, and "". When the scheduler does not answer: {}, and
-    the error. The store alone still gives a useful state, so this is not raised."""
+def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, Queued], str]:
+    """Id -> job, for those of `jobs` that are in the queue; and the error when the scheduler does
+    not answer, or "". The error is not raised, since the store alone still gives a useful state."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
@@ -171,26 +181,26 @@ def queued_jobs(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
 
 
 def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until steps of a kind are done, if each takes `seconds` and as many run at the same
-    time as now."""
+    """Seconds until running and pending steps of a kind are done, if each takes `seconds` and as
+    many run at the same time as now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
-    spent = sum(min(seconds, time.time() - step.since) for step in running)
+    spent = sum(min(seconds, time.time() - step.start_time) for step in running)
     return max(0.0, unfinished * seconds - spent) / max(1, len(running))
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a row per kind of step: number of steps in each state, mean time of one, and time
+    """Print a row per kind of step: number of steps in each state, mean time of a step, and time
     left."""
     kinds: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         kinds[step.kind].append(step)
     total = Counter(step.state for step in steps)
-    shown = [name for name in STATES if total[name]]
-    since = _duration(time.time() - study.started)
+    states = [state for state in STATES if total[state]]
+    since = _duration(time.time() - study.start_time)
     table = Table(
         "step",
-        *shown,
+        *states,
         "one takes",
         "left, about",
         title=f"{study.study}: {since} since it was last started",
@@ -201,9 +211,9 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         counts = Counter(step.state for step in of_kind)
         mean = _mean_seconds(study.store, of_kind)
         times = [mean, seconds_left(of_kind, mean)] if mean else []
-        cells = [str(counts[name] or "") for name in shown]
+        cells = [str(counts[state] or "") for state in states]
         table.add_row(kind, *cells, *map(_duration, times))
-    table.add_row("all", *(str(total[name]) for name in shown))
+    table.add_row("all", *(str(total[state]) for state in states))
     console.print(table)
     _print_jobs(study)
     if study.queue_error:
@@ -212,14 +222,15 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: {why_command}")
     if total["missing"] and not study.queue_error:
-        if lost := {step.job: step for step in steps if step.state == "missing" and step.job}:
-            print(f"jobs that ended without their steps: {len(lost)}; why: {why_command}")
-            _print_log(study, next(iter(lost.values())), 3)
+        lost_jobs = {step.job: step for step in steps if step.state == "missing" and step.job}
+        if lost_jobs:
+            print(f"jobs that ended without their steps: {len(lost_jobs)}; why: {why_command}")
+            _print_log(study, next(iter(lost_jobs.values())), 3)
         print("the same command as before starts what is missing")
 
 
 def _print_jobs(study: StudyState) -> None:
-    """Print how many jobs of each kind are in each state in the queue."""
+    """Print the number of jobs in the queue by kind and state."""
     counts: Counter[str] = Counter()
     for name, queued in study.queue.items():
         kind = study.jobs[name].kind
@@ -240,22 +251,23 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
         raise UserError(study.queue_error)
     jobs = list(study.queue)
     if len(steps) < len(study.steps):
-        wanted = {step.job for step in steps if step.state in ("pending", "running")}
-        jobs = [name for name in jobs if name in wanted]
+        of_steps = {step.job for step in steps if step.state in ("pending", "running")}
+        jobs = [job for job in jobs if job in of_steps]
     scheduler.cancel(jobs)
-    count = sum(len(study.jobs[name].steps) for name in jobs)
+    count = sum(len(study.jobs[job].steps) for job in jobs)
     print(f"{study.study}: cancelled {len(jobs)} jobs, with {count} steps; finished ones remain")
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print why steps are not done, a line for each reason; and the last log lines of failed and
-    running steps."""
+    """Print a line for each reason why steps are not done, with the end of the log of the first
+    step that failed, runs or is missing for this reason."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
             reasons[_reason(study, step)].append(step)
-    for reason, (first, *more) in reasons.items():
-        print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
+    for reason, (first, *others) in reasons.items():
+        more = f" and {len(others)} more" if others else ""
+        print(f"{first.name}{more}: {first.state}: {reason}")
         if first.state in ("failed", "running", "missing"):
             _print_log(study, first, LINES)
     if not reasons:
@@ -263,12 +275,12 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last lines of the log of a step; of a missing one, of its job, which may have died
-    before it began."""
+    """Print the last `lines` lines of the log of a step. For a missing step, of the log of its job,
+    which may have died before it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        of_job = f"{step.job}_0_log.err"
-        logs = [*(run.logs / of_job for run in runs(study.store, study.study)), *logs]
+        name = f"{step.job}_0_log.err"
+        logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
         if log.exists():
             print(f"  {log}, last lines:")
@@ -278,8 +290,8 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
-    """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1
-    if any is, or another document of the study, of which the store has a notice."""
+    """Hash all files of the finished steps, and print those that are missing or damaged. Returns 1
+    if there are any, or if the store has notices of other damaged documents of the study."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
     damaged = 0
@@ -299,8 +311,8 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder;
-    print all folders."""
+    """Print the folders of finished steps. The files of steps in packs are copied to
+    unpacked/KIND/NAME, below the current folder."""
     for step in [step for step in steps if step.state == "done"]:
         folder = study.store.folder(step.name)
         if not folder.exists():
@@ -318,6 +330,7 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
+    """Why a step is not done."""
     if step.state == "failed":
         error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
@@ -326,8 +339,8 @@ def _reason(study: StudyState, step: StepState) -> str:
         return f"needs {cause.name}, which is {cause.state}"
     if step.job is not None and step.job in study.queue:
         queued = study.queue[step.job]
-        waits = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
-        return f"job {step.job} is {queued.state}{waits}"
+        detail = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
+        return f"job {step.job} is {queued.state}{detail}"
     if step.state == "running":
         return f"being computed by {study.store.claims.holder(step.name[-DIGITS:])}"
     if step.state == "pending":
@@ -342,7 +355,7 @@ def _reason(study: StudyState, step: StepState) -> str:
 
 @cache
 def _job_end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, which Slurm is asked once."""
+    """How a job of a study ended, as text. Cached, so that there is one query per job."""
     with suppress(UserError):
         if state := scheduler.job_state(job).get("JobState"):
             return state.lower()
@@ -350,7 +363,7 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean time of those of the steps that are done, None without any."""
+    """Mean time of finished steps, None without any."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it

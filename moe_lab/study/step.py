@@ -65,14 +65,14 @@ class StepFields:
                 entries.update(_entries(name, value))
         return entries
 
-    def entries_as(self, role: str) -> Mapping[str, IdentityEntry]:
-        """The entries of this object in the identity of a step that has it as the field `role`."""
-        return self.identity_entries
-
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
+    """The entries of one value of the field `role`: an input counts by its id, and a group of
+    fields by its own entries."""
+    if isinstance(value, Step):
+        return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
-        return value.entries_as(role)
+        return value.identity_entries
     document = identity(value)
     return {role: IdentityEntry(document, f"{role}={digest(document)}")}
 
@@ -87,9 +87,8 @@ class Step(StepFields):
 
     kind: str = field(default="", init=False)
     """Name of the kind in settings and tables, and of its folder in the store. A class that sets it
-    is registered. Where a class has several `kinds`, each step is given its kind."""
-    kinds: ClassVar[Mapping[str, Any]] = {}
-    """Kind -> settings of the kind, for a class with several kinds."""
+    is registered. A class with several kinds has a dictionary `kinds` instead, kind -> what
+    differs, and each of its steps is given a kind."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
@@ -117,10 +116,6 @@ class Step(StepFields):
         object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
         inputs = [entry.value for entry in entries if isinstance(entry.value, Step)]
         object.__setattr__(self, "needs", (*inputs, *self.merges))
-
-    def entries_as(self, role: str) -> Mapping[str, IdentityEntry]:
-        """An input counts by its id."""
-        return {role: IdentityEntry(self, f"{role}<{self.id}")}
 
     def label(self) -> str:
         """The readable part of its folder's name."""
@@ -152,15 +147,16 @@ class Step(StepFields):
         """Path inside the store: kind, readable label, and enough of the id to be unique."""
         return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
 
-    def document(self) -> dict[str, Any]:
-        """The identity in full, as stored beside the result for readers."""
-        inputs = {role: step.folder for role, step in self.inputs.items()}
-        return {"id": self.id, "kind": self.kind, "settings": self.settings, "inputs": inputs}
-
     def __getstate__(self) -> dict[str, Any]:
         """Fields and identity entries. A process that unpickles the step does not compute the
         entries again, as files may have changed by then."""
         return {**self.__dict__, "identity_entries": self.identity_entries}
+
+
+def identity_document(step: Step) -> dict[str, Any]:
+    """The full identity of a step as JSON, which is stored with its result."""
+    inputs = {role: needed.folder for role, needed in step.inputs.items()}
+    return {"id": step.id, "kind": step.kind, "settings": step.settings, "inputs": inputs}
 
 
 KINDS: dict[str, type[Step]] = {}

@@ -23,8 +23,8 @@ from moe_lab.paths import is_of_group, store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
 from moe_lab.study.integrity import STEP, damage, read_step, seal
-from moe_lab.study.provenance import NO_ROOM
-from moe_lab.study.step import Step
+from moe_lab.study.provenance import DISK_FULL_MESSAGE
+from moe_lab.study.step import Step, identity_document
 
 SCHEMA = 1
 MARKER = "store.json"
@@ -33,15 +33,14 @@ SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 SAMPLE = 200
-"""Steps of a kind in packs from whose times those of others are estimated."""
+"""Steps of a kind in packs whose times are read for estimates, at most."""
 VISIBLE_AFTER = 70.0
-"""Seconds after which what another node has written is seen: NFS caches folders for up to a
-minute."""
+"""Seconds after which files of another node are visible: NFS caches folders for up to a minute."""
 RETRY_INTERVAL = 5.0
 """Seconds between two attempts to find what another node may have written."""
 
 
-class Gone(Unavailable):
+class StoreGone(Unavailable):
     """The store was deleted or unmounted while it was in use, which does not count as a failure of
     the step."""
 
@@ -64,7 +63,7 @@ class Store:
         self.claims = Claims(self.root / "claims", in_queue, limit)
         self.notices: list[str] = []
         self.shared = self.claims.shared = is_of_group(self.root)
-        """Whether the folder is of a group, all of whom may continue what one of them has begun."""
+        """Whether the folder is of a group, whose members may all resume unfinished steps."""
         self._writing = False
         self._hashed: set[str] = set()
         self._awaited: set[str] = set()
@@ -73,14 +72,14 @@ class Store:
 
     @cached_property
     def packs(self) -> Packs:
-        """Small steps that are kept together."""
+        """The packs of the store, which hold small steps."""
         return packs_in(self.root.absolute())
 
     def create(self) -> Store:
-        """Make the folder if there is none, and allow writing. Raises UserError when nothing can be
-        written there."""
+        """Create the folder if it is missing, and allow writing. Raises UserError when nothing can
+        be written there."""
         self._writing = True
-        # damage was only reported so far; from now on it is set aside and reported again
+        # so far damage was only reported; from now on it is also set aside
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +90,7 @@ class Store:
             os.utime(self.root)  # fails where one may not write
         except OSError as error:
             if error.errno in DISK_FULL:
-                raise UserError(NO_ROOM) from None
+                raise UserError(DISK_FULL_MESSAGE) from None
             raise UserError(
                 f"store={self.root} cannot be written ({error.strerror}): name a folder you own; "
                 f"also=[{self.root}] uses what is finished there"
@@ -123,17 +122,17 @@ class Store:
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_exists(self) -> None:
-        """Raise Gone when the folder is no longer a store."""
+        """Raise StoreGone when the folder is no longer a store."""
         if not self.exists():
-            raise Gone(
+            raise StoreGone(
                 f"store={self.root} is gone: it was deleted or unmounted, or this machine does not "
                 "see it; no step counts as failed: restore it and start the same command again"
             )
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """Turn an OSError that the store's disk causes, and Damaged, into a UserError, and into
-        Gone when the store is gone."""
+        """Turn Damaged and an OSError of the store's disk into a UserError, and into StoreGone when
+        the store is gone."""
         try:
             yield
         except Damaged as error:
@@ -147,7 +146,7 @@ class Store:
             elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
                 raise UserError(
-                    f"{error.filename}: {error.strerror}" if elsewhere else NO_ROOM
+                    f"{error.filename}: {error.strerror}" if elsewhere else DISK_FULL_MESSAGE
                 ) from None
             if elsewhere or not error.filename:
                 raise
@@ -200,25 +199,24 @@ class Store:
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of a finished step that is not in a pack, found by its id: the label may be of
-        another run with another model name."""
+        """Folder of a finished step that is not in a pack, found by its id: another run may have
+        stored it under another label."""
         return self.folder(step.folder)
 
     def folder(self, name: str) -> Path:
-        """Folder of the finished step KIND/NAME, or else with the id in that name under another
+        """Folder of the finished step KIND/NAME, or else of the step with the same id and another
         label."""
         folder = self.root / name
-        return (
-            folder
-            if folder.exists()
-            else self.folders(name.partition("/")[0]).get(name[-DIGITS:], folder)
-        )
+        if folder.exists():
+            return folder
+        kind, _, _ = name.partition("/")
+        return self.folders(kind).get(name[-DIGITS:], folder)
 
     def name(self, step: Step) -> str | None:
         """KIND/NAME under which a finished step is stored; None when it is missing."""
         start = step.id[:DIGITS]
         if start not in self.packs:
-            # no further calls in the usual case, as steps may be many
+            # first the usual case, which takes one system call, as there may be many steps
             if (self.root / step.folder).exists():
                 return step.folder
             if folder := self.folders(step.kind).get(start):
@@ -226,8 +224,8 @@ class Store:
         return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
-        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged
-        unless it is as it was published."""
+        """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError without it,
+        and Damaged unless it is as it was published."""
         content = self._bytes(name, file)
         published = self.document(name)["files"].get(file, {})
         if file != STEP and sha256(content).hexdigest() != published.get("sha256"):
@@ -246,8 +244,8 @@ class Store:
         return document
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read
-        is left out."""
+        """STEP of finished steps of a kind, of those in packs at most SAMPLE. Those that cannot be
+        read are left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
@@ -260,8 +258,8 @@ class Store:
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of all finished steps, undamaged or not."""
-        # Folders first: a step that is packed meanwhile is then found in both, not in neither.
+        """Start of the id -> KIND/NAME of all finished steps, damaged ones included."""
+        # folders first: a step that moves to a pack meanwhile is then found twice, and not never
         folders = {
             start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.loose().items()
         }
@@ -272,21 +270,18 @@ class Store:
         """Start of the id -> folder, for all finished steps of a kind; read again when the kind's
         folder changed."""
         parent = self.root / kind
-        changed = parent.stat().st_mtime_ns if parent.exists() else 0
-        known = self._index.get(kind)
-        if known is None or known[0] != changed:
-            names = (
-                [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")]
-                if changed
-                else []
-            )
-            known = (changed, {name[-DIGITS:]: parent / name for name in names})
-            self._index[kind] = known
-        return known[1]  # other threads may have cleared the index
+        time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
+        indexed_time, folders = self._index.get(kind, (-1, {}))
+        if time_ns != indexed_time:
+            entries = os.scandir(parent) if time_ns else ()
+            names = [entry.name for entry in entries if not entry.name.startswith(".")]
+            folders = {name[-DIGITS:]: parent / name for name in names}
+            self._index[kind] = (time_ns, folders)
+        return folders
 
     def log(self, name: str) -> Path:
-        """File with what the step `name` (kind/label-id) printed in worker processes; there is none
-        if it printed nothing."""
+        """File with the output of the step KIND/NAME in worker processes; it is missing if the step
+        printed nothing."""
         return self.root / "logs" / f"{name}.log"
 
     def partial(self, step: Step) -> Path:
@@ -294,8 +289,8 @@ class Store:
         return self.root / "partial" / step.id[:DIGITS]
 
     def remove_resume_files(self, finished: Set[str]) -> None:
-        """Remove the resume files of finished steps, which remain if a process is killed right
-        after publishing."""
+        """Remove the resume files of finished steps. They remain if a process is killed right after
+        publishing a step."""
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
@@ -312,7 +307,7 @@ class Store:
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
-        """Ids of those of the steps that are `done`. What is in packs is looked up at once."""
+        """Ids of the steps that are `done`. Packs are only read once."""
         loose = self.loose()  # before the packs, as in `present`
         self.packs.refresh()
         for path in self.packs.damaged:
@@ -327,11 +322,11 @@ class Store:
         return done
 
     def readable(self, step: Step) -> bool:
-        """As `done`, for a step that is about to be read: every file is hashed the first time this
-        object checks it.
+        """As `done`, for a step that is about to be read: the first time, every file is hashed, as
+        modification times do not reveal bits that flipped on the disk.
 
-        Modification times do not reveal bits that flipped on the disk. What is missing is looked up
-        again for VISIBLE_AFTER seconds, as another node may just have written it."""
+        A missing step is looked up again for VISIBLE_AFTER seconds, as another node may just have
+        written it."""
         if step.id not in self._awaited:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
@@ -343,8 +338,8 @@ class Store:
         return True
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """`integrity.damage` of the step KIND/NAME. What is in a pack is only read with
-        `hash_all`."""
+        """Missing and damaged files of the step KIND/NAME, as by `integrity.damage`. A step in a
+        pack is only read with `hash_all`."""
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
@@ -377,7 +372,8 @@ class Store:
                     states[file] = "missing"
                 except Damaged:
                     states[file] = "damaged"
-        return states if self.packs.find(name[-DIGITS:]) else {}  # else it was taken out meanwhile
+        # the step may have been removed from its pack meanwhile
+        return states if self.packs.find(name[-DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether a step exists without damage; a damaged one is set aside."""
@@ -393,23 +389,23 @@ class Store:
         return False
 
     def set_aside(self, path: Path, problem: str, consequence: str) -> None:
-        """Move what is damaged to a folder for that, or only add a notice while nothing may be
-        written."""
+        """Move a damaged file or folder to the folder `damaged`, and add a notice of the problem
+        and its consequence. Before `create` is called, only a notice is added."""
         name = path.absolute().relative_to(self.root.absolute())
         sentence = f"{name}: {problem}: the next run sets it aside"
         if self._writing:
-            aside = self.root / "damaged" / f"{'-'.join(name.parts)}-{uuid.uuid4().hex[:6]}"
-            self.make_folder(aside.parent)
+            target = self.root / "damaged" / f"{'-'.join(name.parts)}-{uuid.uuid4().hex[:6]}"
+            self.make_folder(target.parent)
             try:
-                path.rename(aside)
+                path.rename(target)
             except FileNotFoundError:  # another run has set it aside first
                 return
-            sentence = f"{name}: {problem}: moved to {aside} and {consequence}"
+            sentence = f"{name}: {problem}: moved to {target} and {consequence}"
         if sentence not in self.notices:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of the step whose id begins so; None when it has not failed."""
+        """The stored error of a step, by its id or the start of it; None when it has not failed."""
         path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
@@ -419,7 +415,7 @@ class Store:
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Store the error of a failed step for later runs."""
         folder = self.root / "failed"
-        # on a full disk, say; without a stored error the next run tries again
+        # such as on a full disk; without a stored error the next run tries the step again
         with contextlib.suppress(OSError):
             self.make_folder(folder)
             document = {"step": step.folder, "time": time.time(), **error}
@@ -430,8 +426,7 @@ class Store:
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def loose(self) -> Mapping[str, list[Path]]:
-        """Start of the id -> the folders that are named as a finished step is; those in packs have
-        none."""
+        """Start of the id -> folders with the name of a finished step. Steps in packs have none."""
         folders = defaultdict(list)
         for kind in sorted(self.root.glob("[!.]*/")):
             with contextlib.suppress(PermissionError):  # lost+found, or a folder of a colleague
@@ -441,30 +436,28 @@ class Store:
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """Claim the step and yield a scratch folder for its result, as `receive` does."""
-        return self.receive(step.folder, step.document())
+        """Claim a step that this process computes, and yield a scratch folder; see `receive`."""
+        return self.receive(step.folder, identity_document(step))
 
     @contextlib.contextmanager
     def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
-        """Claim the step with that folder's name and identity, and yield a scratch folder for all
-        of its files; None when the step is finished already. `document`: the identity, or STEP of
-        another store.
+        """Claim the step KIND/NAME, and yield a scratch folder for its files; None when the step is
+        already finished. `document`: the identity of the step, or its STEP in another store.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the
-        step's name. A process that dies leaves only the scratch folder, and a stale claim. Busy
-        when another process has the claim, or took it over from this one, suspended for long. Gone
-        when the store or the scratch folder was removed."""
+        step's name. A process that dies leaves only the scratch folder, and a stale claim. Raises
+        Busy when another process has the claim, or took it over while this one was suspended, and
+        StoreGone when the store or the scratch folder was removed."""
         start = document["id"][:DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(start) as claim:
-            # First the scratch folder of a former owner is renamed, then the step is looked up.
-            # Should that owner
-            # resume, it has either published before, which is found, or has nothing to publish.
+            # The scratch folder of a former owner is renamed before the step is looked up: if that
+            # owner resumes, it has either published the step, which is found, or cannot do so.
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hide(abandoned, start), ignore_errors=True)
-            # another label is found even if the time of the folder is too coarse to show it
+            # the time of the folder may be too coarse to show a step that was just published
             self._index.clear()
             if self._is_sound(name):
                 yield None
@@ -478,20 +471,22 @@ class Store:
                 self.check_exists()
                 claim.check()
                 if not os.path.lexists(scratch):
-                    raise Gone(f"{scratch} was removed while {name} was written there") from None
+                    raise StoreGone(
+                        f"{scratch} was removed while {name} was written there"
+                    ) from None
                 raise
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
+        """Seal the scratch folder, rename it as the step KIND/NAME, and remove its resume files."""
         seal(scratch, document)
-        self.check_exists()  # the work may have made the folders again after the store was deleted
+        self.check_exists()  # after the store was deleted, the work may have created its folders
         claim.check()
         try:
             scratch.rename(self.root / name)
         except OSError:
-            # Another owner was faster: ENOTEMPTY or EEXIST, and EPERM on sshfs. What it has
-            # published stays.
+            # Another owner has published the step first: ENOTEMPTY or EEXIST, and EPERM on sshfs.
             if scratch.exists() and (self.root / name / STEP).exists():
                 return
             raise
@@ -502,8 +497,8 @@ class Store:
 
 
 def retries() -> Iterator[None]:
-    """Yield at once, and then repeatedly for VISIBLE_AFTER seconds, as another node may just have
-    written."""
+    """Yield at once, and then repeatedly for VISIBLE_AFTER seconds: attempts to see a file that
+    another node may just have written."""
     deadline = time.monotonic() + VISIBLE_AFTER
     yield
     while time.monotonic() < deadline:
@@ -512,7 +507,7 @@ def retries() -> Iterator[None]:
 
 
 def hide(folder: Path, step_id: str) -> Path:
-    """Rename a folder as scratch that belongs to nobody; the new path."""
+    """Rename a folder as a scratch folder without an owner, and return its new path."""
     scratch = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

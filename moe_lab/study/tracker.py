@@ -1,4 +1,4 @@
-"""Log a study to an experiment tracker: one run of Weights & Biases for each cell."""
+"""Log a study to an experiment tracker, Weights & Biases, with one run for each cell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(settings: TrackerConfig) -> None:
         raise unknown("WANDB_MODE", mode, modes)
 
 
-SET_FOR_RUNS = (
+RUN_VARIABLES = (
     "RUN_ID",
     "NAME",
     "RUN_NAME",
@@ -38,24 +38,24 @@ SET_FOR_RUNS = (
     "LAUNCH",
     "LAUNCH_CONFIG_PATH",
 )
-"""WANDB_ variables, as of the shell of a `wandb agent`, of what `log` decides for each run. To
-wandb they count more than the arguments of `init`."""
+"""Names, after WANDB_, of environment variables that override arguments which `log` passes to
+`wandb.init`. The shell of a `wandb agent` sets them."""
 
 
 @patch.dict(os.environ)  # restores the variables
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log the cells of a study's record whose benchmarks all have results, unless they are; a
-    sentence that says where.
+    """Log the cells of a study's record whose benchmarks all have results, without those that are
+    logged already. Returns a sentence for the user.
 
-    WANDB_MODE or `wandb offline` says how; without a key it is offline. Raises UserError when wandb
-    refuses.
+    WANDB_MODE or `wandb offline` sets the mode; without a key it is offline. Raises UserError with
+    the error of wandb.
     """
-    for name in SET_FOR_RUNS:
+    for name in RUN_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
-    # No output, and no upload of anything but logged values: no console, code or command line.
-    off = (
+    # no output, and no upload of anything but logged values: no console, code or command line
+    switches = (
         "silent",
         "disable_code",
         "disable_git",
@@ -63,8 +63,8 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         "x_disable_meta",
         "x_disable_stats",
     )
-    quiet: dict[str, Any] = {**dict.fromkeys(off, True), "console": "off", "init_timeout": 30}
-    # before login and init, which would print where a key is
+    quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
+    # before login and init, which would print where the key is stored
     wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
@@ -89,10 +89,10 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracker=wandb was not told ({reason}): WANDB_MODE=offline needs no server"
+            f"tracker=wandb failed ({reason}): WANDB_MODE=offline needs no server"
         ) from error
     finally:
-        wandb.teardown()  # only then has its background process written or sent everything
+        wandb.teardown()  # waits until its background process has written or sent everything
     return (
         f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in "
         f"{wandb_settings.wandb_dir})"
@@ -102,11 +102,11 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 def _log_cell(
     settings: TrackerConfig, store: Store, entry: Mapping[str, Any], of_run: Mapping[str, Any]
 ) -> None:
-    """Log a cell of a record as one run. `of_run`: arguments of `wandb.init` besides what the cell
-    states."""
+    """Log a cell of a record as one run. `of_run`: arguments of `wandb.init` besides those from the
+    cell."""
     import wandb
 
-    # read first, so that no run is begun without them
+    # read before the run begins, so that a damaged result leaves no empty run
     numbers, losses = _results(store, entry)
     arguments: Any = {
         **of_run,
@@ -116,7 +116,7 @@ def _log_cell(
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
     }
     with wandb.init(**arguments) as run:
-        # a run that is continued has the steps before
+        # a run that is continued has the earlier steps
         for step in range(run.step, len(losses)):
             run.log({"recovery/loss": losses[step]}, step=step)
         run.summary.update(numbers)
@@ -128,7 +128,7 @@ def _log_cell(
 
 
 def _results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Scores, losses on right answers in bits per byte, and costs, by name; the loss of each step
+    """Scores, losses on right answers (bits per byte) and costs, by name; and the loss of each step
     of fine-tuning."""
     import pandas
 

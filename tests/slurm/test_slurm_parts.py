@@ -42,19 +42,19 @@ from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions
 from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
-from moe_lab.study.runs import RECORD, Submitted, begin, runs
+from moe_lab.study.runs import RECORD, SubmittedJob, begin, runs
 from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
-from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, settle
+from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, update_from_store
 from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
-from moe_lab.study.slurm.submit import copy_code, setup_lines, under_way
+from moe_lab.study.slurm.submit import copy_code, pending_jobs, setup_lines
 from moe_lab.study.status import StepState, queued_jobs, seconds_left
 from moe_lab.study.step import Step
-from moe_lab.study.steps.evaluation import Asking, Generate, Grade, Grading
+from moe_lab.study.steps.evaluation import BenchmarkSetup, Generate, Grade, Grading
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2)
@@ -96,7 +96,7 @@ def test_each_step_is_in_one_job_after_its_inputs() -> None:
     finished: list[str] = []
     for array in arrange(TWO_MODELS, gpus, SETTINGS):
         earlier = set(finished)
-        for pack in array.packs:
+        for pack in array.jobs:
             inside: set[str] = set()
             for step in sorted(pack, key=TWO_MODELS.index):
                 assert {needed.id for needed in step.inputs.values()} <= earlier | inside
@@ -107,16 +107,16 @@ def test_each_step_is_in_one_job_after_its_inputs() -> None:
 
 def test_evaluations_that_need_other_gpus_are_another_array() -> None:
     arrays = arrange(TWO_MODELS, gpus, SETTINGS)
-    assert [array.asks["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
+    assert [array.resources["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
 
 
 def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
     """`cells_per_job` is 2; the cost of a plan follows its evaluations."""
     for array in arrange(TWO_MODELS, gpus, SETTINGS):
         if array.kind == "evaluate":
-            plans = [{step.inputs["plan"].id for step in pack} for pack in array.packs]
+            plans = [{step.inputs["plan"].id for step in pack} for pack in array.jobs]
             assert sorted(map(len, plans)) == [1, 2, 2]
-            for pack in array.packs:
+            for pack in array.jobs:
                 assert len({repr(step.resources().model) for step in pack}) == 1
                 kinds = ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
                 assert [step.kind for step in pack] == kinds
@@ -128,7 +128,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     benchmark = BenchmarkConfig(
         name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl"
     )
-    step_about = Asking(
+    step_about = BenchmarkSetup(
         benchmark,
         Questions(benchmark),
         BackendConfig(name=backend, command="serve {checkpoint}"),
@@ -139,9 +139,9 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         generate = Generate(step_about, pruned, None, None)
         steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
-    by_kind = {step.kind: array for array in arrays for pack in array.packs for step in pack}
-    assert by_kind["generate"].kind == generates and by_kind["generate"].asks["gpus"] == 1
-    assert by_kind["grade"].kind == "grade" and by_kind["grade"].asks["gpus"] == 0
+    by_kind = {step.kind: array for array in arrays for pack in array.jobs for step in pack}
+    assert by_kind["generate"].kind == generates and by_kind["generate"].resources["gpus"] == 1
+    assert by_kind["grade"].kind == "grade" and by_kind["grade"].resources["gpus"] == 0
     assert arrays.index(by_kind["generate"]) < arrays.index(by_kind["grade"])
 
 
@@ -154,13 +154,13 @@ def test_small_steps_share_jobs_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
     arrays = arrange(study(9), gpus, SETTINGS)
     (plans,) = [array for array in arrays if array.kind == "plan"]
-    assert [len(pack) for pack in plans.packs] == [3, 3, 3]
+    assert [len(pack) for pack in plans.jobs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("longest", "sizes"), [((), [1001, 199]), ((500,), [500, 500, 200])])
 def test_arrays_are_no_longer_than_slurm_allows(longest: tuple[int, ...], sizes: list[int]) -> None:
     arrays = arrange(study(1200), gpus, replace(SETTINGS, cells_per_job=1), *longest)
-    assert [len(array.packs) for array in arrays if array.kind == "evaluate"] == sizes
+    assert [len(array.jobs) for array in arrays if array.kind == "evaluate"] == sizes
 
 
 SQUEUE = """\
@@ -245,8 +245,8 @@ def test_jobs_of_a_renamed_mount_point_are_unknown(
     assert not runs(Store(tmp_path / "mount"), "s")[0].jobs
 
 
-def submitted(job: str, steps: str, dependencies: str = "", kind: str = "k") -> Submitted:
-    return Submitted(
+def submitted(job: str, steps: str, dependencies: str = "", kind: str = "k") -> SubmittedJob:
+    return SubmittedJob(
         job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(dependencies.split())
     )
 
@@ -267,29 +267,29 @@ def test_a_preempted_job_saves_and_a_cancelled_job_ends(
     pack = StepsJob(str(tmp_path), [], "s/r", LauncherConfig())
     pack.__dict__["worker"] = worker = Mock()
     for _ in preempted:
-        pack.leave(signal.SIGTERM, None)
+        pack.handle_sigterm(signal.SIGTERM, None)
     assert [call.args[1] for call in killed.call_args_list] == [signal.SIGUSR2] * 3
     for calls in range(2):
         with pytest.raises(SystemExit, match="143"):
-            pack.leave(signal.SIGTERM, None)
+            pack.handle_sigterm(signal.SIGTERM, None)
         assert worker.end.call_count == calls
 
 
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
-    active = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
-    assert active.steps == {"a": "1", "b": "2_0"} and active.failed_jobs == []
+    active = pending_jobs(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
+    assert active.job_of == {"a": "1", "b": "2_0"} and active.failed_jobs == []
 
 
 def test_a_queued_job_of_another_name_is_another_job() -> None:
     queue = dict([queued("1", name="other")])
-    assert under_way([submitted("1", "a")], queue, "a").steps == {}
+    assert pending_jobs([submitted("1", "a")], queue, "a").job_of == {}
 
 
 def test_a_queued_record_needs_no_new_job() -> None:
     jobs = [submitted("9", "", "1", RECORD)]
-    assert under_way(jobs, dict([queued("9", name="s.record")]), "").recorded == ["9"]
-    assert under_way(jobs, {}, "").recorded == []
+    assert pending_jobs(jobs, dict([queued("9", name="s.record")]), "").record_jobs == ["9"]
+    assert pending_jobs(jobs, {}, "").record_jobs == []
 
 
 LOST_JOBS = [
@@ -303,18 +303,18 @@ LOST_QUEUE = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
 
 
 def test_jobs_that_wait_for_a_lost_job_have_failed() -> None:
-    active = under_way(LOST_JOBS, LOST_QUEUE, "abcd")
-    assert active.steps == {"b": "1_1"} and active.failed_jobs == ["2", "3_0"]
+    active = pending_jobs(LOST_JOBS, LOST_QUEUE, "abcd")
+    assert active.job_of == {"b": "1_1"} and active.failed_jobs == ["2", "3_0"]
 
 
 def test_jobs_of_a_colleague_are_not_failed_jobs() -> None:
     jobs = [replace(job, user=-1) for job in LOST_JOBS]
-    assert under_way(jobs, LOST_QUEUE, "abcd").failed_jobs == []
+    assert pending_jobs(jobs, LOST_QUEUE, "abcd").failed_jobs == []
 
 
 def test_a_job_whose_step_is_finished_is_not_lost() -> None:
     """Step a is not missing, so that its job ended well."""
-    assert under_way(LOST_JOBS, LOST_QUEUE, "bcd").failed_jobs == []
+    assert pending_jobs(LOST_JOBS, LOST_QUEUE, "bcd").failed_jobs == []
 
 
 def pass_in_parts(parts: int) -> list[Step]:
@@ -415,7 +415,7 @@ def merge() -> Step:
 def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
     arrays = arrange([*merge.merges, merge], gpus, SETTINGS)
     packs_of_parts = [[part] for part in merge.merges]
-    assert [array.packs for array in arrays] == [packs_of_parts, [[merge]]]
+    assert [array.jobs for array in arrays] == [packs_of_parts, [[merge]]]
 
 
 def test_a_merge_waits_for_parts_that_become_visible_late(
@@ -456,7 +456,7 @@ def test_seconds_left_assume_the_mean_time_of_finished_steps() -> None:
         ("c", "running", now - 99),
         ("d", "pending", None),
     ]
-    steps = [StepState(f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
+    steps = [StepState(f"k/{name}", state, start_time=since or 0.0) for name, state, since in rows]
     assert seconds_left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
@@ -470,7 +470,7 @@ def test_settle_distinguishes_lost_failed_and_skipped_steps(tmp_path: Path) -> N
         pass
     store.fail(failed, {"message": "no", "user": True})
     schedule = Schedule([finished, failed, lost, *skipped])
-    settle(schedule, store)
+    update_from_store(schedule, store)
     assert schedule.finished == {finished.id}
     assert set(schedule.skipped) == {step.id for step in skipped}
     assert str(schedule.failed[failed.id]) == "no"
@@ -596,7 +596,7 @@ def request_of(
 ) -> Any:
     """The resources that a job requests for steps of an hour each, under settings in YAML."""
     settings = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
-    return module.resources(steps, settings, seconds, limits or {})
+    return module.job_resources(steps, settings, seconds, limits or {})
 
 
 def step_about(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:

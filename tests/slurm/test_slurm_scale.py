@@ -382,7 +382,7 @@ def test_cancel_tries_all_jobs_and_raises_if_some_remain(
     tmp_path: Path, fake_slurm: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", fake_slurm["PATH"])
-    monkeypatch.setattr(scheduler, "AT_ONCE", 1)
+    monkeypatch.setattr(scheduler, "IDS_PER_CALL", 1)
     install_scancel(
         tmp_path,
         f"echo $1 >> {tmp_path}/ids",

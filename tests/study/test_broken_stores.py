@@ -24,7 +24,7 @@ from analysis.load.studies import document
 from moe_lab.config import LauncherConfig, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.study import record, run
-from moe_lab.study.runs import Submitted, runs
+from moe_lab.study.runs import SubmittedJob, runs
 from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm.jobs import StepsJob
 from moe_lab.study.step import Step
@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest
         patch.setattr(Worker, "hook", fail_evaluation)
         assert start(store, aimer_study) == 1
     (only_run,) = runs(Store(store).create(), STUDY)
-    only_run.add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
+    only_run.add([SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())])
     return store
 
 
@@ -467,7 +467,7 @@ def unlogged(tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.Mo
     store = tmp_path / "store"
     with pytest.raises(UserError):
         start(store, tracked_study)
-    record_job = Submitted("8", "8", "study.record", "record", (), ())
+    record_job = SubmittedJob("8", "8", "study.record", "record", (), ())
     runs(Store(store).create(), STUDY)[0].add([record_job])
     return log
 

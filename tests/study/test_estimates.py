@@ -33,7 +33,7 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models import config_json
 from moe_lab.study import estimates
-from moe_lab.study.estimates import divided, forecast, largest_memory, learned
+from moe_lab.study.estimates import forecast, largest_memory, learned, resolved_engine
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -145,7 +145,7 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
         "o/fp8": {"quantization_config": {"bits": 8}},
     }
     monkeypatch.setattr(config_json, "hub_config", lambda name, _: configs.get(name, {}))
-    divided_text = divided(text, about, Config(launcher=LauncherConfig(name=launcher)))
+    divided_text = resolved_engine(text, about, Config(launcher=LauncherConfig(name=launcher)))
     assert (divided_text.engine, divided_text.parts) == (engine, parts)
     calibration = step("statistics", about, divided_text)
     assert calibration.id == step("statistics", about, text).id
@@ -191,7 +191,12 @@ def test_resources_of_steps_about_qwen2_57b(
 ) -> None:
     needed = step(kind, model("qwen2_57b_a14b", device="cuda")).resources()
     assert needed.memory == pytest.approx(gib * 2**30, abs=0.005 * 2**30)
-    assert (needed.weights, needed.units, needed.job, needed.pack) == (weights, units, job, pack)
+    assert (needed.weights, needed.units, needed.job, needed.steps_per_job) == (
+        weights,
+        units,
+        job,
+        pack,
+    )
     assert needed.on_gpu == (weights in ("model", "layers"))
 
 

@@ -21,7 +21,7 @@ from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, find_garbage, gc
 from moe_lab.study.graph import build
-from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
+from moe_lab.study.runs import SubmittedJob, begin, runs, steps_of_active_runs
 from moe_lab.study.slurm import jobs as slurm_jobs
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
@@ -189,7 +189,7 @@ def killed_step(root: Path) -> Step:
 def test_files_of_a_killed_run_are_garbage(root: Path, killed_step: Step) -> None:
     """Its resume files are garbage after the record of the run is removed."""
     store = Store(root)
-    assert steps_at_work(store) == set()
+    assert steps_of_active_runs(store) == set()
     assert {item.kind for item in find_garbage(store)[0]} == {LEFTOVERS}
     runs(store, "study")[0].remove()
     garbage_items = find_garbage(store)[0]
@@ -315,7 +315,7 @@ def test_a_store_works_after_a_killed_gc(
 def test_gc_frees_nothing_while_a_document_is_damaged(
     replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
+    runs(Store(replaced), STUDY)[-1].add([SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
     steps_before = finished(replaced)
@@ -333,7 +333,7 @@ def test_gc_keeps_steps_of_queued_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
-    first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
+    first.add([SubmittedJob("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert garbage_in(replaced) == set()

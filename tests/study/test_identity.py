@@ -25,8 +25,8 @@ from moe_lab.json_files import canonical, digest
 from moe_lab.models.files import IdentifiedModel
 from moe_lab.paths import resolve
 from moe_lab.study import estimates
-from moe_lab.study.estimates import resolved
-from moe_lab.study.step import KINDS, Step
+from moe_lab.study.estimates import resolved_device
+from moe_lab.study.step import KINDS, Step, identity_document
 from moe_lab.study.steps.passes import Pass
 from moe_lab.study.steps.scores import Scores
 
@@ -252,7 +252,7 @@ def test_no_id_contains_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     for gpus in ([], ["0"]):
         monkeypatch.setattr(estimates, "visible_gpus", lambda gpus=gpus: gpus)
-        step = Pass.of(cell_of(resolved(auto, config.Config()), TEXT), "statistics")
+        step = Pass.of(cell_of(resolved_device(auto, config.Config()), TEXT), "statistics")
         ids.append(step.id)
         assert "auto" not in str(step.settings)
     fp32_on_cpu = Pass.of(cell_of(MODEL, TEXT), "statistics").id
@@ -287,13 +287,13 @@ def test_auto_on_a_login_node_is_the_device_of_its_jobs(
 ) -> None:
     monkeypatch.setattr(estimates, "visible_gpus", list)
     settings = config.Config(launcher=SLURM, resources=config.ResourcesConfig(**resources))
-    assert resolved(model, settings).device == device
+    assert resolved_device(model, settings).device == device
 
 
 def test_dtype_auto_of_an_unknown_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """dtype=auto is the precision of the files, which is unknown here."""
     monkeypatch.setattr(estimates, "visible_gpus", list)
-    assert resolved(UNKNOWN, config.Config(launcher=SLURM)).dtype == "auto"
+    assert resolved_device(UNKNOWN, config.Config(launcher=SLURM)).dtype == "auto"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_auto_on_a_machine_with_two_gpus(
     monkeypatch.setattr(estimates, "visible_gpus", lambda: list("01"))
     resources = config.ResourcesConfig(gpu_memory=gpu_memory)
     settings = config.Config(launcher=config.LauncherConfig(launcher), resources=resources)
-    assert resolved(LARGE, settings).device == device
+    assert resolved_device(LARGE, settings).device == device
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -358,5 +358,5 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     )
     copy: Step = pickle.loads(content)
     assert (copy.id, copy.folder, copy.settings) == (step.id, step.folder, step.settings)
-    assert copy.document()["inputs"] == {"facts": step.loaded.facts.folder}
+    assert identity_document(copy)["inputs"] == {"facts": step.loaded.facts.folder}
     assert os.sep in copy.folder

@@ -14,7 +14,7 @@ import tiny
 from example_steps import evaluated
 from scipy.stats import t
 
-from moe_lab.compose import compose, started
+from moe_lab.compose import compose, hydra_context
 from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.config.base import SettingsError
 from moe_lab.grid import Request
@@ -30,7 +30,7 @@ from moe_lab.study.preflight import missing_requirements, preflight, remarks, vi
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:
     """Hydra once for all tests."""
-    with started():
+    with hydra_context():
         yield
 
 

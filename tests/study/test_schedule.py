@@ -36,7 +36,7 @@ from moe_lab.study import run as running
 from moe_lab.study.graph import Graph
 from moe_lab.study.provenance import error_document
 from moe_lab.study.resources import GIB, Resources
-from moe_lab.study.runs import RECORD, Submitted, begin
+from moe_lab.study.runs import RECORD, SubmittedJob, begin
 from moe_lab.study.schedule import (
     InProcessExecutor,
     Schedule,
@@ -435,8 +435,8 @@ def unfinished(tmp_path: Path) -> tuple[Store, list[Step]]:
     store = Store(tmp_path).create()
     steps: list[Step] = [Example("k", str(number), number) for number in range(3)]
     with begin(store, STUDY, steps) as run:
-        record_job = Submitted("8", "8", "s.record", RECORD, [], [])
-        run.add([Submitted("7", "7", "s.k", "k", [step.id for step in steps], []), record_job])
+        record_job = SubmittedJob("8", "8", "s.record", RECORD, [], [])
+        run.add([SubmittedJob("7", "7", "s.k", "k", [step.id for step in steps], []), record_job])
     store.fail(steps[0], {"message": "it broke"})
     return store, steps
 
@@ -583,7 +583,7 @@ def test_a_report_is_finished_when_it_is_complete(
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: result)
     complete = record._report(record.Study(config, graph, Store(tmp_path).create()))
     assert message in capsys.readouterr().err
-    assert complete == (folder / record.MADE_FROM).exists() == (message == "report.html")
+    assert complete == (folder / record.FINGERPRINT_FILE).exists() == (message == "report.html")
 
 
 # The time left

@@ -38,7 +38,7 @@ from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
 from moe_lab.study.integrity import read_step
 from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
-from moe_lab.study.slurm.jobs import settle
+from moe_lab.study.slurm.jobs import update_from_store
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.evaluation import Contamination, Evaluate
@@ -170,14 +170,14 @@ def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Sto
 
 @pytest.mark.slow
 def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step]) -> None:
-    """Neither by a run nor by `settle`, which the last job of a submission calls."""
+    """Neither by a run nor by `update_from_store`, which the last job of a submission calls."""
     store, step = killed_pass
     do(store, step)
     for part in step.merges:
         shutil.rmtree(store.path(part))
     assert do(store, step) == []
     schedule = Schedule([*step.inputs.values(), *step.merges, step])
-    settle(schedule, store)
+    update_from_store(schedule, store)
     assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
 
 
@@ -505,7 +505,7 @@ def test_data_that_changed_since_the_start_is_refused(
 ) -> None:
     step, files, _ = evaluation
     monkeypatch.setattr(Harness, "data_digest", lambda *_: "another")
-    with pytest.raises(Unavailable, match="its data is not what it was"):
+    with pytest.raises(Unavailable, match="its data has changed since"):
         step.work(files)
 
 

@@ -1,5 +1,5 @@
-"""The work of a Slurm job, which does a list of steps one after another; and waiting for the jobs
-of a study."""
+"""Slurm jobs, as submitit runs them on a node: jobs that compute steps, and a last one that writes
+the record; and waiting for the jobs of a study."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, retries
 
 SAVING = 20.0
-"""Most seconds for which a pass may save: by default Slurm kills a preempted job 30 s after its
+"""Seconds that a pass has to save its state: by default Slurm kills a preempted job 30 s after its
 warning."""
 
 
 @dataclass(frozen=True)
 class StepsJob:
-    """The steps of one job, called by submitit on the node.
+    """A job that computes steps; submitit calls it on the node.
 
-    `store`: the store's folder. `run`: STUDY/RUN that it belongs to. `launcher`: its `max_requeues`
-    says how often the job may still be requeued.
+    `store`: the store's folder. `run`: STUDY/RUN that the job belongs to. `launcher`: settings,
+    whose `max_requeues` counts down each time the job is requeued.
     """
 
     store: str
@@ -54,13 +54,13 @@ class StepsJob:
 
     @cached_property
     def worker(self) -> WorkerProcess:
-        """Computes the steps of this job, in a process of its own."""
+        """The process that computes the steps of this job."""
         return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
 
     def __call__(self) -> dict[str, int]:
-        """Compute the missing steps. A failed step leaves its error in the store, and the others
-        continue."""
-        signal.signal(signal.SIGTERM, self.leave)
+        """Compute the missing steps, and return their numbers by result. After the failure of a
+        step, whose error is stored, the others continue."""
+        signal.signal(signal.SIGTERM, self.handle_sigterm)
         store = self.worker.store
         store.check_exists()  # a node that does not see the store must not create a new one
         store.create()
@@ -76,10 +76,12 @@ class StepsJob:
             "skipped": len(schedule.skipped),
         }
 
-    def leave(self, _: int, __: FrameType | None) -> None:
-        """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is
-        requeued, as when its time is up; so is one that cannot tell, in an image without scontrol.
-        One that Slurm requeues itself saves. A cancelled job exits at once. Claims are released."""
+    def handle_sigterm(self, _: int, __: FrameType | None) -> None:
+        """Requeue this job, save or exit, by its state in Slurm.
+
+        A job that Slurm still lists as running is being preempted: it is requeued, as when its time
+        is up. So is a job of unknown state, in an image without scontrol. A job that Slurm requeues
+        itself saves the state of its pass. A cancelled job exits at once. Claims are released."""
         state: dict[str, str] = {}
         with suppress(UserError):
             state = scheduler.job_state(str(own_job()), limit=5.0)
@@ -91,8 +93,8 @@ class StepsJob:
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to requeue when this one must stop; it resumes from the files that steps have
-        saved in the store, which a pass does now. None when it may not be requeued again."""
+        """The job to requeue when this job must stop, after its pass has saved its state; None when
+        it may not be requeued again. Steps resume from the files that they have saved."""
         self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -103,9 +105,11 @@ class StepsJob:
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     """Inputs from other jobs that are missing in the store. Waits for them while no input has
-    failed, and marks those that are finished."""
-    own = {step.id for step in schedule.steps}
-    inputs = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
+    failed. Finished inputs are marked in `schedule`."""
+    step_ids = {step.id for step in schedule.steps}
+    inputs = [
+        needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
+    ]
     missing: list[Step] = []
     for _ in retries():
         present = store.present()
@@ -135,14 +139,14 @@ class RecordJob:
         from moe_lab.study.record import finish
 
         schedule = Schedule(self.study.graph.steps)
-        settle(schedule, self.study.store)
+        update_from_store(schedule, self.study.store)
         return finish(self.study, schedule, self.run)
 
 
-def settle(schedule: Schedule, store: Store) -> None:
-    """Update waiting steps from the store: finished, failed, or else failed because their job was
-    lost."""
-    _note_finished(schedule, store)
+def update_from_store(schedule: Schedule, store: Store) -> None:
+    """Set the state of waiting steps by the store: finished, or failed. Steps that have neither
+    result nor error there failed because their job was lost."""
+    _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
     for step in list(schedule.waiting.values()):
@@ -160,26 +164,30 @@ def settle(schedule: Schedule, store: Store) -> None:
 
 
 EVERY = 3.0
-"""Seconds between two queries of the store and the scheduler, which other users share."""
+"""Seconds between two queries of the store and of the scheduler, which other users share."""
 
 
-def follow(schedule: Schedule, study: Study) -> None:
-    """Wait until no job of the study is queued; then update `schedule` from the store."""
+def wait_for_jobs(schedule: Schedule, study: Study) -> None:
+    """Wait until no job of the study is in the queue; then update `schedule` from the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
     with show_progress(schedule, study.store):
-        # Jobs continue while the scheduler does not answer, which is an error in the tuple.
-        while any(queued_jobs(jobs)):
+        while True:
+            queue, queue_error = queued_jobs(jobs)
+            # an error means that the scheduler does not answer: jobs may still run
+            if not queue and not queue_error:
+                break
             time.sleep(EVERY)
             claimed = study.store.claims.active()
             with schedule.changed:
-                _note_finished(schedule, study.store)
+                _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
                     if step.id[:DIGITS] in claimed:
                         schedule.running.setdefault(step.id, (step, schedule.clock()))
-    settle(schedule, study.store)
+    update_from_store(schedule, study.store)
 
 
-def _note_finished(schedule: Schedule, store: Store) -> None:
+def _finish_present(schedule: Schedule, store: Store) -> None:
+    """Count waiting steps that are present in the store as finished."""
     present = store.present()
     for step in list(schedule.waiting.values()):
         if step.id[:DIGITS] in present:

@@ -18,7 +18,7 @@ from moe_lab.errors import UserError
 
 LONGEST = 1001
 """Most tasks of an array, from Slurm's default MaxArraySize."""
-GONE = (
+ENDED_STATES = (
     *(
         "COMPLETING",
         "COMPLETED",
@@ -31,24 +31,33 @@ GONE = (
     ),
     *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
-"""States of jobs that squeue may still show although they will do nothing more."""
+"""States of jobs that have ended, although squeue may still show them."""
 REQUEUED = ("COMPLETING", "None", "0:00")
-"""State, reason and time of a job that still ends, and was put back into the queue; one that failed
-has a reason."""
+"""State, reason and time of a job that is still ending but was put back into the queue. A job that
+failed has another reason."""
 ENDED = re.compile(r"Invalid job id|already completing")
-"""What scancel says of jobs that have ended."""
+"""In messages of scancel about jobs that have ended."""
 NEVER = "DependencyNeverSatisfied"
-AT_ONCE = 500
+IDS_PER_CALL = 500
 """Most job ids in one call of scancel, since the length of a command line is limited."""
 LIMIT = 120
 """Seconds in which a Slurm command must answer."""
-OF_SLURM = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCT_")
-"""Beginnings of variables by which a shell, or the job that it is in, changes what Slurm's commands
-do and show."""
-WHICH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+SLURM_PREFIXES = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "SQUEUE_",
+    "SINFO_",
+    "SCONTROL_",
+    "SCANCEL_",
+    "SACCT_",
+)
+"""Prefixes of environment variables that change what Slurm's commands do and show. A shell or the
+job around this process may have set them."""
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables by which Slurm's commands find their cluster."""
 FROM_SHELL = ("partition", "account", "qos", "constraint", "reservation")
-"""Options of sbatch for which a variable of the shell counts where the job does not set them."""
+"""Options of sbatch that may be set by a variable of the shell, if the job does not set them."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +76,27 @@ class Queued:
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
-    """Id -> job of this user and `users` that is pending or running; for several at once squeue
-    loads the jobs of all. Raises UserError, with the scheduler's message, when squeue fails."""
+    """Id -> job, for pending and running jobs of this user and `users`. squeue is called for each
+    user, since for several at once it loads the jobs of all users. Raises UserError, with the
+    scheduler's message, when squeue fails."""
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     jobs = {}
     for user in {os.getuid(), *users}:
-        for row in ROW.findall(run_command(*command, f"--user={user}")):
-            job_id, state, reason, elapsed, name = row
-            has_ended = state in GONE and (state, reason, elapsed) != REQUEUED
+        rows = ROW.findall(run_command(*command, f"--user={user}"))
+        for job_id, state, reason, elapsed, name in rows:
+            has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED
             if not has_ended and reason != NEVER:
                 jobs[job_id] = Queued(job_id, name, state, reason, elapsed)
     return jobs
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
-"""A job in the output of squeue; what follows on further lines is of its name, which may have any
-characters."""
+"""The line of a job in the output of squeue. Further lines belong to the name of the job, which may
+have any characters."""
 
 
 def submitted_from(folder: Path) -> set[str]:
-    """Jobs of this user, of an array its own id, whose scripts are in a folder."""
+    """Ids of jobs and arrays of this user whose scripts are in `folder`."""
     listed = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
     jobs = set()
     for line in listed.splitlines():
@@ -121,12 +131,13 @@ def time_limits() -> dict[str, float]:
 
 
 def minutes(limit: str) -> float:
-    """Minutes of a time as written by sinfo: 1-12:00:00, 30:00, infinite."""
+    """Minutes of a time limit as sinfo writes it, such as 1-12:00:00, 30:00 or infinite."""
     days, _, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in parts):
         return inf
-    of_day = sum(int(part) * 60.0**place for place, part in enumerate(reversed(parts), start=-1))
+    # seconds, minutes and hours: powers -1, 0 and 1 of 60
+    of_day = sum(int(part) * 60.0**power for power, part in enumerate(reversed(parts), start=-1))
     return of_day + 1440 * int(days or 0)
 
 
@@ -135,36 +146,36 @@ def cancel(jobs: Iterable[str]) -> None:
     scheduler's message, when others are not cancelled."""
     ids = list(jobs)
     errors: list[str] = []
-    for start in range(0, len(ids), AT_ONCE):
-        done = _run("scancel", *ids[start : start + AT_ONCE])
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["nothing"]
+    for start in range(0, len(ids), IDS_PER_CALL):
+        answer = _run("scancel", *ids[start : start + IDS_PER_CALL])
+        if answer.returncode:
+            lines = answer.stderr.strip().splitlines() or ["nothing"]
             errors += [line for line in lines if not ENDED.search(line)]
     if errors:
         raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {errors[0]}")
 
 
 def job_state(job: str, limit: float | None = None) -> dict[str, str]:
-    """Slurm's fields of a job, such as JobState; after its end, as long as Slurm remembers it
-    (MinJobAge, five minutes by default). `limit`: seconds in which Slurm must answer, LIMIT by
+    """Slurm's fields of a job, such as JobState; {} when Slurm has forgotten the job, by default
+    five minutes after its end (MinJobAge). `limit`: seconds in which Slurm must answer, LIMIT by
     default."""
-    done = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
-    return dict(item.split("=", 1) for item in done.stdout.split() if "=" in item)
+    answer = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
+    return dict(item.split("=", 1) for item in answer.stdout.split() if "=" in item)
 
 
 def run_command(*command: str) -> str:
     """Output of a Slurm command. Raises UserError, with its message, when it fails."""
-    done = _run(*command)
-    if done.returncode:
-        raise UserError(f"launcher=slurm: the scheduler does not answer: {done.stderr.strip()}")
-    return done.stdout
+    answer = _run(*command)
+    if answer.returncode:
+        raise UserError(f"launcher=slurm: the scheduler does not answer: {answer.stderr.strip()}")
+    return answer.stdout
 
 
 def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`
     seconds, LIMIT by default."""
     limit = LIMIT if limit is None else limit
-    # By its path: where PATH has a folder that may not be read, a search ends with an error.
+    # by its path, as the search of `subprocess` fails where a folder in PATH may not be read
     program = shutil.which(command[0])
     problem = f"there is no {command[0]} here"
     if program is not None:
@@ -186,20 +197,21 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
 
 
 def environment(retained: Collection[str] = ()) -> dict[str, str]:
-    """The variables of this process without those that change what Slurm's commands do and show,
-    but for those in `retained`."""
+    """The environment variables of this process without those that change what Slurm's commands do
+    and show. `retained`: names of variables that stay nevertheless."""
     variables = {}
     for name, value in os.environ.items():
-        if name in WHICH_SLURM or name in retained or not name.startswith(OF_SLURM):
+        is_other = not name.startswith(SLURM_PREFIXES)
+        if is_other or name in CLUSTER_VARIABLES or name in retained:
             variables[name] = value
     return variables
 
 
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
-    """A context in which sbatch sees only those variables of the shell that are in FROM_SHELL and
-    not in `options`, which the job sets itself: to sbatch, a variable counts more than the script
-    of a job. Jobs do not use the hub, as everything is downloaded before."""
+    """A context for calling sbatch. Variables of the shell would override the script of a job, so
+    only those of FROM_SHELL remain, without `options`, which the job sets itself. The hub is
+    offline for jobs, as everything is downloaded before."""
     from_shell = [f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options]
     variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):
@@ -217,18 +229,18 @@ REFUSALS = {
     r"Invalid feature\b": "change resources.every.sbatch.constraint",
     r"time limit is invalid": "change the minutes that they ask for",
 }
-"""What sbatch says, by Slurm's names and sentences of its errors -> what can be done."""
+"""Pattern of a message of sbatch -> advice."""
 UNANSWERED = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
 
 
 def advice(message: str, kind: str) -> str:
-    """What to do after sbatch, with this message, has not accepted jobs of a kind."""
+    """Advice for the user after sbatch has refused jobs of a kind with this message."""
     if UNANSWERED.search(message):
         return (
             "the scheduler has not answered, and may have accepted them: see squeue before you "
             "start this again"
         )
-    for pattern, what in REFUSALS.items():
+    for pattern, action in REFUSALS.items():
         if re.search(pattern, message, re.IGNORECASE):
-            return what
+            return action
     return f"change resources.every, resources.jobs.{kind} or resources.models"

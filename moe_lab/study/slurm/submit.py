@@ -1,4 +1,4 @@
-"""Submit missing steps as arrays of jobs with dependencies, and a last job that writes the record
+"""Submit missing steps as arrays of jobs with dependencies, and a last job, which writes the record
 and the report."""
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
 from moe_lab.paths import private_cache
 from moe_lab.study.estimates import learned
-from moe_lab.study.provenance import NOTED, code_state
+from moe_lab.study.provenance import CODE_STATE_FILE, code_state
 from moe_lab.study.record import Study
-from moe_lab.study.runs import RECORD, Run, Submitted, runs
+from moe_lab.study.runs import RECORD, Run, SubmittedJob, runs
 from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange, configured, is_for_gpus, options, resources
+from moe_lab.study.slurm.arrays import (
+    Array,
+    arrange,
+    configured,
+    is_for_gpus,
+    job_options,
+    job_resources,
+)
 from moe_lab.study.slurm.jobs import RecordJob, StepsJob
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step, unmerged
@@ -42,20 +49,22 @@ from moe_lab.study.step import Step, unmerged
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
 PAUSES = (10.0, 60.0)
-"""Seconds before sbatch is tried again."""
-RECORD_ASKS, RECORD_MEMORY = {"gpus": 0, "cpus": 1, "minutes": 60}, 4
-"""Resources of the last job, and GiB; it has all other settings in common with every job."""
+"""Seconds before the first and the second retry of sbatch."""
+RECORD_RESOURCES = {"gpus": 0, "cpus": 1, "minutes": 60}
+"""Resources of the last job; its other settings are those of every job."""
+RECORD_MEMORY = 4
+"""GiB of the last job."""
 
 
-# Of the class, as arrays make executors of their own.
+# Patched in the class, since submitit creates further executors for arrays.
 SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[assignment]
     *("timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script))
 ]
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do.
-    Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this
+    """Submit jobs for the waiting steps, except those that pending jobs of earlier submissions will
+    do. Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this
     submission are then cancelled."""
     submission = Submission(study, run)
     try:
@@ -76,47 +85,54 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
 def _download(steps: Iterable[Step]) -> None:
     """Download the models and texts of the hub that steps read, as nodes may have no network."""
-    wanted: dict[str, Callable[[], object]] = {}
+    downloads: dict[str, Callable[[], object]] = {}
     for step in steps:
         if model := step.resources().model:
-            wanted[repr(model)] = partial(files.local_folder, model)
+            downloads[repr(model)] = partial(files.local_folder, model)
         for text in (
             value for value in vars(step).values() if isinstance(value, CalibrationConfig)
         ):
-            wanted |= {
+            downloads |= {
                 repr(part): partial(sources.download, part) for _, part in shares_and_sets(text)
             }
-    for download in wanted.values():
+    for download in downloads.values():
         download()
 
 
-def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool = True) -> None:
+def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
+    """Submit the waiting steps that no pending job will do, and the job that writes the record.
+    `may_repeat`: whether to start over after long downloads, when pending jobs may have ended."""
     study = submission.study
     config = study.config
     store = study.store
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
-    covered = under_way(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
-    needed = unmerged(schedule.waiting.values(), covered.steps.keys())
-    missing = [step for step in needed if step.id not in covered.steps]
-    submission.jobs.update(covered.steps)
-    if not missing and covered.recorded:
+    pending = pending_jobs(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
+    needed = unmerged(schedule.waiting.values(), pending.job_of.keys())
+    missing = [step for step in needed if step.id not in pending.job_of]
+    submission.jobs.update(pending.job_of)
+    if not missing and pending.record_jobs:
         return
-    limits = scheduler.time_limits()
-    ask = partial(resources, settings=config.resources, seconds=learned(store), time_limits=limits)
-    arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
+    resources_of = partial(
+        job_resources,
+        settings=config.resources,
+        seconds=learned(store),
+        time_limits=scheduler.time_limits(),
+    )
+    arrays = arrange(missing, resources_of, config.launcher, scheduler.longest_array())
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:
-        if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
+        if array.resources["minutes"] * 60 <= signal_seconds + EARLY:
             raise UserError(
-                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, which is "
-                f"too short: Slurm warns them launcher.signal_seconds={signal_seconds} before the "
-                f"end, and may do so {EARLY} s early"
+                f"resources: {array.kind} jobs ask for minutes={array.resources['minutes']}, which "
+                f"is too short: Slurm warns them launcher.signal_seconds={signal_seconds} before "
+                f"the end, and may do so {EARLY} s early"
             )
     begun = time.monotonic()
     _download(missing)
-    if again and time.monotonic() - begun > 60:  # jobs that were in the queue may have ended
-        return _submit_missing(schedule, submission, again=False)
-    scheduler.cancel(covered.failed_jobs)
+    if may_repeat and time.monotonic() - begun > 60:
+        _submit_missing(schedule, submission, may_repeat=False)
+        return
+    scheduler.cancel(pending.failed_jobs)
     for array in arrays:
         submission.add(array)
     submission.close()
@@ -124,51 +140,53 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, again: bool =
 
 @dataclass
 class Submission:
-    """Submits jobs one after another. `jobs`: step id -> id of the job or array that a job needing
-    it must wait for."""
+    """Submits the jobs of a run one after another."""
 
     study: Study
     run: Run
     jobs: dict[str, str] = field(default_factory=dict)
+    """Step id -> id of the job or array that will do the step, and that later jobs wait for."""
 
     @cached_property
     def starter(self) -> Path:
-        """The start.py with which jobs are started, in a copy of the present code."""
+        """The start.py that starts jobs, in a copy of the present code."""
         return copy_code(private_cache("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
-        step_ids = {step.id for pack in array.packs for step in pack}
-        needed = {
-            needed.id for pack in array.packs for step in pack for needed in step.needs
-        } - step_ids
-        after = [self.jobs[name] for name in needed if name in self.jobs]
+        steps = [step for job in array.jobs for step in job]
+        step_ids = {step.id for step in steps}
+        input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
+        after = [self.jobs[name] for name in input_ids if name in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
-        packs = [StepsJob(str(store.absolute()), pack, run, launcher) for pack in array.packs]
-        whole = self._submit(array.kind, array.asks, packs, array.packs, "afterok", after)
-        self.jobs.update(dict.fromkeys(step_ids, whole))
+        jobs = [StepsJob(str(store.absolute()), job, run, launcher) for job in array.jobs]
+        array_id = self._submit(array.kind, array.resources, jobs, array.jobs, "afterok", after)
+        self.jobs.update(dict.fromkeys(step_ids, array_id))
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
-        every = configured([self.study.config.resources.every])
-        asks = {**every, **RECORD_ASKS, "memory": 0 if every["memory"] == 0 else RECORD_MEMORY}
-        self._submit(
-            RECORD, asks, [RecordJob(self.study, self.run)], [[]], "afterany", self.jobs.values()
-        )
+        resources = {**configured([self.study.config.resources.every]), **RECORD_RESOURCES}
+        if resources["memory"] != 0:
+            resources["memory"] = RECORD_MEMORY
+        job = RecordJob(self.study, self.run)
+        self._submit(RECORD, resources, [job], [[]], "afterany", self.jobs.values())
 
     def _submit(
         self,
         kind: str,
-        asks: Mapping[str, Any],
-        what: Sequence[Callable[[], Any]],
+        resources: Mapping[str, Any],
+        functions: Sequence[Callable[[], Any]],
         steps: Sequence[Sequence[Step]],
         condition: str,
         needed: Iterable[str],
     ) -> str:
-        """Submit jobs with the same resources as one array, and note them with the steps of each;
-        the array's id."""
+        """Submit jobs with the same resources as one array, and add them to the run. Returns the
+        array's id.
+
+        `functions`, `steps`: what each job calls, and the steps that it does. `condition`,
+        `needed`: Slurm's dependency of the array, such as afterok, and the jobs that it is on."""
         after = tuple(sorted(set(needed)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
@@ -179,20 +197,19 @@ class Submission:
             python=f"{python} {shlex.quote(str(self.starter))}",
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
-        sbatch_options = options(asks["sbatch"], asks["gpus"] > 0)
+        sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
-        optional = {"partition": asks["partition"]} if asks["partition"] else {}
-        if asks["memory"] and not any(name.startswith("mem-per-") for name in more):
-            optional["mem"] = f"{max(1, round(asks['memory'] * 1024))}M"
-        if asks["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
-            optional["gpus_per_node"] = ":".join(
-                str(word) for word in (asks["gpu_type"], asks["gpus"]) if word
-            )
+        optional = {"partition": resources["partition"]} if resources["partition"] else {}
+        if resources["memory"] and not any(name.startswith("mem-per-") for name in more):
+            optional["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
+        if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
+            type_and_count = (resources["gpu_type"], resources["gpus"])
+            optional["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
         executor.update_parameters(
             job_name=name,
-            time=asks["minutes"],
-            cpus_per_task=asks["cpus"],
-            setup=setup_lines(asks["setup"]),
+            time=resources["minutes"],
+            cpus_per_task=resources["cpus"],
+            setup=setup_lines(resources["setup"]),
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
@@ -200,29 +217,30 @@ class Submission:
         )
         try:
             with scheduler.submitting([*optional, *sbatch_options]):
-                ids = self._ids(executor, what)
+                ids = self._ids(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
-            every = {**asks, **sbatch_options, "sbatch": None}
-            words = " ".join(str(error).split())
-            asked = " ".join(
-                f"{name}={value}" for name, value in every.items() if value not in (None, [])
+            requested = {**resources, **sbatch_options, "sbatch": None}
+            message = " ".join(str(error).split())
+            listed = " ".join(
+                f"{name}={value}" for name, value in requested.items() if value not in (None, [])
             )
             raise UserError(
-                f"sbatch says of {kind} jobs: {words}; they ask for {asked}; "
-                f"{scheduler.advice(words, kind)}"
+                f"sbatch says of {kind} jobs: {message}; they ask for {listed}; "
+                f"{scheduler.advice(message, kind)}"
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
-            Submitted(job, array, name, kind, tuple(step.id for step in pack), after)
-            for job, pack in zip(ids, steps, strict=True)
+            SubmittedJob(job, array, name, kind, tuple(step.id for step in of_job), after)
+            for job, of_job in zip(ids, steps, strict=True)
         )
         return array
 
     def _ids(
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
     ) -> list[str]:
-        """Submit jobs as one array; their ids. While the controller is away, sbatch is tried again.
-        Jobs that an unanswered sbatch had accepted are cancelled after the retry succeeds."""
+        """Submit jobs as one array, and return their ids. While Slurm's controller is away, sbatch
+        is tried again. Jobs of a try that had no answer are cancelled after a later one
+        succeeds."""
         tries = 0
         while True:
             try:
@@ -241,7 +259,7 @@ class Submission:
 
 SETUP_TRAP = """trap 'code=$?; [ -z "$MOE_LAB_SETUP" ] ||\
 echo "moe_lab: setup ended the job with code $code, in the line: $MOE_LAB_SETUP" >&2' EXIT"""
-"""On EXIT and not on ERR, as a file that a line sources may also say `exit`."""
+"""The trap is on EXIT and not on ERR, since a file that a line sources may call `exit`."""
 
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
@@ -254,6 +272,7 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
 
 
 def _announce(submission: Submission) -> None:
+    """Print the submitted arrays, and the jobs of earlier submissions that will do steps."""
     study = submission.study.config.study
     jobs = submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
@@ -277,70 +296,74 @@ def _count(number: int, word: str) -> str:
 
 
 @dataclass
-class UnderWay:
-    """Earlier jobs: step id -> id of the job that will do it; and ids of jobs that can no longer do
-    their steps."""
+class PendingJobs:
+    """Jobs of earlier submissions that are in the queue."""
 
-    steps: dict[str, str] = field(default_factory=dict)
+    job_of: dict[str, str] = field(default_factory=dict)
+    """Id of a missing step -> id of the job that will do it."""
     failed_jobs: list[str] = field(default_factory=list)
-    recorded: list[str] = field(default_factory=list)
+    """Jobs that can no longer do their steps."""
+    record_jobs: list[str] = field(default_factory=list)
     """Jobs that will write the record."""
 
 
-def under_way(
-    jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: Iterable[str]
-) -> UnderWay:
-    """Find those of `jobs`, given in the order of submission, that will do `missing` steps.
+def pending_jobs(
+    jobs: Iterable[SubmittedJob], queue: Mapping[str, Queued], missing: Iterable[str]
+) -> PendingJobs:
+    """The pending jobs among `jobs`, which are in the order of submission. `missing`: ids of steps.
 
     Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending
     job is among `failed_jobs` when any job that it waits for has lost a step.
     """
-    wanted = set(missing)
-    covered = UnderWay()
+    missing = set(missing)
+    pending = PendingJobs()
     lost: set[str] = set()
     for job in jobs:
         queued = queue.get(job.id)
         if queued is not None and queued.name != job.name:
             queued = None  # the id of another cluster's job
-        steps = wanted.intersection(job.steps)
+        steps = missing.intersection(job.steps)
         if job.kind == RECORD:
             if queued:
-                covered.recorded.append(job.id)
+                pending.record_jobs.append(job.id)
         elif queued and not (queued.pending and lost.intersection(job.after)):
-            covered.steps.update(dict.fromkeys(steps, job.id))
+            pending.job_of.update(dict.fromkeys(steps, job.id))
         elif steps:
             lost |= {job.id, job.array}
             if queued and job.user == os.getuid():
-                covered.failed_jobs.append(job.id)
-    return covered
+                pending.failed_jobs.append(job.id)
+    return pending
 
 
 COPIED = ("moe_lab", "analysis", "conf")
+"""Folders of the repository that jobs need."""
 
 
 def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code to `jobs`/code, with plugins, once for each state of it. Returns the
+    """Copy the present code and plugins to `jobs`/code, unless the same code is there. Returns the
     start.py of the copy.
 
-    Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait
-    in the queue does not change what they do.
+    Jobs and the processes that they start run the copy, so that edits and updates while jobs wait
+    in the queue do not change them.
     """
     root = Path(moe_lab.__file__).parents[1]
-    found = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
-    found |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
-    copied = {
+    paths = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
+    paths |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
+    present_files = {
         file: path
-        for file, path in found.items()
+        for file, path in paths.items()
         if path.is_file() and "__pycache__" not in file.parts
     }
-    content = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in copied.items()}
+    content = {
+        str(file): sha256(path.read_bytes()).hexdigest() for file, path in present_files.items()
+    }
     folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        for file, path in copied.items():
+        for file, path in present_files.items():
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, scratch / file)
-        write_json(scratch / "moe_lab" / NOTED, code_state())
+        write_json(scratch / "moe_lab" / CODE_STATE_FILE, code_state())
         try:
             scratch.rename(folder)
         except OSError:  # another command has published the same copy meanwhile

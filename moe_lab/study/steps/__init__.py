@@ -1,4 +1,4 @@
-"""Kinds of steps: each is a class in a module of this package, and no other entry is needed.
+"""Kinds of steps. Every subclass of `Step` in a module of this package is registered in KINDS.
 
 Modules import torch inside the functions that do the work, since a study is checked without it.
 """
@@ -28,42 +28,43 @@ __all__ = ["KINDS", "perform"]
 for _module in pkgutil.iter_modules(__path__):
     for _value in vars(importlib.import_module(f"{__name__}.{_module.name}")).values():
         if isinstance(_value, type) and issubclass(_value, Step):
-            for _kind in _value.kinds or filter(None, [_value.kind]):
+            for _kind in filter(None, getattr(_value, "kinds", [_value.kind])):
                 if KINDS.setdefault(_kind, _value) is not _value:
                     raise ValueError(f"two kinds of steps are called {_kind}")
 
 
 def perform(step: Step, files: Files) -> None:
-    """Do `step`: write its result and provenance. Any exception counts as its failure."""
+    """Do the work of `step`, and write its result and provenance. Any exception means that the step
+    has failed."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     resources = step.resources()
-    about = {"units": resources.units, "pace": list(resources.pace)}
-    write_json(files.out / "provenance.json", {**provenance(start), **about, **merged})
+    work = {"units": resources.units, "pace": list(resources.pace)}
+    write_json(files.out / "provenance.json", {**provenance(start), **work, **merged})
 
 
 _MODELS = Models()
-"""Those of a worker process."""
+"""The models of a worker process."""
 
 
 def perform_pickled(work: str) -> dict[str, Any]:
-    """Do a step in a worker process; {} for success, else the error document. What is printed
-    meanwhile goes to the log of the step."""
+    """Do a step in a worker process. Returns {}, or the error document of a failed step. Output is
+    appended to the log of the step. `work`: base64 of the pickled step and its files."""
     step, files = pickle.loads(b64decode(work))
     files = replace(files, models=_MODELS)
     with suppress(OSError):
-        # not its parents: a store that was deleted must not appear again
+        # parents are not created: a store that was deleted must not appear again
         files.log.parent.mkdir(exist_ok=True)
-        with files.log.open("a") as log:  # for what this process and its children print from now on
+        with files.log.open("a") as log:  # for the output of this process and its children
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     error: dict[str, Any] = {}
     try:
         perform(step, files)
-    except Exception as raised:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
+    except Exception as raised:  # noqa: BLE001 - any error fails this step alone, and is reported
         error = error_document(raised)
     with suppress(OSError):  # a full disk
         if error:

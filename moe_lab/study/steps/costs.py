@@ -25,17 +25,17 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """The timing with the name that the model's device has here, unless it names one. Without the
-    device it names none, and the conditions of the step are not fulfilled."""
+    """The timing with `device` set to the name of the model's device on this machine, unless it is
+    set. Without such a device it stays None, and the conditions of the step fail."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=device_here(model.device))
     return timed
 
 
 class Cost(Step):
-    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model
-    is run on the text only where experts of one layer may differ in width, since FLOPs then depend
-    on routing."""
+    """Parameters, storage, and FLOPs per token of a model, in rows of the length of a text. If
+    experts of a layer may differ in width, FLOPs depend on routing, which is measured on the
+    text."""
 
     kind = "cost"
     small = True
@@ -43,32 +43,33 @@ class Cost(Step):
     plan: PlanStep | None
     storage: Storage | None
     row: int
-    """Tokens of a row."""
+    """Tokens per row."""
     unpruned: Cost | None
-    """The cost of the unpruned model, whose FLOPs are counted once for all plans."""
+    """The cost of the unpruned model, whose FLOPs are counted once for all plans; None for this
+    cost itself."""
     text: IdentifiedText | None
+    """The text on which routing is measured; None if FLOPs do not depend on it."""
     arithmetic: Arithmetic | None
-    """How the model is run on the text; None without one."""
+    """Arithmetic of the model on the text; None without a text."""
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The cost of a pruned model. `unpruned`: that of the model as it is; None for this
-        itself."""
-        routed = (
-            has_packed_experts(config_of(pruned.model))
-            if pruned.plan is None
-            else not pruned.drops_whole_experts
-        )
+        """The cost of a pruned model. `unpruned`: the cost of the unpruned model; None if `pruned`
+        is the unpruned model."""
+        if pruned.plan is None:
+            needs_routing = has_packed_experts(config_of(pruned.model))
+        else:
+            needs_routing = not pruned.drops_whole_experts
         return cls(
             facts=pruned.loaded.facts,
             plan=pruned.plan,
             storage=pruned.storage,
             row=text.length,
             unpruned=unpruned,
-            text=IdentifiedText.of(text) if routed else None,
-            arithmetic=pruned.loaded.arithmetic if routed else None,
+            text=IdentifiedText.of(text) if needs_routing else None,
+            arithmetic=pruned.loaded.arithmetic if needs_routing else None,
             pruned=pruned,
         )
 
@@ -77,13 +78,13 @@ class Cost(Step):
 
     def resources(self) -> Resources:
         """Storage is counted on the meta device, without a copy of the model. Costs of pruned
-        models go into the Slurm jobs of evaluations, which load the model anyway."""
+        models are part of the Slurm jobs of evaluations, which load the model anyway."""
         model = self.pruned.model
         pace = [self.facts.id, self.text is not None]
-        needed = (
-            text_pass(model, self.text, pace) if self.text else Resources(model=model, pace=pace)
-        )
-        return needed._replace(job="evaluate", pack="models") if self.plan else needed
+        needed = Resources(model=model, pace=pace)
+        if self.text:
+            needed = text_pass(model, self.text, pace)
+        return needed._replace(job="evaluate", steps_per_job="models") if self.plan else needed
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
@@ -95,9 +96,9 @@ class Cost(Step):
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
         if self.unpruned:
-            row = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
+            flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
-            row = row_flops(network, self.row)
+            flops = row_flops(network, self.row)
         routing: Any = even_routing(layers)
         if not routing:
             if self.text is None:
@@ -107,12 +108,12 @@ class Cost(Step):
                 )
             routing = engine(self.pruned.model, self.text, files).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}
-        write_json(files.out / "cost.json", cost(network, pruned, row, routing, **stored))
+        write_json(files.out / "cost.json", cost(network, pruned, flops, routing, **stored))
 
 
 class Profile(Step):
-    """How much hidden states differ between tokens after every layer, and how its router decides,
-    of the pruned model before recovery."""
+    """Variance of hidden states over tokens after every layer, and entropies of its router, of the
+    pruned model before recovery."""
 
     kind = "profile"
     small = True
@@ -139,8 +140,8 @@ class Profile(Step):
 
 
 class Timing(Step):
-    """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan
-    removes, in the bits it is stored in."""
+    """Seconds for prompts and answers, and memory, of the model as deployed: pruned, fine-tuned and
+    quantised."""
 
     kind = "timing"
     small = True
@@ -151,18 +152,23 @@ class Timing(Step):
     finetune: Finetune | None
     storage: Storage | None
     timed: TimingConfig
-    """With the name of the device that is timed."""
+    """Includes the name of the device that is timed."""
     threads: int | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from a text, on the device that `timed`
-        names."""
-        changes = pruned.plan, pruned.finetune, pruned.storage
+        """The timing of a pruned model, with prompts from a text, on the device `timed.device`."""
         return cls(
-            pruned.loaded, IdentifiedText.of(text), *changes, timed, pruned.model.threads, pruned
+            pruned.loaded,
+            IdentifiedText.of(text),
+            pruned.plan,
+            pruned.finetune,
+            pruned.storage,
+            timed,
+            pruned.model.threads,
+            pruned,
         )
 
     def label(self) -> str:
@@ -174,10 +180,12 @@ class Timing(Step):
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
             return run._replace(gpu_counts=[1], conditions=[(device_here, model.device)])
-        return run if " x " in device else run._replace(gpu_counts=[1])  # as in 8 x NVIDIA H100
+        if " x " in device:  # as in 8 x NVIDIA H100
+            return run
+        return run._replace(gpu_counts=[1])
 
     def work(self, files: Files) -> None:
-        """Raises Unavailable on another device than the one that identifies the step."""
+        """Raises Unavailable on another device than `timed.device`, which identifies the step."""
         import torch
 
         from moe_lab.evaluation.timing import measure
@@ -186,10 +194,10 @@ class Timing(Step):
         from moe_lab.recovery.apply import storage
 
         device = self.timed.device
-        here = device_name(self.loaded.model.device)
-        if here != device:
+        present = device_name(self.loaded.model.device)
+        if present != device:
             raise Unavailable(
-                f"timing is about {device}, and this machine has {here}: run it there, or set "
+                f"timing is about {device}, and this machine has {present}: run it there, or set "
                 "timed.device"
             )
         network, tokenizer = files.models.loaded(self.loaded.model)
@@ -197,7 +205,7 @@ class Timing(Step):
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         load = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
-        about = {
+        conditions = {
             "device": device,
             "load": load,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -207,10 +215,10 @@ class Timing(Step):
             ),
             "weight_bytes": storage(model)["total"],
         }
-        write_json(files.out / "timing.json", about)
+        write_json(files.out / "timing.json", conditions)
 
     def deployed(self, network: Any, files: Files) -> Any:
-        """The model as a server would hold it: pruned parts removed, fine-tuned, quantised."""
+        """The model as a server would load it: pruned, fine-tuned and quantised."""
         from moe_lab.recovery.apply import recovered
 
         if not (self.plan or self.storage):
@@ -222,7 +230,7 @@ def wrong_timing(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
     """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of
-    its device must be known in advance, because it is part of the step's identity."""
+    the device must be known in advance, because it is part of the step's identity."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

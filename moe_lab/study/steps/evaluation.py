@@ -39,8 +39,10 @@ from moe_lab.study.steps.recovery import Export, Pruned, export_of
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
 
-PHRASE, SHARED = 13, 10
-"""Words of a phrase, and most items of a benchmark that may have one: others belong to its
+PHRASE = 13
+"""Words of a phrase."""
+SHARED = 10
+"""Maximum number of items of a benchmark with the same phrase: more common phrases belong to its
 instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
@@ -48,12 +50,11 @@ Template = tuple[tuple[str, Any], ...]
 
 
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A benchmark as a study asks it of all models: makes the step with the results of a pruned
-    model.
+    """A function that makes the step with the results of a pruned model on a benchmark.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
-    Grading may not run in a weaker sandbox than here, also where another machine of the study has
-    no namespaces.
+    backend=server only generates text, so backend=hf is used for benchmarks that need likelihoods.
+    With sandbox=auto, grading requires namespaces on all machines of a study if this machine has
+    them.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
@@ -68,64 +69,65 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         policy = replace(policy, sandbox=NAMESPACES)
 
     grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited)
-    asking = Asking(benchmark, Questions(benchmark) if two_phases else None, backend)
+    setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         checkpoint = _checkpoint(pruned, backend.name, config)
         if two_phases:
-            return Grade(grading, Generate(asking, pruned, checkpoint, template))
-        return Evaluate(asking, pruned, checkpoint, template, grading)
+            return Grade(grading, Generate(setup, pruned, checkpoint, template))
+        return Evaluate(setup, pruned, checkpoint, template, grading)
 
     return results_of
 
 
 def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
-    """The exported model that a server or an engine reads; None where there is none to export, and
-    for plans of whole experts on vLLM, which masks the original."""
+    """The exported checkpoint that a server or vLLM reads. None for the unpruned model, for
+    backend=hf, and for plans of whole experts on vLLM, which masks the unpruned model."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
             return None
-        # vLLM has one width in each layer
+        # in vLLM, all experts of a layer have the same width
         return export_of(pruned, config.export, config.verify, "padded")
     return export_of(pruned, config.export, config.verify)
 
 
 class Grading(StepFields):
-    """How answers to a benchmark are graded."""
+    """Settings for grading answers to a benchmark."""
 
     benchmark: IdentifiedBenchmark
     policy: Policy
     sandbox: str | None
-    """The sandbox, where it changes results: without namespaces some programs are not run."""
+    """The sandbox if it changes results, as some programs are not run without namespaces; else
+    None."""
     runtime = frozenset({"policy"})
 
     @property
     def conditions(self) -> list[Check]:
-        """What grading needs where it is started, such as permissions."""
+        """Checks on the machine where the study is started, such as of permissions."""
         return [(harness_of(self.benchmark).missing, self.benchmark, self.policy)]
 
 
-class Asking(StepFields):
-    """What a model is asked, and by what."""
+class BenchmarkSetup(StepFields):
+    """A benchmark, and the backend that runs models on it."""
 
     benchmark: BenchmarkConfig
     questions: Questions | None
-    """What of the benchmark changes answers; None where these are graded at once, and all of it
-    counts."""
+    """The settings of the benchmark that change answers, if grading is a step of its own; else
+    None, as `Grading` then identifies the whole benchmark."""
     backend: BackendConfig
     runtime = frozenset({"benchmark"})
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
-    """Raise Unavailable when the data of the benchmark has changed since the study was started.
-    Results on other data belong to a step with another id."""
+    """Raise Unavailable when the data of the benchmark has changed since `identity` was computed:
+    results on other data belong to a step with another id."""
     if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
-            f"benchmark {benchmark.name}: its data is not what it was when this was started: "
-            "start the study again"
+            f"benchmark {benchmark.name}: its data has changed since the study was started: start "
+            "it again"
         )
 
 
@@ -134,7 +136,7 @@ class BenchmarkRun(Step):
 
     small = True
     whole_model = True
-    asking: Asking
+    setup: BenchmarkSetup
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
@@ -142,19 +144,19 @@ class BenchmarkRun(Step):
 
     @property
     def benchmark(self) -> BenchmarkConfig:
-        """The benchmark."""
-        return self.asking.benchmark
+        """The config of the benchmark."""
+        return self.setup.benchmark
 
     @property
     def backend(self) -> BackendConfig:
-        """What asks the model."""
-        return self.asking.backend
+        """The config of the backend."""
+        return self.setup.backend
 
     def label(self) -> str:
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """The model is loaded for all its benchmarks in one Slurm job."""
+        """One Slurm job has all benchmarks of a pruned model, which it loads once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,
@@ -166,8 +168,8 @@ class BenchmarkRun(Step):
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
-        """The model, pruned and recovered: loaded here, in a process of vLLM that stays for the
-        next step, or behind a server that is started for this one."""
+        """A context with the pruned and recovered model: loaded in this process; in a process of
+        vLLM, which stays for the next step; or behind a server, which is started for this step."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import serving
 
@@ -188,28 +190,27 @@ class BenchmarkRun(Step):
                 yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
 
     def cache(self, files: Files) -> ResultCache:
-        """What the model has computed so far."""
+        """Results of the model that are cached for resuming."""
         from moe_lab.evaluation.answers import COMPUTED
 
         return ResultCache(files.partial / COMPUTED)
 
     def weights(self, files: Files) -> Path:
-        """The files that a server or an engine reads: the export, or the original."""
+        """Folder of the checkpoint that a server or vLLM reads: the export, or the unpruned
+        model."""
         from moe_lab.models.files import local_folder
 
-        return (
-            files.path(self.checkpoint, "checkpoint")
-            if self.checkpoint
-            else local_folder(self.pruned.model)
-        )
+        if self.checkpoint:
+            return files.path(self.checkpoint, "checkpoint")
+        return local_folder(self.pruned.model)
 
-    def show(self, prompt: str) -> None:
-        """Write one prompt, as the model read it, to the log."""
+    def log_prompt(self, prompt: str) -> None:
+        """Write a prompt, as the model read it, to the log."""
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 class Evaluate(BenchmarkRun):
-    """The results of one benchmark, which is graded while the model is asked."""
+    """The results of one benchmark, whose answers are graded in the same step."""
 
     kind = "evaluate"
     grading: Grading
@@ -229,18 +230,18 @@ class Evaluate(BenchmarkRun):
                 policy=self.grading.policy,
                 cache=self.cache(files),
             )
-        self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
+        self.log_prompt(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
 class Generate(BenchmarkRun):
-    """The answers to one benchmark."""
+    """The answers to one benchmark, which another step grades."""
 
     kind = "generate"
 
     def resources(self) -> Resources:
         run = super().resources()._replace(disk=answer_bytes(self.benchmark))
         # a server loads the model for this step alone
-        return run._replace(job=None, pack="one") if self.backend.name == "server" else run
+        return run._replace(job=None, steps_per_job="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -249,11 +250,11 @@ class Generate(BenchmarkRun):
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.cache(files))
         write_answers(answers, files.out / run.ANSWERS)
-        self.show(answers[0].prompt)
+        self.log_prompt(answers[0].prompt)
 
 
 class Grade(Step):
-    """The results of one benchmark, from generated texts; needs no model."""
+    """The results of one benchmark, from generated answers, without a model."""
 
     kind = "grade"
     small = True
@@ -270,7 +271,7 @@ class Grade(Step):
             isolated=True,
             units=float(items(benchmark)),
             pace=benchmark_pace(benchmark),
-            pack="cells",
+            steps_per_job="cells",
             conditions=self.grading.conditions,
         )
 
@@ -284,51 +285,50 @@ class Grade(Step):
 
 
 class Contamination(Step):
-    """How many items of benchmarks occur in a calibration set, as far as a model reads it."""
+    """Number of items of benchmarks that occur in a calibration set, in the part that a model
+    reads."""
 
     kind = "contamination"
     small = True
     facts: Facts
-    """The model, whose tokenizer decides where the text ends."""
+    """The model, whose tokenizer determines where the text ends."""
     text: IdentifiedText
     asked: tuple[tuple[str, Questions], ...]
-    """Name of a benchmark, and what is asked in it."""
+    """(name of a benchmark, its questions). The name of this field is part of the id."""
 
     @classmethod
     def of(
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
-        """Without what changes no word of a text or of an item; examples are items of another
-        split."""
-        items = {
-            name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)
-        }
-        questions = tuple((name, Questions(benchmark)) for name, benchmark in items.items())
-        return cls(
-            loaded_as(model).facts,
-            IdentifiedText.of(replace(text, batch_size=1, parts=1)),
-            questions,
-        )
+        """The contamination of benchmarks with a text. Settings that change no words are set to
+        1, so that steps are shared; so are few-shot examples, items of another split, to 0."""
+        questions = []
+        for name in sorted(benchmarks):
+            benchmark = replace(benchmarks[name], shots=0, batch_size=1)
+            questions.append((name, Questions(benchmark)))
+        identified_text = IdentifiedText.of(replace(text, batch_size=1, parts=1))
+        return cls(loaded_as(model).facts, identified_text, tuple(questions))
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"
 
     def resources(self) -> Resources:
-        return Resources(memory=PROGRAMS, isolated=True, pace=[self.facts.id], pack="short")
+        return Resources(
+            memory=PROGRAMS, isolated=True, pace=[self.facts.id], steps_per_job="short"
+        )
 
     def work(self, files: Files) -> None:
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
-        text = {words for passage in self._passages() for words in phrases(passage)}
-        items = {
-            name: harness_of(questions.benchmark).items(questions.benchmark)
-            for name, questions in self.asked
-        }
-        counts = {name: contaminated(of, text) for name, of in items.items()}
+        text_phrases = {phrase for passage in self._passages() for phrase in phrases(passage)}
+        counts = {}
+        for name, questions in self.asked:
+            items = harness_of(questions.benchmark).items(questions.benchmark)
+            counts[name] = contaminated(items, text_phrases)
         write_json(files.out / CONTAMINATION, counts)
 
     def _passages(self) -> Iterator[str]:
-        """What stands between the gaps of each row."""
+        """The texts between the gaps of each row of the calibration set."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -343,36 +343,35 @@ class Contamination(Step):
 
 
 Task = Callable[[Pruned], Evaluate | Grade]
-"""Makes the step with the results of a benchmark on a pruned model."""
+"""Pruned model -> the step with its results on a benchmark."""
 
 
 def phrases(text: str) -> Iterator[str]:
-    """Each PHRASE words in a row of a text."""
+    """All sequences of PHRASE words in a text, in lower case."""
     words = _WORD.findall(text.lower())
     return (" ".join(words[start : start + PHRASE]) for start in range(len(words) - PHRASE + 1))
 
 
 def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
-    """How many items can be found, as they have PHRASE words in a row (comparable), and how many
-    share a phrase with a text, given as its phrases (found). Words are letters and digits in lower
-    case, as GPT-3's authors compared texts (arXiv 2005.14165, appendix C). A document whose
-    likelihood is measured counts as its paragraphs."""
-    of_items = [
-        {phrase for text in texts for phrase in phrases(text)}
-        for item in items
-        for texts in _pieces(item)
-    ]
-    shared_phrases = [item_phrases & text for item_phrases in of_items]
-    shared = Counter(phrase for item_phrases in shared_phrases for phrase in item_phrases)
-    hits = sum(
-        any(shared[phrase] <= SHARED for phrase in item_phrases) for item_phrases in shared_phrases
-    )
-    return {"comparable": sum(map(bool, of_items)), "found": hits}
+    """Number of items that have a phrase at all (comparable), and that share a phrase with a text
+    (found). `text`: the phrases of the text. Texts are compared by words of letters and digits in
+    lower case, as for GPT-3 (arXiv 2005.14165, appendix C). A document whose likelihood is measured
+    counts as its paragraphs."""
+    comparable = 0
+    shared_phrases = []
+    for item in items:
+        for pieces in _pieces(item):
+            item_phrases = {phrase for piece in pieces for phrase in phrases(piece)}
+            comparable += bool(item_phrases)
+            shared_phrases.append(item_phrases & text)
+    counts = Counter(phrase for shared in shared_phrases for phrase in shared)
+    found = sum(any(counts[phrase] <= SHARED for phrase in shared) for shared in shared_phrases)
+    return {"comparable": comparable, "found": found}
 
 
 def _pieces(item: Item) -> Iterator[list[str]]:
-    """The texts of an item: prompts with the answer, where one is known, and of a conversation each
-    message."""
+    """Lists of texts, each of which counts as one item: the prompts of the item with the reference
+    answer, if known, or the messages of its conversations; and each paragraph of a document."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):
@@ -382,10 +381,9 @@ def _pieces(item: Item) -> Iterator[list[str]]:
             continue
         answer = (request.reference or "") if isinstance(request, Text) else request.continuation
         prompt = request.prompt if isinstance(request, Text) else request.context
-        texts += (
-            [prompt + answer]
-            if isinstance(prompt, str)
-            else [*(turn["content"] for turn in prompt), answer]
-        )
+        if isinstance(prompt, str):
+            texts.append(prompt + answer)
+        else:
+            texts += [*(message["content"] for message in prompt), answer]
     if texts:
         yield texts

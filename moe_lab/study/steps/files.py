@@ -1,7 +1,7 @@
-"""What the work of a step needs: `Files`, the `Models` in memory, and passes over a text.
+"""Objects that the work of steps uses: `Files`, the `Models` in memory, and passes over a text.
 
-Passes have the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`), with
-the same methods.
+Passes have the same methods with the whole model in memory (`Resident`) and with one decoder layer
+at a time (`Streamed`).
 """
 
 from __future__ import annotations
@@ -30,40 +30,46 @@ NO_SUMS = ("facts", "scores", "by")
 
 
 class Models:
-    """The models that a process holds, at most one of each sort: loaded, recovered, without
-    weights, and in an engine. Steps get them with their files, and the next step with the same
-    model takes what is there."""
+    """Cache of the models of a process, so that the next step need not load the same model again.
+    It has at most one loaded model, one recovered copy, one skeleton and one engine."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Any, Any]] = {}
+        self._keys: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+        """Slot (loaded, recovered or skeleton) -> object, made for the key in `_keys`."""
         self._engine: OpenEngine | None = None
 
-    def _hold(self, sort: str, key: Any, make: Callable[[], Any]) -> Any:
-        """The object of a sort, which is made if another one, or none, is held."""
-        if sort not in self._held or self._held[sort][0] != key:
-            self._held.pop(sort, None)  # before the next one, as memory may not be enough for both
-            self._held[sort] = (key, make())
-        return self._held[sort][1]
+    def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
+        """The object in a slot, made by `make` unless the one with this key is there."""
+        if self._keys.get(slot) != key:
+            self._free(slot)  # first, as memory may not be enough for both
+            self._objects[slot] = make()
+            self._keys[slot] = key
+        return self._objects[slot]
+
+    def _free(self, slot: str) -> None:
+        self._keys.pop(slot, None)
+        self._objects.pop(slot, None)
 
     def loaded(self, model: ModelConfig) -> tuple[Any, Any]:
-        """The model and its tokenizer. An engine is ended, as both may need all the memory of a
-        device."""
+        """The loaded model and its tokenizer. An open engine is closed, as each may need all the
+        memory of a device."""
         from moe_lab.models.load import load_model
 
         if self._engine:
             self._engine.close()
-        if self._held.get("loaded", (model,))[0] != model:
-            self._held.pop("recovered", None)
-        pair: tuple[Any, Any] = self._hold("loaded", model, lambda: load_model(model))
+        if self._keys.get("loaded", model) != model:
+            self._free("recovered")
+        pair: tuple[Any, Any] = self._cached("loaded", model, lambda: load_model(model))
         return pair
 
     def recovered(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
-        """A copy of the loaded model under a plan, with the changes of a recovery: arguments of
-        `recovery.apply.recovered`."""
+        """A copy of the loaded model under a plan and with the changes of a recovery, which are
+        arguments of `recovery.apply.recovered`."""
         from moe_lab.recovery.apply import recovered
 
         network, _ = self.loaded(model)
-        return self._hold(
+        return self._cached(
             "recovered", (model, plan, changes), lambda: recovered(network, plan, **changes)
         )
 
@@ -78,15 +84,17 @@ class Models:
             load.set_top_k(network, model.top_k)
             return network
 
-        return self._hold("skeleton", model, make)
+        return self._cached("skeleton", model, make)
 
     def engine(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Any
     ) -> VllmModel:
-        """The model in `checkpoint` in vLLM, with `plan` as its mask. Loaded models are freed."""
+        """An engine of vLLM with the model in `checkpoint`, masked by `plan`. Other models are
+        freed."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
-        self._held.clear()
+        self._keys.clear()
+        self._objects.clear()
         release_memory()
         self._engine = self._engine or OpenEngine()
         return self._engine.open(checkpoint, backend, model, plan)
@@ -94,22 +102,25 @@ class Models:
 
 @dataclass(frozen=True)
 class Files:
-    """Where a step writes its result and what it resumes from, and the folders of the finished
-    steps it reads."""
+    """Paths for the work of one step, its inputs, and the models in memory."""
 
     out: Path
+    """Folder of the result."""
     partial: Path
+    """Folder of files from which an interrupted step resumes."""
     folders: Mapping[str, Path]
-    """Id of a finished step -> its folder."""
+    """Id of a step that this one needs -> its folder."""
     log: Path
-    """Where a worker keeps what is printed meanwhile."""
+    """File for the output of the step in a worker process."""
     store: Path
+    """Folder of the store."""
     models: Models = field(default_factory=Models, compare=False)
-    """Models that earlier steps of this process have left in memory."""
+    """Models that earlier steps of this process have loaded."""
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """Those of a step that fills `scratch`. `models`: those of this process."""
+        """The files of a step that writes its result to `scratch`. `models`: those of this
+        process."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
         partial = store.partial(step).absolute()
@@ -117,26 +128,24 @@ class Files:
         return cls(scratch.absolute(), partial, folders, log, root, models or Models())
 
     def path(self, step: Step, name: str) -> Path:
-        """A file of a finished step that is not `small`."""
+        """Path of a file of a finished step that is not `small`."""
         return self.folders[step.id] / name
 
     def read(self, step: Step, name: str) -> bytes:
-        """The content of a file of a finished step, which may be put into a pack at any time."""
+        """Content of a file of a finished step, which may move to a pack at any time."""
         try:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:
             return packs_in(self.store).read(step.id[:DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
-        """Facts about a model that its step wrote: layers by number, parameters."""
+        """The result of a `Facts` step, with numbers as the keys of layers."""
         content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
-        return {
-            **content,
-            "layers": {int(layer): about for layer, about in content["layers"].items()},
-        }
+        layers = {int(layer): facts for layer, facts in content["layers"].items()}
+        return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Role -> layer -> arrays by name, of the steps that hold sums."""
+        """Role -> layer -> name -> array, of those of the steps that have sums."""
         from moe_lab.statistics import read
 
         return {
@@ -146,13 +155,13 @@ class Files:
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
-        """Layer -> the arrays of all sums of the steps, by name."""
+        """Layer -> name -> array, of the sums of all steps together."""
         from moe_lab.statistics import merge_passes
 
         return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
-        """Layer -> a score per expert."""
+        """Layer -> scores of its experts, from a step."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -163,14 +172,12 @@ class Files:
         return scores
 
     def plan(self, step: Step | None) -> Any:
-        """The plan that a step made; None for the unpruned model."""
+        """The plan that a step has made; None without a step, for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
-        return (
-            Plan.read(lambda ending: self.read(step, f"plan{ending}"), step.folder)
-            if step
-            else None
-        )
+        if step is None:
+            return None
+        return Plan.read(lambda suffix: self.read(step, f"plan{suffix}"), step.folder)
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         """Write rows as a Parquet table of the result."""
@@ -184,50 +191,46 @@ class Files:
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """Batches (ids, valid) of a text, or of some of its rows: of the first up to the end, which are
-    whole batches.
-
-    Also writes the report on the whole text.
-    """
+    """Batches (ids, valid) of a text, or of some of its rows. Also writes the report on the whole
+    text."""
     from moe_lab.calibration.batches import batches
 
-    read = batches(text, tokenizer)
-    write_json(files.out / REPORT, read.report)
-    return (
-        read.rows[rows[0] // text.batch_size : -(-rows[1] // text.batch_size)]
-        if rows
-        else read.rows
-    )
+    tokenised = batches(text, tokenizer)
+    write_json(files.out / REPORT, tokenised.report)
+    if rows is None:
+        return tokenised.rows
+    start, end = rows
+    return tokenised.rows[start // text.batch_size : -(-end // text.batch_size)]
 
 
 Rows = tuple[int, int] | None
-"""The first row of a share of a text, and its end; None for all rows."""
+"""First row and end of a share of a text, at bounds of batches; None for all rows."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Passes of a model over a text, with the whole model in memory. Interrupted ones are resumed
-    from the folder `out`."""
+    """Passes of a model over a text, with the whole model in memory. `out`: folder of the files
+    from which an interrupted pass resumes."""
 
     model: Any
     text: Any
     out: Path
 
-    def read(self, hook: type) -> Any:
-        """Sums that `hook` gathers in a forward pass."""
+    def gather(self, hook: type) -> Any:
+        """The sums that a hook of class `hook` gathers in a forward pass."""
         from moe_lab.statistics.observe import gather
 
         return gather(self.model, hook, self.text, out=self.out)
 
-    def read_back(self, hook: type) -> Any:
-        """Sums that `hook` gathers in a forward and a backward pass."""
+    def gather_gradients(self, hook: type) -> Any:
+        """The sums that a hook of class `hook` gathers in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
         return gather_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The measured routing of the text under a plan. `pruned`: the layers that the plan makes
-        of those it finds."""
+        """The routing of the text under a plan, measured. `pruned`: the layers of the pruned
+        model."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
@@ -236,12 +239,12 @@ class Resident:
 class Streamed(Resident):
     """The same passes with one decoder layer in memory at a time."""
 
-    def read(self, hook: type) -> Any:
+    def gather(self, hook: type) -> Any:
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
-    def read_back(self, hook: type) -> Any:
+    def gather_gradients(self, hook: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
         return stream_back(self.model, hook, self.text, out=self.out)
@@ -255,7 +258,7 @@ class Streamed(Resident):
 def engine(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """Open a model and a text for passes, as calibration.engine says."""
+    """Open a model and a text for passes with the engine of the text."""
     if text.engine != "streamed":
         network, tokenizer = files.models.loaded(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)

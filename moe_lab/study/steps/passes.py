@@ -1,4 +1,4 @@
-"""Steps that measure the model: its facts, passes over a calibration set, and sums over its
+"""Steps that measure the unpruned model: facts, passes over a calibration set, and sums over
 weights."""
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, read_text
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
-"""Name of a file, its columns, and the function that makes its rows from sums of layers."""
-
-
+"""Name of a file, its columns, and the function that computes its rows from the sums of layers."""
 LOSS_RISES = "moe_lab.search.ablation:loss_rises"
 
 
 class Facts(Step):
-    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its
-    files."""
+    """Layers, experts and parameters of a model, read from its configuration without weights, and
+    the hash of its files."""
 
     kind = "model"
     small = True
@@ -50,22 +48,23 @@ class Facts(Step):
         return self.model.name
 
     def resources(self) -> Resources:
-        return Resources(pace=[self.id], pack="short")
+        return Resources(pace=[self.id], steps_per_job="short")
 
     def work(self, files: Files) -> None:
         from moe_lab.models.facts import facts
         from moe_lab.models.files import fingerprint, local_folder
 
         folder = local_folder(self.model)
-        # of the hub's cache
-        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None
-        about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
-        write_json(files.out / "facts.json", about)
+        commit = None
+        if folder.resolve().parent.name == "snapshots":  # of the hub's cache
+            commit = folder.resolve().name
+        hashes = {"sha256": fingerprint(folder), "commit": commit}
+        write_json(files.out / "facts.json", {**facts(self.model), **hashes})
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a model's numbers are computed, where that changes bits."""
+    """Settings of a model's computation that change bits of its results."""
 
     device: str
     """cpu or cuda."""
@@ -76,7 +75,7 @@ class Arithmetic:
 
 
 class Loaded(StepFields):
-    """A model as it is loaded. Which one it is the step with its facts identifies."""
+    """A model and how it is loaded. The step with its facts identifies the model."""
 
     facts: Facts
     arithmetic: Arithmetic
@@ -85,31 +84,34 @@ class Loaded(StepFields):
 
     @property
     def pace(self) -> list[Any]:
-        """What decides how long the model takes for a token."""
+        """What determines the seconds of the model for a token, as `Resources.pace`."""
         return [self.facts.id, self.model.device]
 
 
 class StepModel(IdentifiedModel):
-    """A model whose device is resolved, with the fields by which steps know it: all of its steps
-    share them."""
+    """A model with resolved device, and the fields of steps that run it, which are computed once
+    for all of them."""
 
     @cached_property
     def loaded(self) -> Loaded:
-        """The model as steps load it."""
-        device, usual = ("cpu", "float32") if self.device == "cpu" else ("cuda", "stored")
-        dtype = usual if self.dtype == "auto" else self.dtype
-        return Loaded(
-            Facts(self), Arithmetic(device, dtype, experts_implementation(self.device)), self
-        )
+        """The model as a field of steps that load it."""
+        device = "cpu"
+        auto_dtype = "float32"
+        if self.device != "cpu":
+            device = "cuda"
+            auto_dtype = "stored"
+        dtype = auto_dtype if self.dtype == "auto" else self.dtype
+        arithmetic = Arithmetic(device, dtype, experts_implementation(self.device))
+        return Loaded(Facts(self), arithmetic, self)
 
 
 def loaded_as(model: ModelConfig) -> Loaded:
-    """The model, whose device is resolved, as steps load it."""
+    """A model with resolved device as a field of steps that load it."""
     return StepModel.of(model).loaded
 
 
 def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
-    """Write sums for each layer, and the small tables that figures need of them."""
+    """Write the sums of all layers, and small tables that figures read."""
     sums.save(files.out / STATISTICS)
     for name, columns, rows in figures:
         files.table(name, columns, rows(sums.layers))
@@ -117,20 +119,19 @@ def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a kind of step measures, and how."""
+    """Settings of a kind of step that computes sums."""
 
     function: str
-    """Module and name of what makes the sums: a hook for a pass over a text, or a function of a
-    checkpoint."""
+    """MODULE:NAME of the hook that gathers the sums in a pass over a text, or of the function that
+    computes them from a checkpoint."""
     figures: tuple[Table, ...] = ()
     """Small tables for figures."""
     backward: bool = False
-    """Whether gradients come back through the layers."""
+    """Whether the pass has a backward pass through the layers."""
     divides: bool = True
-    """Whether sums over rows can be added up, so that calibration.parts divides the pass into
-    steps."""
+    """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
     per_layer: Bytes | None = None
-    """Bytes that are held for each layer in memory, besides its weights."""
+    """Bytes for each layer that is in memory, besides its weights."""
 
 
 class Pass(Step):
@@ -147,7 +148,7 @@ class Pass(Step):
                 ("entropy.parquet", results.ENTROPIES, tables.entropies),
             ),
         ),
-        # sums for each channel, of activations and of the loss's gradients
+        # sums for each channel, of activations and of gradients of the loss
         "gradients": Measurement(
             "moe_lab.statistics.gradients:GradientHook",
             figures=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
@@ -162,7 +163,7 @@ class Pass(Step):
         ),
         # the exact damage of removing each expert alone, with one more expert per token
         "damage": Measurement("moe_lab.statistics.damage:DamageHook"),
-        # every expert reads every token, for groupings of similar experts
+        # outputs of every expert for every token, for groupings of similar experts
         "similarity": Measurement("moe_lab.statistics.damage:SimilarityHook"),
     }
     reads_text = True
@@ -170,7 +171,7 @@ class Pass(Step):
     loaded: Loaded
     text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
-    """The first row of a share of the text, and its end; None for all rows."""
+    """First row and end of a share of the text; None for all rows."""
 
     def label(self) -> str:
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
@@ -182,14 +183,11 @@ class Pass(Step):
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
         on_several_gpus = cls.whole_model and text.engine == "streamed"
-        shares = (
-            calibrations.part_bounds(text)
-            if cls.kinds[kind].divides and not on_several_gpus
-            else []
-        )
-        return cls(
-            kind, model, text, merges=tuple(cls(kind, model, text, rows=rows) for rows in shares)
-        )
+        shares: tuple[Self, ...] = ()
+        if cls.kinds[kind].divides and not on_several_gpus:
+            bounds = calibrations.part_bounds(text)
+            shares = tuple(cls(kind, model, text, rows=rows) for rows in bounds)
+        return cls(kind, model, text, merges=shares)
 
     def resources(self) -> Resources:
         model = self.loaded.model
@@ -212,7 +210,7 @@ class Pass(Step):
 
         if self.merges:
             shares = [files.path(step, STATISTICS) for step in self.merges]
-            # all have the report on the whole text
+            # each share has the report on the whole text
             copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)
             sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
         else:
@@ -224,18 +222,18 @@ class Pass(Step):
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
-        return passes.read_back(hook) if measurement.backward else passes.read(hook)
+        return passes.gather_gradients(hook) if measurement.backward else passes.gather(hook)
 
     def merge(self, shares: list[Path]) -> Any:
-        """The sums of the shares in these files together: layer -> name -> tensor."""
+        """Layer -> name -> tensor, of the sums in the files of all shares together."""
         from moe_lab.statistics import merge, read
 
         return merge(read(file, framework="pt") for file in shares)
 
 
 class LossRise(Pass):
-    """How much the loss rises when a part of the model is changed: one pass for each part, from its
-    layer on."""
+    """The rise of the loss when a part of the model is changed, by one pass for each part, which
+    starts at the layer of the part."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
@@ -267,7 +265,7 @@ class WeightSums(Step):
             figures=(("weights.parquet", results.WEIGHTS, tables.weights),),
         ),
         "channel_weights": Measurement("moe_lab.statistics.weights:weigh_channels"),
-        # how far the weights of experts are from each other
+        # distances between the weights of experts
         "weight_distances": Measurement("moe_lab.statistics.weights:compare_experts"),
     }
     kind: str = field()
@@ -296,8 +294,8 @@ class WeightSums(Step):
 
 
 def device_of_files(model: ModelConfig) -> str:
-    """The device on which the weights of a checkpoint are added up: the CPU in Slurm's jobs, which
-    have no GPU."""
+    """The device on which sums over the weights of a checkpoint are computed: the CPU where there
+    is no GPU, as in Slurm's jobs for such steps."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS

@@ -1,4 +1,4 @@
-"""Steps that make a plan: which experts, and which of their channels, are kept."""
+"""Steps that make a plan, which determines the retained experts and channels."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Scores,
-    chance_and_gate,
     evidence,
     evidence_of,
-    plugged,
+    gate_and_seed,
+    plugin_locations,
     score,
 )
 
 TIES = "ties.json"
-"""File of a plan with the scores that were equal at the cut: layer -> number of experts, or
-channels."""
+"""File of a plan: layer -> number of experts, or channels, whose scores are equal at the cut."""
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
-    """Facts of a layer that config.json has, if any. The step itself checks groups of experts, so
-    one group is assumed here."""
+    """Facts of a layer from config.json, None if it has none. One group of experts is assumed; the
+    step itself checks groups."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
+    """Settings of the cell's allocation, with the ratio."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the ratio is not feasible."""
+    """Raise UserError when the model cannot be pruned by the cell's ratio."""
     if layer := _known_layer(cell):
         allocation.check_fits(
             _settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
@@ -61,9 +61,9 @@ def check_ratio(cell: Cell) -> None:
 
 
 def removed_share(cell: Cell) -> float:
-    """The share of whole experts that is removed for the cell's ratio; the ratio itself where that
-    is not known before the plan is made, and for channels, of which there are so many that hardly
-    anything is rounded."""
+    """The share of whole experts that the cell's plan removes, as the ratio is rounded. The ratio
+    itself where the share is not known before the plan is made, and for channels, where rounding
+    hardly matters."""
     layer = _known_layer(cell)
     is_listed = cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
@@ -74,7 +74,7 @@ def removed_share(cell: Cell) -> float:
 
 def check_engine(cell: Cell) -> None:
     """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model
-    in memory. Such an allocation runs the rest of the model again for every candidate."""
+    in memory, as it runs the model again for every candidate."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
@@ -88,15 +88,13 @@ def check_engine(cell: Cell) -> None:
 
 
 def check_layout(cell: Cell) -> None:
-    """Raise UserError when the plan needs the channels of experts that are stored in a way in which
-    they have none.
-
-    Checked only where the type of the model is known without loading it; a plan checks again when
-    it meets the model.
-    """
-    if drops_whole_experts(cell) or not (
-        reason := family_of(config_of(cell.model).get("model_type")).unfit
-    ):
+    """Raise UserError when the plan changes channels of experts whose layout in the model does not
+    allow this. Only checked if the type of the model is known without loading it; the plan checks
+    again with the model."""
+    if drops_whole_experts(cell):
+        return
+    reason = family_of(config_of(cell.model).get("model_type")).unfit
+    if not reason:
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":
@@ -108,14 +106,13 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of
-    another model. The model is checked only if it is a folder on this machine; the step checks
-    again."""
+    """Raise UserError when allocation.path is a plan that is not aligned, or a plan of another
+    model. The model is only compared if it is a folder on this machine; the step compares again."""
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
-    if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
+    if cell.allocation.replacement == "none":  # otherwise a further step aligns it
         plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
@@ -126,12 +123,14 @@ def plan_in(settings: AllocationConfig) -> Any:
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
-    return Plan.load(path) if path is not None and list_file.is_plan(list_file.read(path)) else None
+    if path is None or not list_file.is_plan(list_file.read(path)):
+        return None
+    return Plan.load(path)
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the
-    others."""
+    """Whether the cell's plan removes experts from the router, and retained experts keep all
+    channels."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
@@ -140,8 +139,8 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for unknown parameters of a search and values that cannot work, and when no
-    schedule removes as much as the ratio says."""
+    """Raise UserError for unknown or invalid parameters of a search, and when no schedule removes
+    the share that `ratio` states."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
@@ -151,7 +150,8 @@ def check_schedules(cell: Cell) -> None:
 
 
 def check_choices(cell: Cell) -> None:
-    """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
+    """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
+    choices of experts than parameters.limit."""
     check_ratio(cell)
     if layer := _known_layer(cell):
         limit = {
@@ -163,8 +163,8 @@ def check_choices(cell: Cell) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion reads forward statistics and, besides them, only
-    weights. Nothing else is known of a layer right after the layers below it were pruned."""
+    """Raise UserError unless the criterion reads forward statistics and otherwise only weights.
+    No other sums exist for a layer right after the layers below it were pruned."""
 
     def fits(needs: Sequence[str]) -> bool:
         return "statistics" in needs and not any(
@@ -181,30 +181,29 @@ def check_sequential(cell: Cell) -> None:
 
 
 class PlanRequest(StepFields):
-    """The plan that a cell wants, whatever step makes it."""
+    """Settings and inputs of a cell's plan, which all kinds of steps that make plans share."""
 
     allocation: IdentifiedAllocation
     ratio: float
     evidence: dict[str, Step]
-    """What the allocation reads besides the cell's scores: role -> step."""
+    """Role -> input step of the allocation besides the cell's scores."""
     name: str
     """Label of the step."""
     runtime = frozenset({"name"})
 
     @property
     def merges_experts(self) -> bool:
-        """Whether experts that are dropped are merged into others, so that the pruned model has
-        weights of its own."""
+        """Whether dropped experts are merged into retained ones, which changes weights."""
         return self.allocation.replacement in GROUPINGS
 
     @property
     def allocated(self) -> dict[str, Any]:
-        """The allocation that identifies the step, and the ratio. Files count by the content they
-        had then."""
+        """Settings of the allocation as in the identity of the step, and the ratio. Files are
+        replaced by the content that they had then."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
-        """The facts of a model, with the experts that the plan must keep."""
+        """The facts of a model, with the experts that the plan must retain."""
         facts = files.facts(model)
         if self.allocated["protect"] is None:
             return facts
@@ -227,21 +226,25 @@ class PlanRequest(StepFields):
 
 
 def plan_request(cell: Cell) -> PlanRequest:
-    """The plan that a cell wants."""
-    chosen = cell.allocation
-    where = "" if chosen.name == "uniform" else f"-{chosen.name}"
-    where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
-    where += "-protected" if chosen.protect is not None else ""
-    name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
-    needed = {need: evidence(need, cell) for need in evidence_of(cell)}
-    return PlanRequest(IdentifiedAllocation.of(chosen), cell.ratio, needed, name)
+    """The settings and inputs of a cell's plan."""
+    settings = cell.allocation
+    parts = [cell.model.name, cell.calibration.name, cell.criterion.name]
+    if settings.name != "uniform":
+        parts.append(settings.name)
+    if settings.replacement != "none":
+        parts.append(settings.replacement)
+    if settings.protect is not None:
+        parts.append("protected")
+    name = "-".join([*parts, f"{cell.ratio:g}"])
+    inputs = {need: evidence(need, cell) for need in evidence_of(cell)}
+    return PlanRequest(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
 
 
 def save_plan(
     plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
-    """Write a plan, if it fits the model with these facts. `ties`: as `pruning.plan.ties`, if there
-    are any."""
+    """Check a plan against the facts of the model, and write it. `ties`: layer -> number of equal
+    scores at the cut, written if there are any."""
     plan.check(model["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -252,28 +255,36 @@ Checks = tuple[Callable[[Cell], None], ...]
 """Functions that raise UserError for a cell whose plan cannot be made."""
 
 
-class FromScores(Step):
-    """A plan from scores, without running the model. Decides how many experts each layer loses, and
-    which; or how many channels each expert loses, and which."""
+class CellPlan(Step):
+    """A step that makes the plan of a cell."""
 
-    kind = "plan"
     small = True
-    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    checks: ClassVar[Checks]
     request: PlanRequest
-    facts: Facts
-    scores: Scores
 
     def label(self) -> str:
         return self.request.name
 
+
+class FromScores(CellPlan):
+    """A plan from scores, without running the model."""
+
+    kind = "plan"
+    checks = (check_ratio, check_layout)
+    facts: Facts
+    scores: Scores
+
     def resources(self) -> Resources:
-        return Resources(pace=[self.facts.id], pack="short")
+        return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
         return cls(
-            plan_request(cell), loaded_as(cell.model).facts, Scores.of(cell), plugins=plugged(cell)
+            plan_request(cell),
+            loaded_as(cell.model).facts,
+            Scores.of(cell),
+            plugins=plugin_locations(cell),
         )
 
     def work(self, files: Files) -> None:
@@ -282,25 +293,23 @@ class FromScores(Step):
         from moe_lab.pruning.selection import plan_from_scores, ties
 
         model = self.request.facts_of(self.facts, files)
-        about = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        settings = {
-            **self.request.allocated,
-            "path": self.request.allocation.path,
-        }  # the identity has the content of the file
+        origin = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
+        # `allocated` has the content of the file instead of its path
+        settings = {**self.request.allocated, "path": self.request.allocation.path}
         evidence: dict[str, Any] = files.sums(self.request.evidence)
         if "by" in self.request.evidence:
             evidence["by"] = files.expert_scores(self.request.evidence["by"])
         granularity = criteria.get(self.scores.criterion.name).granularity
         if granularity == "channel":
             channels = load(files.read(self.scores, CHANNEL_SCORES))
-            scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
+            scores: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
-            scored = files.expert_scores(self.scores)
-        plan = plan_from_scores(settings, scored, model["layers"], evidence, provenance=about)
-        tied = ties(plan, scored, model["layers"])
-        # it passed as an allocation: use it unchanged
-        if given := plan_in(self.request.allocation):
-            plan = given
+            scores = files.expert_scores(self.scores)
+        plan = plan_from_scores(settings, scores, model["layers"], evidence, provenance=origin)
+        tied = ties(plan, scores, model["layers"])
+        # a plan in allocation.path fits the model as an allocation, and is used unchanged
+        if plan_of_file := plan_in(self.request.allocation):
+            plan = plan_of_file
             tied = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
         save_plan(plan, model, files, tied)
@@ -310,29 +319,24 @@ class FromScores(Step):
                 for number, layer in plan.layers.items()
                 if layer.channels is not None
             }
-            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, masks))
+            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scores, masks))
 
 
-class Search(Step):
-    """A plan by evolutionary search, which starts from scores and compares candidates on a text;
-    and its history."""
+class Search(CellPlan):
+    """A plan by evolutionary search, which starts from scores and evaluates candidates on a text;
+    and the history of the search."""
 
     kind = "search"
-    small = True
     whole_model = True
-    checks: ClassVar[Checks] = (check_schedules,)
+    checks = (check_schedules,)
     loaded: Loaded
     text: IdentifiedText
-    request: PlanRequest
     scores: Scores
     seed: int
 
-    def label(self) -> str:
-        return self.request.name
-
     def resources(self) -> Resources:
-        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m:
-        elites)."""
+        """A pass over the text for each of P + (T - 1)(P - m) candidates (P: population, T:
+        generations, m: elites)."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.request.allocation.parameters)
@@ -346,7 +350,7 @@ class Search(Step):
     def of(cls, cell: Cell) -> Self:
         """The search of a cell, on its search text."""
         text = IdentifiedText.of(cell.texts["search"])
-        return cls(loaded_as(cell.model), text, plan_request(cell), Scores.of(cell), cell.seed)
+        return cls(plan_request(cell), loaded_as(cell.model), text, Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
@@ -365,21 +369,16 @@ class Search(Step):
         )
 
 
-class Reconstruction(Step):
-    """The plan that reproduces the layers' outputs best, by trying all choices of experts in each
-    layer."""
+class Reconstruction(CellPlan):
+    """The plan whose layers' outputs are closest to those of the unpruned layers, found by trying
+    all choices of experts in each layer."""
 
     kind = "reconstruction"
-    small = True
     reads_text = True
-    checks: ClassVar[Checks] = (check_choices,)
+    checks = (check_choices,)
     loaded: Loaded
     text: IdentifiedText
-    request: PlanRequest
     seed: int
-
-    def label(self) -> str:
-        return self.request.name
 
     def resources(self) -> Resources:
         return text_pass(self.loaded.model, self.text, self.loaded.pace)
@@ -388,7 +387,7 @@ class Reconstruction(Step):
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell, on its calibration set."""
         text = IdentifiedText.of(cell.calibration)
-        return cls(loaded_as(cell.model), text, plan_request(cell), cell.seed)
+        return cls(plan_request(cell), loaded_as(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.plan import Plan
@@ -397,7 +396,7 @@ class Reconstruction(Step):
         model = self.request.facts_of(self.loaded.facts, files)
         settings = self.request.allocated
         best = reconstruct(
-            engine(self.loaded.model, self.text, files).read,
+            engine(self.loaded.model, self.text, files).gather,
             facts=model,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
@@ -409,28 +408,24 @@ class Reconstruction(Step):
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
-class Sequential(Step):
-    """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
+class Sequential(CellPlan):
+    """A plan that is made layer by layer, where each layer is scored on the output of the pruned
+    layers below it.
 
     Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
-    It is always streamed, since it never needs more than one layer.
+    The model is always streamed, since only one layer is needed at a time.
     """
 
     kind = "sequential"
-    small = True
     reads_text = True
-    checks: ClassVar[Checks] = (check_sequential, check_ratio, check_layout)
+    checks = (check_sequential, check_ratio, check_layout)
     loaded: Loaded
     text: IdentifiedText
-    request: PlanRequest
     criterion: IdentifiedCriterion
     sums: dict[str, Step]
     """Sums over weights that the criterion reads."""
     gate: str | None
     seed: int | None
-
-    def label(self) -> str:
-        return self.request.name
 
     def resources(self) -> Resources:
         return text_pass(self.loaded.model, self.text, self.loaded.pace, engine="streamed")
@@ -444,8 +439,15 @@ class Sequential(Step):
         sums = {need: evidence(need, cell) for need in needs}
         text = IdentifiedText.of(cell.calibration)
         criterion = IdentifiedCriterion.of(cell.criterion)
-        common = loaded_as(cell.model), text, plan_request(cell)
-        return cls(*common, criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
+        return cls(
+            plan_request(cell),
+            loaded_as(cell.model),
+            text,
+            criterion,
+            sums,
+            *gate_and_seed(cell),
+            plugins=plugin_locations(cell),
+        )
 
     def work(self, files: Files) -> None:
         from moe_lab.models.streamed import open_streamed
@@ -455,12 +457,9 @@ class Sequential(Step):
 
         streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.request.facts_of(self.loaded.facts, files)
-        read = {
-            role: step
-            for role, step in {**self.sums, **self.request.evidence}.items()
-            if role != "statistics"
-        }
-        weights = merge_passes(files.sums(read).values())
+        weight_steps = {**self.sums, **self.request.evidence}
+        weight_steps.pop("statistics", None)
+        weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
         settings = {
             **self.request.allocated,
@@ -470,10 +469,11 @@ class Sequential(Step):
         tied: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            here = {layer: model["layers"][layer]}
-            scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
-            plan = plan_from_scores(settings, scored, here, {}, provenance={})
-            tied.update(ties(plan, scored, here))
+            """The plan of one layer, from its forward statistics."""
+            facts = {layer: model["layers"][layer]}
+            scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, facts)
+            plan = plan_from_scores(settings, scores, facts, {}, provenance={})
+            tied.update(ties(plan, scores, facts))
             return plan
 
         plan = prune_sequentially(

@@ -1,5 +1,4 @@
-"""A pruned model: its plan with merged experts aligned, the model itself in a worker, its recovery,
-its checkpoint."""
+"""A pruned model, and the steps that align its merged experts, fine-tune it and export it."""
 
 from __future__ import annotations
 
@@ -23,21 +22,14 @@ from moe_lab.study.resources import Resources, channel_products, expert_weights,
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps.files import Files, engine
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
-from moe_lab.study.steps.plans import (
-    FromScores,
-    PlanRequest,
-    Reconstruction,
-    Search,
-    Sequential,
-    drops_whole_experts,
-)
+from moe_lab.study.steps.plans import CellPlan, PlanRequest, drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
-    """The step that makes the cell's plan, of the kind that its allocation needs, with its merged
-    experts aligned."""
+    """The step that makes the cell's plan. Its kind depends on the allocation; if merged experts
+    are aligned, another step does this."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -50,24 +42,28 @@ def plan_of(cell: Cell) -> PlanStep:
     return ActivationAlignment(model, text, plan)
 
 
-class Alignment(Step):
-    """A plan with the channels of merged experts matched by their weights. Its text only says which
-    engine is used."""
+class AlignedPlan(Step):
+    """A plan in which the channels of merged experts are matched."""
 
-    kind = "alignment"
     small = True
     loaded: Loaded
     text: IdentifiedText
     plan: PlanStep
-    runtime = frozenset({"text"})
 
     def label(self) -> str:
         return self.plan.label()
 
     @property
     def request(self) -> PlanRequest:
-        """The plan that the cell wants."""
+        """Settings and inputs of the plan."""
         return self.plan.request
+
+
+class Alignment(AlignedPlan):
+    """Channels are matched by weights. The text only determines the engine."""
+
+    kind = "alignment"
+    runtime = frozenset({"text"})
 
     def resources(self) -> Resources:
         return text_pass(self.loaded.model, self.text, self.loaded.pace)
@@ -89,27 +85,14 @@ class Alignment(Step):
         align_by_weights(plan, layers).save(files.out / "plan.json")
 
 
-class ActivationAlignment(Step):
-    """A plan with the channels of merged experts matched by their weights and their activations on
-    a text."""
+class ActivationAlignment(AlignedPlan):
+    """Channels are matched by weights and by activations on the text."""
 
     kind = "activation_alignment"
-    small = True
     reads_text = True
-    loaded: Loaded
-    text: IdentifiedText
-    plan: PlanStep
-
-    def label(self) -> str:
-        return self.plan.label()
-
-    @property
-    def request(self) -> PlanRequest:
-        """The plan that the cell wants."""
-        return self.plan.request
 
     def resources(self) -> Resources:
-        """With products of channels for each layer, and the weights of one layer's channels in
+        """Besides the pass: products of channels for each layer, and the weights of one layer in
         fp32."""
         model = self.loaded.model
         pace = self.loaded.pace
@@ -121,30 +104,32 @@ class ActivationAlignment(Step):
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
-        sums = engine(self.loaded.model, self.text, files).read(alignment_hook(plan))
+        sums = engine(self.loaded.model, self.text, files).gather(alignment_hook(plan))
         align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
 
-PlanStep = FromScores | Search | Reconstruction | Sequential | Alignment | ActivationAlignment
+PlanStep = CellPlan | AlignedPlan
 """A step that makes the plan of a cell."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How the weights of a recovered model are stored."""
+    """Settings for storing the weights of a recovered model."""
 
     bits: int = 16
     modules: tuple[str, ...] = ()
-    """Modules that are stored in fewer than 16 bits."""
+    """Names of the modules that are stored in fewer than 16 bits."""
 
 
 def storage_of(recovery: RecoveryConfig) -> Storage | None:
-    """How a recovery stores weights; None when they stay as they are."""
-    return Storage(4, tuple(sorted(set(recovery.modules)))) if recovery.bits == 4 else None
+    """The storage of a recovery; None if it does not change how weights are stored."""
+    if recovery.bits != 4:
+        return None
+    return Storage(4, tuple(sorted(set(recovery.modules))))
 
 
 class Finetune(Step):
-    """Weights that change in fine-tuning a pruned model, or in fitting its merged experts."""
+    """The weights that fine-tuning a pruned model, or fitting its merged experts, changes."""
 
     kind = "finetune"
     whole_model = True
@@ -158,8 +143,7 @@ class Finetune(Step):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def resources(self) -> Resources:
-        """Adapters change a copy of the model. Routers are trained under a mask, which copies
-        merged experts only."""
+        """Adapters change a copy of the model. Training under a mask copies merged experts only."""
         copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
         model = self.loaded.model
         pace = self.loaded.pace
@@ -169,34 +153,29 @@ class Finetune(Step):
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
-        given = (
-            *files.models.loaded(self.loaded.model),
-            files.plan(self.plan),
-            self.recovery,
-            self.text,
-        )
+        network, tokenizer = files.models.loaded(self.loaded.model)
+        arguments = (network, tokenizer, files.plan(self.plan), self.recovery, self.text)
         if self.recovery.fit is not None:
-            fit(*given, out=files.out, partial=files.partial)
+            fit(*arguments, out=files.out, partial=files.partial)
         else:
-            finetune(*given, out=files.out, partial=files.partial, seed=self.seed)
+            finetune(*arguments, out=files.out, partial=files.partial, seed=self.seed)
 
 
 class Pruned(StepFields):
-    """A cell's model under its plan and recovery; without a plan, the unpruned model."""
+    """The model of a cell with its plan and recovery; without a plan, the unpruned model."""
 
     loaded: Loaded
     plan: PlanStep | None
-    """The step of its plan, or None."""
     finetune: Finetune | None
     storage: Storage | None
     recovery: RecoveryConfig
     drops_whole_experts: bool
-    """Whether the plan removes experts from the router and keeps all channels of the others."""
+    """Whether the plan removes experts from the router, and retained experts keep all channels."""
     runtime = frozenset({"recovery", "drops_whole_experts"})
 
     @property
     def model(self) -> ModelConfig:
-        """The model that is pruned."""
+        """The config of the model."""
         return self.loaded.model
 
     @property
@@ -206,25 +185,25 @@ class Pruned(StepFields):
 
     @property
     def recovered_label(self) -> str:
-        """Label with the name of the recovery."""
+        """`label` with the name of the recovery."""
         recovery = self.recovery.name
         return self.label if recovery == NO_RECOVERY.name else f"{self.label}-{recovery}"
 
     @property
     def is_recovered(self) -> bool:
-        """Whether its weights were fine-tuned or quantised."""
+        """Whether the weights were fine-tuned or quantised."""
         return self.finetune is not None or self.storage is not None
 
     @property
     def is_changed(self) -> bool:
-        """Whether it has weights of its own: it was fine-tuned or quantised, or its experts are
-        merged."""
+        """Whether weights differ from those of the unpruned model: they were fine-tuned or
+        quantised, or experts were merged."""
         return self.is_recovered or (self.plan is not None and self.plan.request.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """The model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a
-        copy. Benchmarks of one recovered model share the copy. Masks cost nothing to make again."""
+        """A context with the pruned model and its tokenizer: a mask on the loaded model, or a copy
+        for a recovered model, which benchmarks share."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = files.models.loaded(self.model)
@@ -238,8 +217,8 @@ class Pruned(StepFields):
             yield network, tokenizer
 
     def changes(self, files: Files) -> dict[str, Any]:
-        """How weights are stored, and `tuned`, the folder with those that fine-tuning changed; None
-        without it."""
+        """Arguments of `recovery.apply.recovered`: bits, modules, and the folder with the weights
+        that fine-tuning has changed (`tuned`), None without fine-tuning."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
@@ -259,13 +238,13 @@ def pruned_of(cell: Cell) -> Pruned:
 
 
 def unpruned(model: ModelConfig) -> Pruned:
-    """A model as it is."""
+    """The unpruned model as a `Pruned`."""
     return Pruned(loaded_as(model), None, None, None, NO_RECOVERY, True)
 
 
 class Export(Step):
-    """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A
-    model whose weights are not changed is compared with the masked model if `verify` is set."""
+    """The pruned and recovered model as a checkpoint in `export.format`. With `verify`, a model
+    without a recovery is compared with the masked model."""
 
     kind = "export"
     facts: Facts
@@ -296,9 +275,9 @@ class Export(Step):
         return needed._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made
-        from the one before; all but the last are in the folder of partial results, and are not made
-        again but in a store of a group."""
+        """Write the checkpoint in stages: pruned, then with changed weights, then converted. All
+        but the last are in the folder of partial results, from which an interrupted step resumes;
+        in a store of a group, they are removed first."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
@@ -312,7 +291,7 @@ class Export(Step):
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluated_dtype(source))
-        # code there would be run
+        # a checkpoint there may have code of another user, which would be run
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
@@ -333,13 +312,13 @@ class Export(Step):
                 gguf.convert(
                     plain, out, gguf.converter(self.shape), f"{self.pruned.model.name}, pruned"
                 )
-        except Exception:  # but not when the process is told to stop: then it resumes
+        except Exception:  # not KeyboardInterrupt and SystemExit, after which the step resumes
             shutil.rmtree(files.partial, ignore_errors=True)
             raise
 
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
-        """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit
-        for bit."""
+        """Compare the checkpoint with the masked model, on the CPU, where both are equal bit for
+        bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -349,7 +328,7 @@ class Export(Step):
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
-        """Write the pruned checkpoint again, with the weights of the recovered model."""
+        """Write the checkpoint `natural` to `out` with the weights of the recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
@@ -364,8 +343,8 @@ class Export(Step):
         )
 
     def _evaluated_dtype(self, folder: Path) -> Any:
-        """The precision in which the model is evaluated. This step itself runs on the CPU, maybe on
-        another machine."""
+        """The precision in which the model is evaluated. This step runs on the CPU, and may run on
+        another machine than evaluations."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
 
@@ -373,11 +352,11 @@ class Export(Step):
 
 
 def export_of(
-    pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape = "natural"
+    pruned: Pruned, export: ExportConfig, verify: bool, default: Shape = "natural"
 ) -> Export:
-    """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if
-    none is set."""
-    shape = replace(export, shape=export.shape or usual)
+    """The step that writes the pruned and recovered model as a checkpoint. `default`: the shape if
+    `export.shape` is not set."""
+    shape = replace(export, shape=export.shape or default)
     return Export(
         pruned.loaded.facts,
         pruned.plan,

@@ -1,4 +1,4 @@
-"""Steps that compute scores from sums; and what a cell's criterion and allocation read."""
+"""Steps that compute scores from sums; and the inputs of a cell's criterion and allocation."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def needed_kind(name: str) -> Any:
-    """The kind of step that a criterion or an allocation needs. UserError, with the nearest name,
-    without one."""
+    """The class of steps of a kind that a criterion or an allocation needs. UserError, with the
+    nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
-    """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of
-    another criterion."""
+    """Names of the inputs of the cell's allocation besides the scores: kinds of steps, and "by" for
+    scores of another criterion."""
     return allocation.needs(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's criterion, or what its allocation reads besides scores, depends on the
-    calibration set."""
+    """Whether inputs of the cell's criterion or allocation depend on the calibration set."""
     needs = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is a criterion, not a step
@@ -52,8 +51,8 @@ def reads_text(cell: Cell) -> bool:
 
 
 def evidence(need: str, cell: Cell) -> Step:
-    """The input step that `need` names: a kind of step, or "by" for scores of the criterion in
-    allocation.by."""
+    """The input step with a name of `evidence_of`: a kind of step, or "by" for scores of the
+    criterion allocation.by."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
     step: Step = needed_kind(need).of(cell, need)
@@ -70,16 +69,16 @@ class Scores(Step):
     sums: dict[str, Step]
     name: str
     gate: str | None
-    """The gate that weighs outputs of experts; None for criteria that do not look at it."""
+    """The gate that weighs outputs of experts; None for criteria that do not use it."""
     seed: int | None
-    """None for criteria without chance."""
+    """None for criteria that are not random."""
     runtime = frozenset({"name"})
 
     def label(self) -> str:
         return self.name
 
     def resources(self) -> Resources:
-        return Resources(pace=[self.facts.id], pack="short")
+        return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -87,9 +86,14 @@ class Scores(Step):
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
-        facts = loaded_as(cell.model).facts
-        chosen = IdentifiedCriterion.of(cell.criterion)
-        return cls(facts, chosen, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
+        return cls(
+            loaded_as(cell.model).facts,
+            IdentifiedCriterion.of(cell.criterion),
+            sums,
+            name,
+            *gate_and_seed(cell),
+            plugins=plugin_locations(cell),
+        )
 
     def work(self, files: Files) -> None:
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
@@ -111,30 +115,32 @@ class Scores(Step):
         files.table("scores.parquet", results.SCORES, rows)
 
 
-def chance_and_gate(cell: Cell) -> tuple[str | None, int | None]:
-    """The gate and the seed of a cell, each None if its criterion does not look at it."""
+def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
+    """The gate and the seed of a cell, each None if its criterion does not use it."""
     criterion = criteria.get(cell.criterion.name)
     return cell.gate if criterion.uses_gate else None, cell.seed if criterion.uses_seed else None
 
 
-def plugged(cell: Cell) -> tuple[Mapping[str, str], ...]:
-    """Where the cell's criterion and allocation are, if they are of plugins."""
+def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
+    """Locations of the plugins that define the cell's criterion and allocation, if any."""
     criterion = criteria.get(cell.criterion.name)
-    chosen = allocation.get(cell.allocation.name)
-    functions: list[Callable[..., Any]] = [criterion.function] if criterion.source else []
-    if chosen.source:
-        functions += [function for function in chosen.functions.values() if function]
+    registered = allocation.get(cell.allocation.name)
+    functions: list[Callable[..., Any]] = []
+    if criterion.source:
+        functions.append(criterion.function)
+    if registered.source:
+        functions += [function for function in registered.functions.values() if function]
     return tuple(plugins.module_location(function) for function in functions)
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens
-    and weights. `layers` has the facts of the layers to score."""
+    """Layer -> scores by the criterion, gate and seed of a step. `inputs`: layer -> sums over
+    tokens and weights. `layers`: layer -> facts, of the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
-        experts={layer: about["n_experts"] for layer, about in layers.items()},
-        widths={layer: about["width"] for layer, about in layers.items()},
+        experts={layer: facts["n_experts"] for layer, facts in layers.items()},
+        widths={layer: facts["width"] for layer, facts in layers.items()},
         gate=step.gate,
         seed=step.seed,
         parameters=step.criterion.parameters,
@@ -148,7 +154,7 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap
+    """S(b, alpha, beta) of every expert for all 17 combinations that differ, for the overlap
     figures."""
 
     kind = "family"
@@ -160,7 +166,7 @@ class Family(Step):
         return self.statistics.label()
 
     def resources(self) -> Resources:
-        return Resources(pace=[self.id], pack="short")
+        return Resources(pace=[self.id], steps_per_job="short")
 
     @classmethod
     def of(cls, cell: Cell) -> Self:

@@ -1,8 +1,7 @@
-"""Rows of small tables that figures need from large arrays, so that readers of a store need neither
-the arrays nor their format. The columns of each are described in moe_lab/results.py.
+"""Rows of small tables for figures, computed from large arrays, so that readers of a store need
+neither the arrays nor their format. moe_lab/results.py describes the columns of each table.
 
-Columns are sums as in moe_lab/statistics, so that tables of parts can be added like the sums
-themselves.
+Columns are sums as in moe_lab/statistics, so that tables of several parts can be added.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ POINTS = 21
 
 
 def _of_experts(layer: int, *columns: Sequence[Any]) -> list[Row]:
-    """Rows of a layer's experts, with a number of each of these columns (E,)."""
+    """Rows of a layer's experts: layer, expert, and the expert's value of each column (E,)."""
     return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
 
 
@@ -31,29 +30,27 @@ def coverage(layers: Layers) -> list[Row]:
     """Rows of COVERAGE, one per expert."""
     return [
         row
-        for layer, named in layers.items()
-        for row in _of_experts(layer, list(map(int, named["tokens"])))
+        for layer, arrays in layers.items()
+        for row in _of_experts(layer, list(map(int, arrays["tokens"])))
     ]
 
 
 def experts(layers: Layers) -> list[Row]:
     """Rows of EXPERTS, one per expert."""
     rows = []
-    for layer, named in layers.items():
-        sums, square, largest = (
-            _array(named[name]) for name in ("sums_model", "channel_square", "channel_max")
-        )
-        tokens, first, second = (
-            _array(named[name]) for name in ("tokens", "ala_first", "ala_second")
-        )
+    for layer, arrays in layers.items():
+        tokens = _array(arrays["tokens"])
+        # (E, alpha, beta): the sum over tokens of gate^alpha |output|^beta
+        sums = _array(arrays["sums_model"])
+        square = _array(arrays["channel_square"])
         columns = (
             tokens,
             sums[:, 1, 0],
             sums[:, 0, 1],
-            first,
-            second,
+            _array(arrays["ala_first"]),
+            _array(arrays["ala_second"]),
             square.sum(axis=1),
-            largest.max(axis=1),
+            _array(arrays["channel_max"]).max(axis=1),
         )
         widths = [square.shape[1]] * len(square)
         rows += _of_experts(
@@ -63,8 +60,8 @@ def experts(layers: Layers) -> list[Row]:
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """The sum over channels of sqrt(sum_t x^2 / N) of each expert, from sums over its N tokens; 0
-    for no tokens."""
+    """For each expert, the sum over channels of sqrt(sum_t x^2 / N), from the sums of squares over
+    its N tokens; 0 without tokens."""
     return [
         float(np.sqrt(square / count).sum()) if count > 0 else 0.0
         for square, count in zip(squares, tokens.tolist(), strict=True)
@@ -73,24 +70,26 @@ def _root_sums(squares: Array, tokens: Array) -> list[float]:
 
 def losses(layers: Layers) -> list[Row]:
     """Rows of LOSSES, one per layer."""
-    return [(layer, float(named["layer_loss"])) for layer, named in layers.items()]
+    return [(layer, float(arrays["layer_loss"])) for layer, arrays in layers.items()]
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES. Layers whose router gives no logits of all experts have none."""
+    """Rows of ENTROPIES, one per bin. Layers whose router has no logits of all experts have no
+    rows."""
     rows = []
-    for layer, named in layers.items():
-        counts = _array(named.get("router_entropy", ()))
-        rows += [(layer, (at + 1) / len(counts), count) for at, count in enumerate(counts.tolist())]
+    for layer, arrays in layers.items():
+        counts = _array(arrays.get("router_entropy", ()))
+        for number, count in enumerate(counts.tolist(), start=1):
+            rows.append((layer, number / len(counts), count))
     return rows
 
 
 def gradients(layers: Layers) -> list[Row]:
     """Rows of GRADIENTS, one per expert."""
     rows = []
-    for layer, named in layers.items():
-        squares = _array(named["channel_gradient_square"])
-        tokens = _array(named["tokens"])
+    for layer, arrays in layers.items():
+        squares = _array(arrays["channel_gradient_square"])
+        tokens = _array(arrays["tokens"])
         totals = [float(square.sum()) for square in squares]
         widths = [squares.shape[1]] * len(squares)
         rows += _of_experts(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
@@ -100,9 +99,11 @@ def gradients(layers: Layers) -> list[Row]:
 def weights(layers: Layers) -> list[Row]:
     """Rows of WEIGHTS, one per expert."""
     rows = []
-    for layer, named in layers.items():
-        sums = [_array(named[name]).tolist() for name in ("abs_sum", "square_sum")]
-        rows += _of_experts(layer, *sums, [float(named["count"])] * len(sums[0]))
+    for layer, arrays in layers.items():
+        abs_sums = _array(arrays["abs_sum"]).tolist()
+        square_sums = _array(arrays["square_sum"]).tolist()
+        counts = [float(arrays["count"])] * len(abs_sums)
+        rows += _of_experts(layer, abs_sums, square_sums, counts)
     return rows
 
 
@@ -110,35 +111,36 @@ def ablations(layers: Layers) -> list[Row]:
     """Rows of ABLATIONS, one per expert."""
     return [
         row
-        for layer, named in layers.items()
-        for row in _of_experts(layer, _array(named["ablation"]).tolist())
+        for layer, arrays in layers.items()
+        for row in _of_experts(layer, _array(arrays["ablation"]).tolist())
     ]
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION: of each expert's scores (I,), for at most POINTS shares of its
-    channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
-    return [
-        (layer, expert, *point)
-        for layer, values in scores.items()
-        for expert, one in enumerate(values)
-        for point in _curve(one)
-    ]
-
-
-def _curve(values: Array) -> Iterator[tuple[float, float]]:
-    ordered = np.sort(_positive(values))[::-1]
-    total = ordered.sum()
-    held = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
-    places = np.unique(np.linspace(0, ordered.size, POINTS).round().astype(int))
-    yield from zip((places / ordered.size).tolist(), held[places].tolist(), strict=True)
-
-
-def budgets(scores: Mapping[int, Array], kept: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I).
-    Negative scores count as 0; NaN where no channel has a score."""
+    """Rows of CONCENTRATION from scores of channels (E, I): at most POINTS rows per expert.
+    Negative scores count as 0; NaN where no channel has a positive score."""
     rows = []
-    for layer, mask in kept.items():
+    for layer, experts_scores in scores.items():
+        for expert, channel_scores in enumerate(experts_scores):
+            rows += [(layer, expert, *point) for point in _curve(channel_scores)]
+    return rows
+
+
+def _curve(scores: Array) -> Iterator[tuple[float, float]]:
+    """Shares of an expert's channels, from 0 to 1, each with the share of its score (I,) that its
+    highest channels have."""
+    ordered = np.sort(_positive(scores))[::-1]
+    total = ordered.sum()
+    score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
+    counts = np.unique(np.linspace(0, ordered.size, POINTS).round().astype(int))
+    yield from zip((counts / ordered.size).tolist(), score_shares[counts].tolist(), strict=True)
+
+
+def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
+    """Rows of BUDGETS, one per layer, from scores of channels (E, I) and masks of the channels that
+    a plan retains (E, I). Negative scores count as 0; NaN where no channel has a positive score."""
+    rows = []
+    for layer, mask in retained.items():
         values = _positive(scores[layer])
         total = float(values.sum())
         rows.append(
