@@ -166,7 +166,7 @@ def test_memory_of_gradients_and_of_changed_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights", "gib", "units", "job", "pack"),
+    ("kind", "weights", "gib", "units", "job", "steps_per_job"),
     [
         ("statistics", "model", 132.15, 524288, None, "one"),
         ("gradients", "model", 292.46, 524288, None, "one"),
@@ -187,7 +187,7 @@ def test_memory_of_gradients_and_of_changed_weights() -> None:
     ],
 )
 def test_resources_of_steps_about_qwen2_57b(
-    kind: str, weights: str, gib: float, units: float, job: str | None, pack: str
+    kind: str, weights: str, gib: float, units: float, job: str | None, steps_per_job: str
 ) -> None:
     needed = step(kind, model("qwen2_57b_a14b", device="cuda")).resources()
     assert needed.memory == pytest.approx(gib * 2**30, abs=0.005 * 2**30)
@@ -195,7 +195,7 @@ def test_resources_of_steps_about_qwen2_57b(
         weights,
         units,
         job,
-        pack,
+        steps_per_job,
     )
     assert needed.on_gpu == (weights in ("model", "layers"))
 
