@@ -47,7 +47,7 @@ def hydra_context() -> Iterator[None]:
     is not asked."""
     with pytest.MonkeyPatch.context() as patch, composition.hydra_context(SWEEPS):
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr("moe_lab.evaluation.harness.installed", lambda package: "any")
+        patch.setattr("moe_lab.evaluation.harness.package_version", lambda package: "any")
         patch.setattr(EvalScope, "version", lambda self, benchmark: "any")
         yield
 

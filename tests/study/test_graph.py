@@ -216,7 +216,7 @@ def test_a_new_harness_version_changes_only_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ids(version: str) -> dict[str, set[str]]:
-        monkeypatch.setattr("moe_lab.evaluation.harness.installed", lambda package: version)
+        monkeypatch.setattr("moe_lab.evaluation.harness.package_version", lambda package: version)
         by_kind: dict[str, set[str]] = {}
         for step in graph(criterion=["man"]).steps:
             by_kind.setdefault(step.kind, set()).add(step.id)
