@@ -53,9 +53,17 @@ class Block:
         self.matrices: dict[tuple[str, int], Matrix] = {}
         """(role, expert) -> projection; empty until `read_matrices`."""
 
-    def read_matrices(self, width: int) -> None:
-        """Find the projections of all experts, of `width` channels each. UserError for any other
-        tensor of experts."""
+    def read_matrices(self, family: Family, width: int | None) -> None:
+        """Find the projections of all experts, of `width` channels each, if the export changes
+        experts. UserError for any other tensor of experts, and for a family whose channels cannot
+        be removed."""
+        if width is None or not self.layer.changed:
+            return
+        if family.unfit:
+            raise UserError(
+                f"plan: channels of {self.prefix}experts cannot be removed, because its experts "
+                f"{family.unfit}: use a criterion of whole experts"
+            )
         for name, (entry, block_tensor) in self.of_experts.items():
             for role, expert, matrix in _matrices(name, entry, block_tensor, self.count, width):
                 self.matrices[role, expert] = matrix
@@ -81,25 +89,18 @@ class Block:
             block_tensor.expert is not None and block_tensor.expert not in retained
         ):
             return None
-        if block_tensor.kind == "stack":
-            piece = _rows(name, entry, 0, retained, self.count)
-            return Piece(
-                name,
-                entry.dtype,
-                self._shape(piece.shape, block_tensor),
-                tuple(self._chunks(entry, block_tensor)),
-            )
-        assert block_tensor.expert is not None
-        old, new = (
-            f"{self.prefix}experts.{number}."
-            for number in (block_tensor.expert, retained.index(block_tensor.expert))
-        )
+        shape = entry.shape
+        if block_tensor.expert is None:  # a stack
+            shape = _rows(name, entry, 0, retained, self.count).shape
+        else:
+            old = f"{self.prefix}experts.{block_tensor.expert}."
+            new = f"{self.prefix}experts.{retained.index(block_tensor.expert)}."
+            name = name.replace(old, new, 1)
         chunks = tuple(self._chunks(entry, block_tensor))
-        return Piece(
-            name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, block_tensor), chunks
-        )
+        return Piece(name, entry.dtype, self._resized(shape, block_tensor), chunks)
 
-    def _shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
+    def _resized(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
+        """The shape of a tensor of experts, with the channels that they have in the export."""
         if (
             self.layer.width is None
             or block_tensor.axes is None
@@ -147,14 +148,16 @@ class Block:
     def _projection(
         self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
     ) -> Projection:
+        """One projection of a stored expert, in the type `dtype`."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
         return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless the block has all its experts and one router, in which dropped
         experts can be barred."""
-        kinds = Counter(block_tensor.kind for _, block_tensor in self.tensors.values())
-        layer = next(block_tensor.layer for _, block_tensor in self.tensors.values())
+        block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
+        kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
+        layer = block_tensors[0].layer
         if kinds["router"] != 1:
             names = ", ".join(DISK_ROUTER_WEIGHTS)
             raise UserError(
@@ -166,20 +169,14 @@ class Block:
                 f"export=masked: the plan drops experts of layer {layer}, but its router has "
                 f"{NO_BIAS}"
             )
-        experts = {
-            block_tensor.expert
-            for _, block_tensor in self.tensors.values()
-            if block_tensor.expert is not None
-        }
+        experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
         if experts != set(range(self.count)) and (experts or not kinds["stack"]):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} "
                 f"has {len(experts)}"
             )
         projections = Counter(
-            block_tensor.expert
-            for _, block_tensor in self.tensors.values()
-            if block_tensor.axes is not None
+            block_tensor.expert for block_tensor in block_tensors if block_tensor.axes is not None
         )
         if len(set(projections.values())) > 1:
             raise UserError(
@@ -204,28 +201,19 @@ def pieces(
             f"plan is for another model: it has layers {sorted(plan.layers)}, and "
             f"{checkpoint.folder} has experts in layers {sorted(tensors)}"
         )
-    blocks = {
-        index: Block(tensors[index], form[index], layer.n_experts)
-        for index, layer in plan.layers.items()
-    }
-    for index, block in blocks.items():
-        width = plan.layers[index].width
-        if block.layer.changed and width is not None:
-            if family.unfit:
-                raise UserError(
-                    f"plan: channels of {block.prefix}experts cannot be removed, because its "
-                    f"experts {family.unfit}: use a criterion of whole experts"
-                )
-            block.read_matrices(width)
+    blocks = {}
+    for index, layer in plan.layers.items():
+        block = blocks[index] = Block(tensors[index], form[index], layer.n_experts)
+        block.read_matrices(family, layer.width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
-        if not name.startswith(left_out):
-            piece = (
-                blocks[block_tensors[name].layer].piece(name)
-                if name in block_tensors
-                else unchanged(name, entry)
-            )
-            by_shard[entry.shard] += [piece] if piece is not None else []
+        if name.startswith(left_out):
+            continue
+        piece: Piece | None = unchanged(name, entry)
+        if name in block_tensors:
+            piece = blocks[block_tensors[name].layer].piece(name)
+        if piece is not None:
+            by_shard[entry.shard].append(piece)
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.layer.widths is not None:
