@@ -203,7 +203,7 @@ def step_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepIds:
 
     def note_steps(config: Config, requests: Sequence[grid.Request], **_: Any) -> Any:
         steps.update(step.id for step in build(config, requests).steps)
-        return run.Ended(0, SimpleNamespace(config=config))  # type: ignore[arg-type]
+        return run.RunResult(0, SimpleNamespace(config=config))  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "run", note_steps)
 
