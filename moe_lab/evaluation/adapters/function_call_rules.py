@@ -237,8 +237,9 @@ def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]
     options: list[Any] = [option for option in allowed if isinstance(option, declared)]
     if described["type"] == "float" and type(value) is int:
         value = float(value)
-    if type(value) is not declared:
-        return type(value) is allowed_type and value in allowed
+    value_type = type(value)
+    if value_type is not declared:
+        return value_type is allowed_type and value in allowed
     if not _has_element_types(value, described, allowed):
         return False
     if allowed_type not in (None, declared):
