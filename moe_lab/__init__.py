@@ -371,7 +371,9 @@ def _allocation_identity(
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid
 
-    config = valid(AllocationConfig, fields, "allocation", f"allocation={fields['name']}")
+    config: AllocationConfig = valid(
+        AllocationConfig, fields, "allocation", f"allocation={fields['name']}"
+    )
     allocation.check(config, granularity)
     return allocation.IdentifiedAllocation.of(config).identity
 
