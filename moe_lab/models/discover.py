@@ -214,6 +214,7 @@ def is_ragged(module: nn.Module) -> bool:
 
 
 def _kind(model: nn.Module) -> str:
+    """The model_type of a model; its class without one."""
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
@@ -229,8 +230,8 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     numbers = [part for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise refuse("is not in a numbered decoder layer")
-    text = getattr(getattr(model, "config", None), "get_text_config", None)
-    family = family_of(text().model_type if callable(text) else kind)
+    text_config = getattr(getattr(model, "config", None), "get_text_config", None)
+    family = family_of(text_config().model_type if callable(text_config) else kind)
     widths, hidden = _shape(experts, family, refuse)
     n_experts = len(widths)
     routers = [

@@ -54,7 +54,7 @@ class Rows:
 
 
 def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, slice) for every expert whose rows are not empty."""
+    """(expert, slice of its rows) for every expert that has rows; `ends` as in `Rows`."""
     start = 0
     for expert, end in enumerate(ends):
         if end > start:
@@ -63,7 +63,7 @@ def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
-    """Sort the pairs of `index` (T, K) by expert id."""
+    """The routed pairs of `index` (T, K), the expert ids of each token, sorted by expert."""
     expert, order = torch.sort(index.t().reshape(-1), stable=True)
     return Rows(
         token=order % index.shape[0],
@@ -99,6 +99,7 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     n_experts = gates.shape[2]
     used = (gates != 0).any(1)
     n = max(int(used.sum(1).max()), 1)
+    # (t, n) `chosen`: the used experts of each token, then unused ones, which are not run
     order = used.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
