@@ -1,8 +1,8 @@
-"""Registry of tables and figures by name, and the results that several of them share.
+"""Registry of tables and figures by name, and results that several of them share.
 
-`@output(NAME, ...)` above a function in `analysis.outputs` registers it as the maker of NAME. The
-help, what an output needs, the chapters of the report and what `all` makes derive from this. Names
-follow the papers (unified.fig2).
+`@output(NAME, ...)` above a function in `analysis.outputs` registers the function that makes NAME.
+The help, the chapters of the report, and the list of outputs for `all` are derived from the
+registry. Names follow the papers (unified.fig2).
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from moe_lab.errors import UserError, nearest
 
 
 class Results:
-    """A study, and results derived from it that several outputs need, each computed once."""
+    """A study, and results derived from it that several outputs need; each is computed when it is
+    first accessed."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
 
     @cached_property
-    def _models(self) -> list[Comparison]:
+    def _all_comparisons(self) -> list[Comparison]:
+        """The comparisons of all models."""
         study = self.study
         return compare(study.cells, study.results, study.samples, study.reader)
 
     @cached_property
     def measured(self) -> list[Comparison]:
-        """Models with at least one result."""
-        return [comparison for comparison in self._models if comparison.benchmarks_of]
+        """The comparisons of models with at least one result."""
+        return [comparison for comparison in self._all_comparisons if comparison.benchmarks_of]
 
     @cached_property
     def pruned(self) -> list[Comparison]:
-        """Models with at least one pruned cell, evaluated or not: for outputs that do not need
-        scores."""
-        return [comparison for comparison in self._models if comparison.panels]
+        """The comparisons of models with at least one pruned cell, evaluated or not, for outputs
+        that do not need scores."""
+        return [comparison for comparison in self._all_comparisons if comparison.panels]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Models with at least one pruned cell and one result."""
+        """The comparisons of models with at least one pruned cell and one result."""
         return [comparison for comparison in self.measured if comparison.panels]
 
     @cached_property
@@ -67,7 +69,8 @@ class Results:
 
     @cached_property
     def by_answer_loss(self) -> Results:
-        """The same study with the loss on right answers in place of scores; lower is better."""
+        """The results of the same study with losses on right answers in place of scores; lower is
+        better."""
         return Results(winners.study_of_losses(self.study))
 
     @cached_property
@@ -88,25 +91,15 @@ class Results:
 
 
 Item = Table | Figure
-Make = Callable[[Results, str], Item | Iterable[Item | None] | None]
-"""Makes the tables and figures of a study, given the name of the output; nothing, or None, when
-there is no data."""
-Builder = TypeVar("Builder", bound=Make)
-MakeOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
-"""The same for one model."""
-Shown = Callable[[Study, Sequence[Item]], Sequence[Item]]
+Maker = Callable[[Results, str], Item | Iterable[Item | None] | None]
+"""Function (results, name of the output) that returns the tables and figures of a study; None, or
+an empty list, when there is no data."""
+MakerT = TypeVar("MakerT", bound=Maker)
+MakerOfModel = Callable[[Results, Comparison, str], Item | Iterable[Item | None] | None]
+"""Function (results, comparison of one model, name) that returns tables and figures of this
+model."""
 
-DEFAULT = "results of pruned models"
-
-
-def everything(study: Study, items: Sequence[Item]) -> Sequence[Item]:
-    """The page shows all tables and figures of the output."""
-    return items
-
-
-def figures(study: Study, items: Sequence[Item]) -> Sequence[Item]:
-    """The page shows the figures alone."""
-    return [item for item in items if isinstance(item, Figure)]
+DEFAULT_NEEDS = "results of pruned models"
 
 
 @dataclass(frozen=True)
@@ -114,21 +107,20 @@ class Output:
     """A named table or figure, or several that belong together."""
 
     name: str
-    make: Make
+    make: Maker
     needs: str
-    """What a run must include for this output to have data; shown to the user when there is
-    none."""
+    """What a run must include for this output to have data; printed when the output has none."""
     chapter: str
-    """The chapter of the report that shows it (see `analysis.report`); "" when only its files are
-    written."""
-    shown: Shown
-    """Which of its tables and figures the chapter shows."""
+    """The chapter of the report that shows the output (see `analysis.report`); "" when only its
+    files are written."""
+    figures_only: bool
+    """Whether the chapter shows the figures of the output without its tables."""
     filters: str
-    """Columns by which the page filters its tables, separated by |. With a leading star, the page
-    shows only the first block at first."""
+    """Columns by which the page filters the tables, separated by |. With a leading star, the page
+    first shows only the first block."""
     also: tuple[str, ...]
-    """Names of other published tables and figures that this output contains, as it has all models
-    of a study."""
+    """Names of other published tables and figures that this output contains, because it covers all
+    models of a study."""
 
     @property
     def title(self) -> str:
@@ -136,44 +128,42 @@ class Output:
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     def items(self, results: Results) -> list[Item]:
-        """Make its tables and figures; a table without rows is left out."""
+        """Make the tables and figures of the output; tables without rows are left out."""
         with style.look():
-            return with_content(_listed(self.make(results, self.name)))
+            items = _listed(self.make(results, self.name))
+            return [item for item in items if isinstance(item, Figure) or len(item.frame)]
 
 
-def with_content(items: Iterable[Item | None]) -> list[Item]:
-    """Leave out tables without rows, and None."""
-    return [
-        item for item in items if isinstance(item, Figure) or (item is not None and len(item.frame))
-    ]
-
-
-def _listed(items: Item | Iterable[Item | None] | None) -> Iterable[Item | None]:
-    return [items] if items is None or isinstance(items, Table | Figure) else items
+def _listed(items: Item | Iterable[Item | None] | None) -> list[Item]:
+    """The tables and figures that a maker returned, as a list without None."""
+    if items is None or isinstance(items, Table | Figure):
+        items = [items]
+    return [item for item in items if item is not None]
 
 
 def per_model(
     models: Literal["comparisons", "pruned"] = "comparisons",
-) -> Callable[[MakeOfModel], Callable[[Results, str], list[Item]]]:
-    """Call the decorated function once for each model in `Results.comparisons` or `Results.pruned`.
+) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
+    """Decorator: call the function once for each model in `Results.comparisons`, or in
+    `Results.pruned`.
 
-    It gets the model's comparison and the name of its item: NAME, or NAME.MODEL when there are
-    several models.
+    The function gets the model's comparison and the name of its item: NAME, or NAME.MODEL when
+    there are several models.
     """
 
-    def of_each(make: MakeOfModel) -> Callable[[Results, str], list[Item]]:
+    def decorate(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
         @wraps(make)
         def make_all(results: Results, name: str) -> list[Item]:
             comparisons: list[Comparison] = getattr(results, models)
-            items: list[Item | None] = []
+            items: list[Item] = []
             for comparison in comparisons:
-                name_of_item = f"{name}.{comparison.model}" if len(comparisons) > 1 else name
-                items += _listed(make(results, comparison, name_of_item))
-            return [item for item in items if item is not None]
+                item_name = f"{name}.{comparison.model}" if len(comparisons) > 1 else name
+                items += _listed(make(results, comparison, item_name))
+            return items
 
         return make_all
 
-    return of_each
+    return decorate
 
 
 REGISTERED: dict[str, Output] = {}
@@ -184,53 +174,55 @@ def output(
     name: str,
     *,
     chapter: str = "",
-    shown: Shown = everything,
+    figures_only: bool = False,
     filters: str = "",
-    needs: str = DEFAULT,
+    needs: str = DEFAULT_NEEDS,
     also: Sequence[str] = (),
-) -> Callable[[Builder], Builder]:
-    """Register the decorated function as the maker of `name`. The other arguments: see `Output`."""
+) -> Callable[[MakerT], MakerT]:
+    """Decorator: register the function that makes the output `name`. The other arguments are the
+    fields of `Output`."""
 
-    def register(make: Builder) -> Builder:
-        REGISTERED[name] = Output(name, make, needs, chapter, shown, filters, tuple(also))
+    def register(make: MakerT) -> MakerT:
+        REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(also))
         return make
 
     return register
 
 
 def outputs() -> Mapping[str, Output]:
-    """All outputs by name, ordered by module name. `gaps` is last, because making the others can
-    add gaps."""
+    """All outputs by name, ordered by the module that makes them. `gaps` is last, because making
+    another output can add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_sort_key))
 
 
 @cache
 def _import_modules() -> None:
-    """Import all modules of analysis.outputs, which register their outputs; cached, as every
-    look-up calls this."""
+    """Import all modules of analysis.outputs, which register their outputs; cached, because every
+    look-up of a name calls this function."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
 
 
-def _sort_key(named: tuple[str, Output]) -> tuple[bool, str]:
-    name, output = named
+def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
+    name, output = item
     return name == "gaps", output.make.__module__
 
 
 def also() -> dict[str, str]:
-    """Published table or figure -> the output with another name that contains it."""
+    """Name of a published table or figure -> the name of the output that contains it, if this is
+    another name."""
     return {name: output.name for output in outputs().values() for name in output.also}
 
 
 def find(name: str) -> Output:
     """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
-    known = outputs()
+    output_of = outputs()
     aliases = also()
-    match = known.get(aliases.get(name, name))
-    if match is None:
-        close = nearest(name, [*known, *aliases, "all", "report"])
+    output = output_of.get(aliases.get(name, name))
+    if output is None:
+        close = nearest(name, [*output_of, *aliases, "all", "report"])
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
-    return match
+    return output

@@ -23,21 +23,21 @@ from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
+from analysis.render.style import Figure
 from analysis.stats.ranking import headlines, ranking_text
 from moe_lab import progress
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
 UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
-"""Error numbers raised when the output folder cannot be written."""
+"""Error numbers of a folder that cannot be written."""
 FAILED = "failed"
-"""Folder beside the tables and figures with a traceback, NAME.log, for each output that could not
-be made."""
+"""Subfolder of the output folder with a traceback, NAME.log, for each output that failed."""
 
 
 class Publisher:
-    """Writer of a study's outputs into `out`, with figures in `figure_format`; keeps a list of what
-    failed."""
+    """Writer of a study's outputs into the folder `out`, with figures in `figure_format`. An output
+    that fails does not stop the others: its traceback is kept."""
 
     def __init__(
         self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]
@@ -46,11 +46,11 @@ class Publisher:
         self.out = out
         self.figure_format = figure_format
         self.attempted: dict[str, str | None] = {}
-        """Name -> the traceback of its error, or None when it succeeded."""
+        """Name of an output -> the traceback of its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` and return its result; None, with a gap, when it raises. A full or read-only
-        disk is raised, because it concerns all outputs."""
+        """Call `make` for the output `name` and return its result; None, with a gap, when it
+        raises. An error in UNWRITABLE is raised, because it concerns all outputs."""
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -66,35 +66,32 @@ class Publisher:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the outputs that could not be made."""
+        """Names of the outputs that failed."""
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
-        """Make the named outputs and write their files.
+        """Make the requested outputs and write their files. The list of gaps is last, because
+        making another output can add gaps.
 
-        The list of gaps is made last, because making the others can add gaps. Returns name -> the
-        written tables and figures, and all files."""
-        made: dict[str, list[Item]] = {}
-        written: list[Path] = []
+        Returns (name -> its written tables and figures, paths of all files)."""
+        items_by_output: dict[str, list[Item]] = {}
+        paths: list[Path] = []
         names = dict.fromkeys(find(name).name for name in requested)
         for name in sorted(names, key=lambda name: name == GAPS):
-            made[name] = []
+            items_by_output[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
-                files = (
-                    self.attempt(
-                        item.name, partial(write_files, [item], self.out, self.figure_format)
-                    )
-                    or []
-                )
-                made[name] += [item] if files else []
-                written += files
+                write = partial(write_files, [item], self.out, self.figure_format)
+                files = self.attempt(item.name, write)
+                if files:
+                    items_by_output[name].append(item)
+                    paths += files
             if len(names) > 1:  # not only the gaps
-                progress.update(len(made), len(names), "tables and figures")
-        return made, written
+                progress.update(len(items_by_output), len(names), "tables and figures")
+        return items_by_output, paths
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that
-        succeeded this time."""
+        """Write OUT/failed/NAME.log for every failed output, and remove old logs of outputs that
+        succeeded."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -106,13 +103,13 @@ class Publisher:
 
 PAGE = "report.html"
 SUMMARY = "summary.txt"
-"""The rankings and remarks as text, which a run prints when it ends."""
+"""File with the rankings and remarks as text, which a run prints when it ends."""
 GAPS = "gaps"
-"""The output that lists missing results; made last."""
+"""Name of the output that lists missing results."""
 PUBLISHED = "published"
-"""The chapter that compares the study with the papers."""
-Made = Mapping[str, Sequence[Item]]
-"""Output -> its tables and figures that were written."""
+"""Anchor of the chapter that compares the study with the papers."""
+ItemsByOutput = Mapping[str, Sequence[Item]]
+"""Name of an output -> its written tables and figures."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -125,11 +122,11 @@ def write_report(publisher: Publisher) -> Path:
     """Write all tables and figures of a study, and the page that shows them; returns the page's
     path.
 
-    An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
+    An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
-    made, _ = publisher.publish(name for name in outputs() if name != GAPS)
+    items_by_output, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
-    page.write_text(html(_page(publisher, made)), encoding="utf-8")
+    page.write_text(html(_page(publisher, items_by_output)), encoding="utf-8")
     text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings))
     summary = "\n\n".join(filter(None, [text, "\n".join(publisher.results.study.notes)]))
     page.with_name(SUMMARY).unlink(missing_ok=True)
@@ -139,9 +136,10 @@ def write_report(publisher: Publisher) -> Path:
     return page
 
 
-def _page(publisher: Publisher, made: Made) -> Page:
+def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
     study = publisher.results.study
-    chapters = _sections(publisher, made)
+    # before the tiles, which count the gaps that making the sections can add
+    chapters = _sections(publisher, items_by_output)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
@@ -156,36 +154,40 @@ def _page(publisher: Publisher, made: Made) -> Page:
     )
 
 
-def _sections(publisher: Publisher, made: Made) -> list[Section]:
+def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Section]:
     """All sections of the page: chapters, comparison with the papers, missing results,
     provenance."""
     results = publisher.results
     study = results.study
-    sections = [_section(chapter, results, made) for chapter in CHAPTERS]
+    sections = [_section(chapter, results, items_by_output) for chapter in CHAPTERS]
     published = publisher.attempt(PUBLISHED, partial(published_chapter, study, results.comparisons))
-    missing, _ = publisher.publish([GAPS])
-    text = [completeness(study), *study.notes, *_nothing(made)]
-    gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
-    return [*sections, *([published] if published else []), gaps, _provenance(study, made)]
+    if published:
+        sections.append(published)
+    gap_items, _ = publisher.publish([GAPS])
+    text = [completeness(study), *study.notes, *_without_data(items_by_output)]
+    sections.append(Section(GAPS, "Gaps", "Missing results", text, gap_items[GAPS]))
+    return [*sections, _provenance(study, items_by_output)]
 
 
-def _nothing(made: Made) -> list[str]:
-    """A sentence that names the outputs of the page that this study has nothing for; none if there
-    is no such."""
-    silent = [name for name, items in made.items() if not items and find(name).chapter]
+def _without_data(items_by_output: ItemsByOutput) -> list[str]:
+    """A list with a sentence that names the outputs of the page for which this study has no data;
+    empty when it has data for all of them."""
+    empty = [name for name, items in items_by_output.items() if not items and find(name).chapter]
     sentence = (
-        f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says what "
+        f"This study has nothing for {names.listing(empty)} (`python -m analysis NAME` says what "
         "each needs)."
     )
-    return [sentence] if silent else []
+    return [sentence] if empty else []
 
 
 def _kicker(study: Study) -> str:
+    """The line above the title: models and time of the study."""
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return f"{names.listing(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
 
 
 def _tiles(study: Study) -> list[tuple[int, str]]:
+    """Pairs of a number and its label for the tiles at the top of the page."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     return [
         (len(pruned), "pruned models"),
@@ -199,37 +201,41 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page: shows the outputs registered with its anchor."""
+    """A chapter of the page, which shows the outputs whose `chapter` is its anchor."""
 
     anchor: str
     short: str
+    """Title in the page's list of contents."""
     title: str
     note: str = ""
-    """How to read its tables and figures."""
+    """Explanation of the chapter's tables and figures."""
 
 
-def _section(chapter: Chapter, results: Results, made: Made) -> Section:
-    section = _shown(chapter.anchor, results.study, made)
+def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput) -> Section:
+    """The section of a chapter, with its title, text, tables and figures."""
+    section = _items_of_chapter(chapter.anchor, items_by_output)
     text = [chapter.note] if chapter.note and section.outputs else []
     if chapter.anchor == "ranking" and section.outputs:
         text = [*headlines(results.rankings), *text]
     return replace(section, short=chapter.short, title=chapter.title, text=text)
 
 
-def _shown(anchor: str, study: Study, made: Made) -> Section:
-    """The section `anchor` with its tables and figures and their filter columns."""
+def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
+    """A section with the tables and figures of the chapter `anchor` and their filters, without
+    title and text."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
         if output.chapter == anchor:
-            shown = output.shown(study, made[name])
-            items += shown
-            filters |= {item.name: output.filters for item in shown}
+            for item in items_by_output[name]:
+                if isinstance(item, Figure) or not output.figures_only:
+                    items.append(item)
+                    filters[item.name] = output.filters
     return Section(anchor, outputs=items, filters=filters)
 
 
-def _provenance(study: Study, made: Made) -> Section:
-    section = _shown("provenance", study, made)
+def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
+    section = _items_of_chapter("provenance", items_by_output)
     return replace(
         section,
         short="Provenance",
@@ -278,6 +284,7 @@ CHAPTERS = (
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
+    """Pairs of a label and a text on the provenance of a study; unknown facts are left out."""
     seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
     facts = [
         ("Study", study.name),
@@ -286,16 +293,14 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("Commit", _several(study, "commit")),
         (
             "Computed on",
-            "; ".join(
-                part for part in (_several(study, "host"), _several(study, "machine")) if part
-            ),
+            "; ".join(filter(None, (_several(study, "host"), _several(study, "machine")))),
         ),
         ("Python", _several(study, "python")),
         (
             "Libraries",
             ", ".join(
-                f"{name} {' / '.join(library_versions)}"
-                for name, library_versions in versions(study.origins).items()
+                f"{library} {' / '.join(library_versions)}"
+                for library, library_versions in versions(study.origins).items()
             ),
         ),
         (
@@ -311,21 +316,24 @@ def _facts(study: Study) -> list[tuple[str, str]]:
 
 
 def _several(study: Study, column: str) -> str:
+    """The different values in a column of `Study.origins`, separated by commas."""
     return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
 
 
 def _calibration(report: Mapping[str, Any]) -> str:
-    tokens = ", ".join(
-        f"{count:,} tokens of {source}"
-        for source, count in (report.get("valid_tokens") or {}).items()
-    )
-    rows = (
-        f"{report['rows']:,} rows of {report['length']:,}"
-        if "rows" in report and "length" in report
-        else ""
-    )
+    """Describe a calibration pass: tokens by source, rows and their length, start of the text."""
+    parts = [
+        ", ".join(
+            f"{count:,} tokens of {source}"
+            for source, count in (report.get("valid_tokens") or {}).items()
+        )
+    ]
+    if "rows" in report and "length" in report:
+        parts.append(f"{report['rows']:,} rows of {report['length']:,}")
     start = str(report.get("first_row", ""))[:160]
-    return "; ".join(part for part in (tokens, rows, f"begins “{start}…”" if start else "") if part)
+    if start:
+        parts.append(f"begins “{start}…”")
+    return "; ".join(filter(None, parts))
 
 
 def _details(study: Study) -> list[tuple[str, str]]:
@@ -337,16 +345,16 @@ def what_was_run(study: Study) -> str:
     """Describe the models, criteria, allocations, calibration sets, ratios, recoveries, benchmarks
     and items in two or three sentences."""
     pruned = study.cells[study.cells["criterion"] != "none"]
-    sizes = sorted(study.results["n"].unique())
-    items = (
-        f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}" if sizes else "no"
-    )
+    sizes = study.results["n"]
+    items = "no"
+    if len(sizes):
+        items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.listing(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
         f"{_who_chose(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
-        f"({_how_much(pruned)}).{_stored(pruned)} That gave {count(len(pruned), kind)}, each "
+        f"({_how_much(pruned)}).{_recovered(pruned)} That gave {count(len(pruned), kind)}, each "
         f"evaluated like the unpruned one on {benchmarks} of {items} items."
     )
 
@@ -357,56 +365,54 @@ def _who_chose(pruned: pd.DataFrame) -> str:
     return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
 
 
-LISTED = 6
-"""Most ratios that are listed."""
+MOST_RATIOS = 6
+"""Most ratios that a sentence lists."""
 
 
 def _how_much(pruned: pd.DataFrame) -> str:
-    """Ratios, whether of each layer or in all, and the calibration sets."""
+    """Text with the ratios, their scope (each layer, or the whole model) and the calibration sets:
+    `25 % and 50 % of each layer, with code calibration`."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    ratios_in_words = list(dict.fromkeys(ordered["removed_words"]))
-    few = names.listing(ratios_in_words) or "none"
-    ratios = (
-        few
-        if len(ratios_in_words) <= LISTED
-        else f"{len(ratios_in_words)} ratios from {ratios_in_words[0]} to {ratios_in_words[-1]}"
-    )
+    ratios = list(dict.fromkeys(ordered["removed_words"]))
+    text = names.listing(ratios) or "none"
+    if len(ratios) > MOST_RATIOS:
+        text = f"{len(ratios)} ratios from {ratios[0]} to {ratios[-1]}"
     scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
-    return f"{ratios} {scope}{_by_data(pruned)}"
+    return f"{text} {scope}{_with_calibration(pruned)}"
 
 
-def _by_data(pruned: pd.DataFrame) -> str:
-    """The calibration sets, listed by model when they differ between models."""
-    models: dict[str, list[str]] = {}
+def _with_calibration(pruned: pd.DataFrame) -> str:
+    """Text with the calibration sets: `, with code and math calibration`; with the models of each
+    list of sets when models differ in it."""
+    models_by_sets: dict[str, list[str]] = {}
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
-        models.setdefault(names.listing(names.calibration(s).lower() for s in sets), []).append(
-            key["model"]
-        )
-    sets_of_models = (
-        f"{sets} calibration{f' of {names.listing(of)}' if len(models) > 1 else ''}"
-        for sets, of in models.items()
-    )
-    return f", with {names.listing(sets_of_models)}" if models else ""
+        text = names.listing(names.calibration(name).lower() for name in sets)
+        models_by_sets.setdefault(text, []).append(key["model"])
+    texts = []
+    for sets_text, models in models_by_sets.items():
+        of_models = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
+        texts.append(f"{sets_text} calibration{of_models}")
+    return f", with {names.listing(texts)}" if texts else ""
 
 
-def _stored(pruned: pd.DataFrame) -> str:
-    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when there are
-    none."""
+def _recovered(pruned: pd.DataFrame) -> str:
+    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when no model
+    has one."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
-    spelled = (
-        names.RECOVERIES.get(recovery, recovery).replace(", ", " + ") for recovery in recoveries
-    )
-    phrases = [f"with {recovery}" if recovery else "as they are" for recovery in spelled]
-    return (
-        "" if recoveries == ["none"] else f" Pruned models were evaluated {names.listing(phrases)}."
-    )
+    if recoveries == ["none"]:
+        return ""
+    phrases = []
+    for recovery in recoveries:
+        name = names.RECOVERIES.get(recovery, recovery).replace(", ", " + ")
+        phrases.append(f"with {name}" if name else "as they are")
+    return f" Pruned models were evaluated {names.listing(phrases)}."
 
 
 def completeness(study: Study) -> str:
     """A sentence that says whether results are missing."""
     if not study.gaps:
-        return "Nothing is missing: every result that was asked for is here."
+        return "Nothing is missing: every requested result is here."
     return capitalised(
         f"{count(len(study.gaps), 'gap')}: some results are missing and are shown as gaps, never "
         "as zero."

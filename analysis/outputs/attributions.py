@@ -14,7 +14,7 @@ from analysis.load import plans
 from analysis.load.passes import ABLATION, MEASURES, shown_passes
 from analysis.load.reader import groups, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import MEASURED, SUMS, measured_on, of_pass
+from analysis.outputs.captions import SECONDS_NOTE, SUMS, machines_sentence, pass_setup
 from analysis.outputs.score_rows import Block, score_table
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
@@ -25,9 +25,9 @@ from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 ESTIMATES = ("tokens", "gate", "norm", "first", "second")
+"""Measures of an expert that are compared with TRUTHS."""
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
-"""Exact measures that estimates are compared with: the change of a layer's loss, and of the model's
-loss."""
+"""Exact measure of an expert's effect -> the loss whose change it measures."""
 PRIORS = {
     "tokens": ("usage",),
     "first": ("ala1",),
@@ -45,14 +45,14 @@ PRIOR_LABELS = {
     "ala_lm": "Attribution of the model's loss",
     "none": "No prior",
 }
-ALIKE = ["ratio", "criterion", "gate", "other_settings"]
+SAME_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
 """Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: agreement of cheap measures of an expert with the exact effect of removing it, and
-    their time."""
+    """Table 14: correlation of cheap measures of experts with the exact effect of removing an
+    expert, and the time of each measure."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
@@ -64,29 +64,26 @@ def agreement_table(results: Results, name: str) -> Table:
         )
         cells = study.cells[same_pass]
         by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
-        seconds, on = measure_seconds(study, cells)
-        machines += on
+        seconds, machines_of_steps = measure_seconds(study, cells)
+        machines += machines_of_steps
         ablated = experts["ablation"].notna().any()
         for measure in [*ESTIMATES, "ablation"] if ablated else ESTIMATES:
             numbers: list[float] = []
             for truth in TRUTHS:
-                correlations_of_experts = [1.0, 1.0, 1.0]
-                if measure != truth:
+                if measure == truth:
+                    numbers += [1.0, 1.0, 1.0]
+                else:
                     pooled = correlations(experts, measure, truth)
-                    inside = rank_correlation_by_layer(experts, measure, truth)
-                    correlations_of_experts = [pooled["linear"], pooled["rank"], inside]
-                numbers += [
-                    *correlations_of_experts,
-                    channel_agreement(by_prior, study.retained, measure, truth),
-                ]
+                    within_layers = rank_correlation_by_layer(experts, measure, truth)
+                    numbers += [pooled["linear"], pooled["rank"], within_layers]
+                numbers.append(channel_agreement(by_prior, study.retained, measure, truth))
             labels = (
                 key["model"],
                 names.calibration(key["calibration"]),
                 names.capitalised(MEASURES[measure]),
             )
-            rows.append(
-                (*labels, *numbers, seconds["ablation" if measure == "ablation" else "pass"])
-            )
+            time = seconds["ablation" if measure == "ablation" else "pass"]
+            rows.append((*labels, *numbers, time))
     text = ["Model", "Calibration", "Estimate"]
     return Table(
         name=name,
@@ -99,8 +96,8 @@ def agreement_table(results: Results, name: str) -> Table:
         "correlation of each expert's kept share in two plans of allocation=coverage, one with "
         "this estimate as prior and one with the true value (mean over such pairs). Time: of the "
         "step that measures it. One forward pass gives all estimates but the ablation, so first "
-        f"and second order take the same time. {MEASURED}{measured_on(machines)}Based on "
-        f"{of_pass(study)}",
+        f"and second order take the same time. {SECONDS_NOTE}{machines_sentence(machines)}Based on "
+        f"{pass_setup(study)}",
         frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
         blocks=text[:2],
@@ -111,46 +108,45 @@ def agreement_table(results: Results, name: str) -> Table:
 def channel_agreement(
     by_prior: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
 ) -> float:
-    """Correlation of kept shares between plans whose priors follow `measure` and `truth`.
+    """Pearson's correlation over experts of the shares that two plans retain: one plan with a prior
+    that is proportional to `measure`, the other with one that is proportional to `truth`.
 
-    Pearson's over experts, the mean over pairs of plans that differ in nothing else; NaN without
-    such a pair. `by_prior`: cell, prior and ALIKE."""
+    The mean over pairs of plans that differ in the prior alone; NaN without such a pair. by_prior:
+    cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
     values = []
-    for _, plans_of_setting in groups(by_prior, ALIKE):
-        pair = [
-            plans_of_setting.loc[plans_of_setting["prior"].isin(PRIORS.get(name, ())), "cell"]
-            for name in (measure, truth)
-        ]
-        if all(map(len, pair)):
-            shares = [
-                retained[retained["cell"] == cells.iloc[0]].set_index(["layer", "expert"])["share"]
-                for cells in pair
-            ]
-            retained_shares = pd.concat(shares, axis=1, keys=["one", "other"])
-            values.append(correlations(retained_shares, "one", "other")["linear"])
+    for _, plans_of_setting in groups(by_prior, SAME_BUT_PRIOR):
+        shares = {}
+        for name in (measure, truth):
+            has_prior = plans_of_setting["prior"].isin(PRIORS.get(name, ()))
+            for cell in plans_of_setting.loc[has_prior, "cell"].head(1):
+                of_cell = retained[retained["cell"] == cell]
+                shares[name] = of_cell.set_index(["layer", "expert"])["share"]
+        if len(shares) == 2:
+            values.append(correlations(pd.DataFrame(shares), measure, truth)["linear"])
     defined = [value for value in values if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 
 
 def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Seconds of the steps that measure the experts of one model and calibration set, and the
-    machines they ran on.
+    """Seconds of the steps `pass` and `ablation` that measure the experts of one model and
+    calibration set (`cells`), and the machines of these steps.
 
-    Keys of the seconds are `pass` and `ablation`; NaN when the store has no time of the step."""
-    shown = shown_passes(study.cells)["statistics_folder"]
-    passes = list(shown[shown.index.isin(cells.index)])
+    NaN when the store has no time of the step."""
+    folders = shown_passes(study.cells)["statistics_folder"]
+    passes = list(folders[folders.index.isin(cells.index)])
     ablations = [
         step
         for folder in cells["plan_folder"].dropna()
         for step in steps_behind([folder], study.reader)
         if step_kind(step) == ABLATION
     ]
-    measured = {"pass": passes[:1], "ablation": ablations[:1]}
-    took = {kind: time_and_memory(folders, study.reader) for kind, folders in measured.items()}
-    machines = [str(machine) for table in took.values() for machine in table["machine"]]
-    return {
-        kind: float(table["seconds"].sum(min_count=1)) for kind, table in took.items()
-    }, machines
+    seconds = {}
+    machines: list[str] = []
+    for kind, steps in (("pass", passes), ("ablation", ablations)):
+        times = time_and_memory(steps[:1], study.reader)
+        seconds[kind] = float(times["seconds"].sum(min_count=1))
+        machines += map(str, times["machine"])
+    return seconds, machines
 
 
 @score_table(
@@ -165,30 +161,29 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )
-    for key, part in groups(cells, [*ALIKE, "calibration", "recovery"]):
-        if part["prior"].nunique() < 2:
+    for key, compared in groups(cells, [*SAME_BUT_PRIOR, "calibration", "recovery"]):
+        if compared["prior"].nunique() < 2:
             continue
-        rows = part.sort_values(
+        rows = compared.sort_values(
             "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
-        reference = part.loc[part["prior"] == plans.FIRST_ORDER]
-        parts = [
+        texts = [
             comparison.removed(key["ratio"]),
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
-        if len(reference):
-            parts.append(names.allocated(str(reference["allocation"].iloc[0])))
-        pruned = ", ".join(part_text for part_text in parts if part_text)
-        yield Block(
-            comparison, pruned, labels, int(reference["cell"].iloc[0]) if len(reference) else None
-        )
+        base = None
+        first_order = compared[compared["prior"] == plans.FIRST_ORDER]
+        if len(first_order):
+            texts.append(names.allocated(str(first_order["allocation"].iloc[0])))
+            base = int(first_order["cell"].iloc[0])
+        yield Block(comparison, ", ".join(filter(None, texts)), labels, base)
 
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreements(results: Results, name: str) -> list[Item | None]:
-    """Agreement of attributions with ablations, their time, and the scores of plans that use each
-    of them."""
+    """Agreement of attributions with ablations, their time, and the scores of plans that use them
+    as priors."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
@@ -209,7 +204,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     drawing, grid = style.panels(len(sets), 3, 2.1)
     for axes, calibration in zip(grid, sets, strict=True):
         of_set = losses[losses["calibration"] == calibration].sort_values("layer")
-        for at, smoothing in enumerate(get_args(Smoothing)):
+        for number, smoothing in enumerate(get_args(Smoothing)):
             target = smooth(of_set["loss"].to_numpy(float), smoothing)
             axes.plot(
                 of_set["layer"],
@@ -217,7 +212,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
                 label=smoothing,
                 markersize=3.5,
                 linewidth=1.2,
-                **style.cycled(at),
+                **style.cycled(number),
             )
         axes.set_title(names.calibration(calibration))
         style.layer_axis(axes)
@@ -227,6 +222,6 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
     caption = (
         "Target share of the score that each layer keeps, relative to the mean, under each "
         "smoothing of the layer losses (none: proportional to the loss). Based on "
-        f"{of_pass(results.study)}"
+        f"{pass_setup(results.study)}"
     )
     return Figure(name, f"Smoothed layer losses: {comparison.model}", caption, drawing)

@@ -3,6 +3,7 @@ MoE-Slimming, Table 18)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,14 +30,14 @@ def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
     """Calibration set -> report of the model's pass over it."""
     by_set = {}
     for key, report in study.calibrations.items():
-        calibration, _, of = key.partition("@")
-        if of == model:
+        calibration, _, model_of_pass = key.partition("@")
+        if model_of_pass == model:
             by_set[calibration] = report
     return by_set
 
 
 def tokens(study: Study, model: str) -> dict[str, int]:
-    """Calibration set -> number of its valid tokens that the model read."""
+    """Calibration set -> number of its valid tokens in the model's pass."""
     by_set = reports(study, model)
     return {
         name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()
@@ -44,7 +45,8 @@ def tokens(study: Study, model: str) -> dict[str, int]:
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text, independent of the number of tokens read."""
+    """Calibration set -> identifier of its text, which is equal for sets that read different
+    numbers of tokens of one text."""
     by_set = reports(study, model)
     return {
         name: str(report.get("sha256") or report.get("source") or name)
@@ -57,8 +59,8 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
     order = names.methods_in_order(cells["method"])
-    ordered = cells.assign(place=cells["method"].map(order.index))
-    return ordered.sort_values(["ratio", "place"], kind="stable").drop(columns="place")
+    ordered = cells.assign(position=cells["method"].map(order.index))
+    return ordered.sort_values(["ratio", "position"], kind="stable").drop(columns="position")
 
 
 @output(
@@ -68,14 +70,14 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     needs=f"one criterion on several calibration sets, and {SLIMMING}",
 )
 @score_table(
-    "Calibration sets: which text, and how much of it",
+    "Calibration sets: texts, and numbers of tokens",
     (*names.ABLATION, MEAN),
     "A block per ratio and method; rows name the calibration set and the tokens read of it. "
     "Difference: Mean minus that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """One method with every calibration set: a block per ratio and method, differences to the set
-    of most tokens."""
+    """Each method with several calibration sets: a block per ratio and method, with differences to
+    the set with most tokens."""
     read = tokens(results.study, comparison.model)
     for key, rows in groups(text_cells(comparison), COMPETING):
         if rows["calibration"].nunique() > 1:
@@ -91,8 +93,8 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(Label, ratio) -> cells of one text and method that differ in the tokens read, sorted by
-    these (column read)."""
+    """(label, ratio) -> cells of one text and method that read different numbers of tokens, sorted
+    by this number (column read)."""
     read = tokens(study, comparison.model)
     source = sources(study, comparison.model)
     cells = text_cells(comparison)
@@ -102,9 +104,10 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
         if rows["read"].nunique() > 1:
-            longest = rows.sort_values("read", kind="stable")
-            text = names.calibration(str(longest["calibration"].iloc[-1]))
-            lines[f"{names.method(str(key['method']))}, {text}", float(key["ratio"])] = longest
+            line = rows.sort_values("read", kind="stable")
+            text = names.calibration(str(line["calibration"].iloc[-1]))
+            label = f"{names.method(str(key['method']))}, {text}"
+            lines[label, float(key["ratio"])] = line
     return lines
 
 
@@ -125,7 +128,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
         return None
-    score, low, high = comparison.shown(target)
+    score, low, high = comparison.displayed(target)
     ratios = sorted({ratio for _, ratio in lines})
     drawing = style.drawing(style.PAGE, 2.9)
     grid = drawing.subplots(1, len(ratios), squeeze=False, sharey=True)[0]
@@ -156,6 +159,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
 
 
 POINTS = 100
+"""Points of a score of 1."""
 _SHADES = {
     "Code": "#ee7733",
     "WildBench": "#aa4499",
@@ -171,12 +175,11 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Change of each benchmark's score with more tokens of one text, against the cell that read the
-    fewest.
+    """Change of each benchmark's score with more tokens of one text, relative to the cell that read
+    the fewest tokens.
 
-    Columns: label (of the text and method), ratio, benchmark, read (tokens), and difference, low
-    and high in points. Benchmarks in which less is better are left out, since they have no
-    points."""
+    Columns: label (text and method), ratio, benchmark, read (tokens), and difference, low and high
+    in points. Benchmarks in which less is better are left out: they are not scores."""
     rows = []
     for (label, ratio), line in sizes(study, comparison).items():
         first, *larger = (int(str(cell)) for cell in line.index)
@@ -186,20 +189,11 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
         ordered = names.in_order(more_is_better, names.BENCHMARKS)
         for benchmark in mean_target(comparison, [first, *larger], ordered):
             points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(larger, first))
-            axes_of_line = {"label": label, "ratio": ratio, "benchmark": benchmark}
-            rows.append(
-                {
-                    **axes_of_line,
-                    "read": line["read"][first],
-                    "difference": 0.0,
-                    "low": 0.0,
-                    "high": 0.0,
-                }
-            )
-            for cell, change in zip(
-                larger, records(points[["difference", "low", "high"]]), strict=True
-            ):
-                rows.append({**axes_of_line, "read": line["read"][cell], **change})
+            key = {"label": label, "ratio": ratio, "benchmark": benchmark}
+            unchanged = {"difference": 0.0, "low": 0.0, "high": 0.0}
+            rows.append({**key, "read": line["read"][first], **unchanged})
+            for cell, change in zip(larger, records(points[list(unchanged)]), strict=True):
+                rows.append({**key, "read": line["read"][cell], **change})
     return pd.DataFrame(
         rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]
     )
@@ -214,70 +208,74 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
 def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 
-    A panel per text, method and ratio: each benchmark's change from the least tokens to more of the
-    same text.
+    A panel per text, method and ratio: each benchmark's change from the fewest tokens to more
+    tokens of the same text.
     """
-    moved = changes(results.study, comparison)
-    if moved.empty:
+    points = changes(results.study, comparison)
+    if points.empty:
         return None
-    moved["beyond"] = (moved["low"] > 0) | (moved["high"] < 0)
-    lines = list(groups(moved, ["label", "ratio"]))
-    drawing, grid = style.panels(len(lines), 2, 2.6, below=0.9, sharey=True)
+    points["significant"] = (points["low"] > 0) | (points["high"] < 0)
+    panels = list(groups(points, ["label", "ratio"]))
+    drawing, grid = style.panels(len(panels), 2, 2.6, below=0.9, sharey=True)
     keys: dict[str, Line2D] = {}
-    for axes, (key, changed) in zip(grid, lines, strict=True):
-        keys |= _draw_changes(axes, changed)
+    for axes, (key, points_of_panel) in zip(grid, panels, strict=True):
+        keys |= _draw_changes(axes, points_of_panel)
         axes.set_title(f"{key['label']}, {comparison.removed(key['ratio'])} pruned", fontsize=7.5)
     for axes in grid[::2]:
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
-    by_text = moved.groupby(["label", "ratio"])["read"]
+    by_text = points.groupby(["label", "ratio"])["read"]
     least = " / ".join(style.tokens(read) for read in by_text.min().unique())
-    larger = moved[moved["read"] > by_text.transform("min")]
-    beyond = larger.groupby(["label", "ratio", "benchmark"])["beyond"].any()
+    larger = points[points["read"] > by_text.transform("min")]
+    filled = larger.groupby(["label", "ratio", "benchmark"])["significant"].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least}) of the same text. Filled markers: the 95 % interval of the paired difference, "
         "not corrected for the number of benchmarks, excludes zero; with one seed it is over "
-        f"items, for these plans. {beyond.sum()} of {len(beyond)} lines have a filled marker."
+        f"items, for these plans. {filled.sum()} of {len(filled)} lines have a filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 
 
-def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
-    """Draw one panel; returns benchmark -> its entry in the legend."""
+def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
+    """Draw one panel of points as in `changes`, with a column significant; returns benchmark -> its
+    entry in the legend.
+
+    Lines of one family of benchmarks have its colour, and differ in marker and dashes."""
     families = {
         benchmark: family
         for column, family in _FAMILIES.items()
         for benchmark in names.COLUMNS[column]
     }
     keys: dict[str, Line2D] = {}
-    met: dict[str, int] = {}
+    drawn: Counter[str] = Counter()
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
-    for key, line in groups(changed, ["benchmark"]):
+    for key, line in groups(points, ["benchmark"]):
         benchmark = str(key["benchmark"])
         family = families.get(benchmark, "")
-        position = met[family] = met.get(family, -1) + 1
+        number = drawn[family]
+        drawn[family] += 1
         shade = _SHADES.get(family, style.OTHER)
-        marker = style.MARKERS[position % len(style.MARKERS)]
+        marker = style.MARKERS[number % len(style.MARKERS)]
         look: Any = {
             "color": shade,
-            "linestyle": ("-", "--", ":")[position // len(style.MARKERS) % 3],
+            "linestyle": ("-", "--", ":")[number // len(style.MARKERS) % 3],
             "linewidth": 1.0,
         }
         axes.plot(line["read"], line["difference"], **look)
-        for beyond, face in ((False, style.SURFACE), (True, shade)):
-            points = line[line["beyond"] == beyond]
+        for significant, face in ((False, style.SURFACE), (True, shade)):
+            marked = line[line["significant"] == significant]
             mark: Any = {
                 "color": shade,
                 "markerfacecolor": face,
                 "markersize": 3.8,
                 "markeredgewidth": 0.9,
             }
-            axes.plot(points["read"], points["difference"], marker, **mark)
+            axes.plot(marked["read"], marked["difference"], marker, **mark)
         keys[benchmark] = style.key(
             names.benchmark(benchmark), marker=marker, markersize=3.8, **look
         )
-    read = sorted(changed["read"].unique())
+    read = sorted(points["read"].unique())
     style.ticks(axes.xaxis, read, map(style.tokens, read))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")

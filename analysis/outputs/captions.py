@@ -1,5 +1,5 @@
-"""Texts shared by captions (seeds, gates, calibration tokens, versions), and data that several
-outputs need."""
+"""Texts that captions share (seeds, gates, calibration tokens, versions), and names of data that
+several outputs need."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ ABLATED = (
 )
 TIMED = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
-"""HEAPR to LOSSES: data that several outputs need, shown when a study lacks it."""
+"""HEAPR to LOSSES: data that several outputs need, printed when a study lacks them."""
 GPU_PEAK = "Peak GPU memory (MiB)"
-MEASURED = (
+"""Column of several tables."""
+SECONDS_NOTE = (
     "Seconds are those of the process that finished a step, without the work of interrupted ones "
     "before it. "
 )
@@ -35,12 +36,12 @@ MEBIBYTE = 2**20
 
 
 @lru_cache(maxsize=8)
-def setting(study: Study) -> str:
-    """Text for captions of scores: items, metrics, level of intervals, and the text of
-    `reading`."""
+def score_setup(study: Study) -> str:
+    """Text for captions of scores: items, metrics, confidence level of intervals, and
+    `run_setup`."""
     sizes = study.results["n"]
     if not len(sizes):
-        return f"No results; {reading(study)}"
+        return f"No results; {run_setup(study)}"
     items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
@@ -48,7 +49,7 @@ def setting(study: Study) -> str:
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
     measured = (
         f"{items} items per benchmark; {noun} {names.listing(metrics)}{protocol}; {level}; "
-        f"{reading(study)}"
+        f"{run_setup(study)}"
     )
     return " ".join([measured, *mixed_metrics(study.results, study.cells)])
 
@@ -63,80 +64,85 @@ def metrics_in_words(results: pd.DataFrame) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def reading(study: Study) -> str:
+def run_setup(study: Study) -> str:
     """Text for captions of numbers of cells: seeds, gates, calibration tokens, library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
     return _joined([_seeds(cells), _gates(cells), *_texts(study)])
 
 
 @lru_cache(maxsize=8)
-def of_pass(study: Study) -> str:
-    """The text of `reading` for numbers that are shown for one gate and seed of several."""
+def pass_setup(study: Study) -> str:
+    """Text for captions of numbers of the shown calibration passes: as `run_setup`, with the seeds
+    and gates of these passes, followed by all seeds and gates of the study if there are more."""
     cells = study.cells[
         (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
     ]
     passes = shown_passes(cells)
     parts = []
     for describe, axis in ((_seeds, "seed"), (_gates, "gate")):
-        left_out = set(cells[axis]) - set(passes[axis])
-        parts.append(f"{describe(passes)}{f' (of {_values(cells[axis])})' if left_out else ''}")
+        text = describe(passes)
+        if set(cells[axis]) > set(passes[axis]):
+            text += f" (of {_values(cells[axis])})"
+        parts.append(text)
     return _joined([*parts, *_texts(study)])
 
 
 def _joined(parts: Iterable[str]) -> str:
+    """The parts that are not empty as one sentence, separated by semicolons."""
     return "; ".join(filter(None, parts)) + "."
 
 
-MOST_NAMED = 3
-"""Most methods that are named beside their seeds."""
+MOST_METHODS = 3
+"""Most methods that a caption names together with their seeds; of more, it gives the number."""
 
 
 def _seeds(cells: pd.DataFrame) -> str:
-    """`seed 42`; `seeds 1 and 2`; `seed 42 (Random: seeds 1, 2 and 3)` where methods have different
-    seeds."""
+    """Text with the seeds of these cells: `seed 42`, `seeds 1 and 2`, or, where methods have
+    different seeds, `seed 42 (Random: seeds 1, 2 and 3)`."""
     methods_by_seeds: dict[str, list[str]] = {}
     for method, values in cells.groupby("method", sort=False)["seed"]:
         noun = "seeds" if values.nunique() > 1 else "seed"
         methods_by_seeds.setdefault(f"{noun} {_values(values)}", []).append(
             names.method(str(method))
         )
-    usual = max(methods_by_seeds, key=lambda seeds: len(methods_by_seeds[seeds]), default="")
-    others = []
+    most_common = max(methods_by_seeds, key=lambda seeds: len(methods_by_seeds[seeds]), default="")
+    exceptions = []
     for seeds, methods in methods_by_seeds.items():
-        if seeds != usual:
-            few = len(methods) <= MOST_NAMED
-            others.append(
-                f"{names.listing(methods) if few else names.count(len(methods), 'method')}: {seeds}"
-            )
-    return f"{usual} ({'; '.join(others)})" if others else usual
+        if seeds != most_common:
+            subject = names.listing(methods)
+            if len(methods) > MOST_METHODS:
+                subject = names.count(len(methods), "method")
+            exceptions.append(f"{subject}: {seeds}")
+    return f"{most_common} ({'; '.join(exceptions)})" if exceptions else most_common
 
 
 def _gates(cells: pd.DataFrame) -> str:
+    """Text with the gates of these cells, as `gate=raw`; "" without cells."""
     return f"gate={_values(cells['gate'])}" if len(cells) else ""
 
 
 def _values(values: pd.Series) -> str:
+    """Text that lists the different values."""
     return names.listing(map(str, values.drop_duplicates()))
 
 
 def _texts(study: Study) -> list[str]:
-    """Calibration tokens and library versions, as far as they are known."""
+    """Texts with the calibration tokens and the library versions; "" for unknown ones."""
     tokens = sorted(
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )
-    return [
-        f"{' / '.join(f'{count:,}' for count in tokens)} calibration tokens" if tokens else "",
-        ", ".join(
-            f"{library} {'/'.join(versions_of)}"
-            for library, versions_of in versions(study.origins).items()
-        ),
+    counts = " / ".join(f"{count:,}" for count in tokens)
+    libraries = [
+        f"{library} {'/'.join(library_versions)}"
+        for library, library_versions in versions(study.origins).items()
     ]
+    return [f"{counts} calibration tokens" if tokens else "", ", ".join(libraries)]
 
 
-def measured_on(machines: Iterable[str]) -> str:
-    """A sentence for captions; "" when no step has recorded its machine."""
-    named = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.listing(named)}. " if named else ""
+def machines_sentence(machines: Iterable[str]) -> str:
+    """A sentence for captions with the machines of steps; "" when no step recorded its machine."""
+    recorded = [machine for machine in dict.fromkeys(machines) if machine]
+    return f"Measured on {names.listing(recorded)}. " if recorded else ""
 
 
 PANEL = ["Model", "Pruned", "Calibration"]

@@ -18,7 +18,7 @@ from analysis import names
 from analysis.load import passes, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import of_pass
+from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
     BUDGETED,
     coverage_cells,
@@ -32,19 +32,19 @@ from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 
 PANELS = 6
-"""Largest number of panels: of sets of scores, and of methods."""
+"""Largest number of panels in a figure."""
 PIECES = 10
-"""Number of pieces of an expert's bar, each a tenth of its channels."""
+"""Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
 WIDE = 64
 """Largest number of experts in one panel."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 """The two channel scores that the published Fig. 16 compares."""
-KEPT, MARK = "#bb3311", "#b39a25"
+RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores: layer, expert, channels (share, highest first), score (share
-    that they hold)."""
+    """Concentration of channel scores: layer, expert, channels (the share of highest-scored
+    channels) and score (the share of the expert's score that these hold)."""
     return passes.read(
         study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
     )
@@ -70,8 +70,8 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): share of an expert's score that its best channels hold, a panel per set of scores
-    and a line per expert."""
+    """Fig. 4 (a): share of an expert's score that its highest-scored channels hold; a panel per
+    step of scores and a line per expert."""
     cells = plain(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -104,7 +104,7 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
         "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
-        f"is above it, the less of the score pruning removes. Based on {of_pass(study)}"
+        f"is above it, the less of the score pruning removes. Based on {pass_setup(study)}"
     )
     return Figure(
         name, f"How concentrated channel scores are: {comparison.model}", caption, drawing
@@ -112,10 +112,11 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Error of each layer's routed output when this layer alone is pruned, for channel criteria run
-    at three ratios.
+    """Error of each layer's routed output when this layer alone is pruned, for channel criteria
+    that were run at three ratios.
 
-    Columns: label, cell, layer, kept (share of the layer's channels), loss."""
+    Columns: label (the method), cell, layer, kept (share of the layer's channels), loss (the
+    error)."""
     measured = (
         study.profiles[["cell", "layer", "output_loss"]]
         .dropna()
@@ -132,8 +133,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): loss of each layer's output against the kept share of its channels, a panel per
-    method."""
+    """Fig. 4 (b): `output_losses` of each layer against the retained share of its channels; a panel
+    per method."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
@@ -160,7 +161,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     caption = (
         "(b) Each line is a layer: error of its routed output when this layer alone is pruned, ‖m "
         "− m′‖² / (‖y‖² + ε), the mean over the tokens of a text; m: routed output, y: residual "
-        f"stream after the layer. With everything kept it is 0. Based on {of_pass(study)}"
+        f"stream after the layer. With everything kept it is 0. Based on {pass_setup(study)}"
     )
     return Figure(
         name, f"Loss of layer outputs against the kept share: {comparison.model}", caption, drawing
@@ -170,11 +171,11 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
 def expert_stacks(
     curves: pd.DataFrame, retained: pd.DataFrame, experts: pd.DataFrame, layer: int
 ) -> pd.DataFrame:
-    """Data of the bars of a layer, one row per expert.
+    """Data for the bars of a layer, one row per expert.
 
-    Columns: kept (share of its channels), attribution (first order, divided by the largest of the
-    layer), and 0, 1, ... PIECES - 1: the share of its score in each tenth of its channels, highest
-    first."""
+    Columns: kept (the retained share of the expert's channels), attribution (of first order,
+    divided by the largest of the layer), and 0, 1, ... PIECES - 1: the share of the expert's score
+    in each tenth of its channels, highest scores first."""
     tenths = np.linspace(0, 1, PIECES + 1)
     rows = {}
     for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
@@ -187,7 +188,7 @@ def expert_stacks(
 
 
 def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` of a cell's scores and plan; empty when the store lacks its
+    """Layer -> `expert_stacks` from a cell's scores and plan; {} when the store lacks the
     scores."""
     axes = comparison.cells.loc[cell]
     curves = concentration(study, str(axes["scores_folder"]))
@@ -204,35 +205,35 @@ def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.D
     }
 
 
-def _piece(at: int) -> Any:
-    return colormaps[style.SEQUENTIAL](0.9 - 0.8 * at / (PIECES - 1))
+def _piece_colour(piece: int) -> Any:
+    """The colour of a piece of a bar; piece 0, with the highest scores, is the darkest."""
+    return colormaps[style.SEQUENTIAL](0.9 - 0.8 * piece / (PIECES - 1))
 
 
-def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    where = np.arange(len(stacks))
+def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
+    """Draw one panel of `bars_figure`."""
+    positions = np.arange(len(stacks))
     bottom = np.zeros(len(stacks))
-    for at in reversed(range(PIECES)):
-        height = stacks[at].fillna(0).to_numpy(float)
-        axes.bar(where, height, bottom=bottom, width=0.8, color=_piece(at), linewidth=0)
+    for piece in reversed(range(PIECES)):
+        height = stacks[piece].fillna(0).to_numpy(float)
+        axes.bar(
+            positions, height, bottom=bottom, width=0.8, color=_piece_colour(piece), linewidth=0
+        )
         bottom = bottom + height
     retained = stacks["kept"].to_numpy(float)
-    axes.stairs(
-        retained, np.arange(len(retained) + 1) - 0.5, color=KEPT, linewidth=1.4, baseline=None
-    )
-    marks = stacks["attribution"].clip(lower=0)
+    edges = np.arange(len(retained) + 1) - 0.5
+    axes.stairs(retained, edges, color=RETAINED_COLOUR, linewidth=1.4, baseline=None)
     axes.plot(
-        where,
-        marks,
+        positions,
+        stacks["attribution"].clip(lower=0),
         "D",
-        color=MARK,
+        color=ATTRIBUTION_COLOUR,
         markersize=3.5,
         markeredgecolor=style.INK,
         markeredgewidth=0.4,
     )
     step = -(-len(stacks) // 32)
-    style.ticks(
-        axes.xaxis, where[::step], [str(expert) for expert in stacks.index[::step]], labelsize=6
-    )
+    style.ticks(axes.xaxis, positions[::step], stacks.index[::step].map(str), labelsize=6)
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
     style.percent(axes.yaxis)
 
@@ -240,24 +241,28 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
 def bars_figure(
     study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
 ) -> Figure:
-    """Draw a panel for each (title, `expert_stacks`): a bar per expert with its pieces, the kept
-    share and attribution.
+    """A figure with a panel for each (title, `expert_stacks`): a bar per expert with its pieces,
+    retained share and attribution.
 
     plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
-        _bars(axes, stacks)
+        _draw_bars(axes, stacks)
         axes.set_title(panel_title, fontsize=7.5)
         axes.set_ylabel("share")
     axes.set_xlabel("expert")
     handles = [
-        Patch(facecolor=_piece(0), label="highest tenth of the channels"),
-        Patch(facecolor=_piece(PIECES - 1), label="lowest"),
-        style.key("channels kept", color=KEPT, linewidth=1.4),
+        Patch(facecolor=_piece_colour(0), label="highest tenth of the channels"),
+        Patch(facecolor=_piece_colour(PIECES - 1), label="lowest"),
+        style.key("channels kept", color=RETAINED_COLOUR, linewidth=1.4),
         style.key(
-            "attribution, of the highest", color=MARK, marker="D", linestyle="", markersize=4
+            "attribution, of the highest",
+            color=ATTRIBUTION_COLOUR,
+            marker="D",
+            linestyle="",
+            markersize=4,
         ),
     ]
     style.legend(drawing, handles)
@@ -265,7 +270,7 @@ def bars_figure(
         "Each bar is an expert: the sum of its channel scores in tenths of its channels, from the "
         "highest scores (top, dark) to the lowest (bottom, light). Red: the share of its channels "
         "that the plan keeps. Diamonds: its first-order attribution, relative to the highest of "
-        f"the layer, negative ones at 0. {plans} Based on {of_pass(study)}"
+        f"the layer, negative ones at 0. {plans} Based on {pass_setup(study)}"
     )
     return Figure(name, title, caption, drawing)
 
@@ -276,12 +281,15 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a
     deep layer."""
     cells = coverage_cells(comparison)
-    activation_first = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index
-    stacks = stacks_of(results.study, comparison, int(activation_first[0])) if len(cells) else {}
+    if cells.empty:
+        return None
+    # the first cell of criterion ACTIVATION, or else the first of any criterion
+    cell = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index[0]
+    stacks = stacks_of(results.study, comparison, int(cell))
     if not stacks:
         return None
     panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
-    label = settings.method_labels(cells)[activation_first[0]]
+    label = settings.method_labels(cells)[cell]
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
     return bars_figure(results.study, panels, name, title, f"Plan: {label}.")
 
@@ -296,9 +304,11 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution in one layer, by scores from activations and
     from gradients."""
-    pair = _same_plan_by_two_scores(coverage_cells(comparison))
-    by_score = {score: stacks_of(results.study, comparison, cell) for score, cell in pair.items()}
-    if not pair or not all(by_score.values()):
+    cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
+    by_score = {
+        score: stacks_of(results.study, comparison, cell) for score, cell in cell_of_score.items()
+    }
+    if not by_score or not all(by_score.values()):
         return None
     layers = sorted(by_score[ACTIVATION])
     layer = layers[(len(layers) - 1) // 2]
@@ -317,16 +327,14 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     )
 
 
-def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """Score -> its cell, for the first allocation and calibration set that both scores have; empty
-    without one."""
+def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
+    """ACTIVATION and WEIGHT_GRADIENT -> a cell with this criterion, for the first allocation,
+    calibration set and gate that have both; {} when none has both."""
+    scores = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
-        by_score = {
-            score: candidates.index[candidates["criterion"] == score]
-            for score in (ACTIVATION, WEIGHT_GRADIENT)
-        }
-        if all(len(index) for index in by_score.values()):
-            return {score: int(index[0]) for score, index in by_score.items()}
+        first = candidates.reset_index().drop_duplicates("criterion").set_index("criterion")["cell"]
+        if set(scores) <= set(first.index):
+            return {score: int(first[score]) for score in scores}
     return {}
 
 

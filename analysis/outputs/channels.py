@@ -40,7 +40,7 @@ COMPETING = ["ratio", "calibration", "gate"]
 
 
 def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells of channels whose methods HEAPr's tables compare."""
+    """The cells of channels with a method (criterion and allocation) of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -86,7 +86,7 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
 
-    Differences are to CAMERA-P, or to its one-shot form when only that was run."""
+    Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run."""
     for key, compared in groups(of_heapr(plain(comparison)), COMPETING):
         camera = compared[compared["criterion"] == "camera"]
         sequential = camera[camera["allocation"] == "sequential"]
@@ -109,12 +109,12 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform
     widths."""
     for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
-        competing = cells[
-            [
-                set(SMOOTHING).isdisjoint(settings.allocation(allocation)[1])
-                for allocation in cells["allocation"]
-            ]
-        ]
+        # plans with a setting of the smoothing are compared in Table 7
+        default_smoothing = []
+        for text in cells["allocation"]:
+            _, parameters = settings.allocation(text)
+            default_smoothing.append(set(SMOOTHING).isdisjoint(parameters))
+        competing = cells[default_smoothing]
         if "coverage" in set(competing["allocation"]) and competing["allocation"].nunique() > 1:
             base = only_cell(competing[competing["allocation"] == "uniform"])
             labels = competing["allocation"].map(names.allocated).map(names.capitalised)
@@ -172,20 +172,20 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 def draw_ratios(
     axes: Axes, comparison: Comparison, target: Target
 ) -> tuple[list[Line2D], list[Artist]]:
-    """Draw the scores of `target` against the share removed, a line for each of `ratio_lines`.
+    """Draw the scores of `target` against the removed share, a line for each of `ratio_lines`.
 
-    Points of one ratio stand side by side. Returns the legend's keys of the lines, and those of the
-    unpruned model and of chance."""
-    score, low, high = comparison.shown(target)
+    Points of one ratio are drawn side by side. Returns the legend entries of the lines, and those
+    of the unpruned model and of chance."""
+    score, low, high = comparison.displayed(target)
     unpruned = draw_unpruned(axes, comparison, target)
     keys = []
     lines = ratio_lines(plain(comparison))
-    for at, (label, line) in enumerate(lines.items()):
+    for number, (label, line) in enumerate(lines.items()):
         shade = style.colour(line["method"].iloc[0])
-        key = style.key(label, color=shade, marker=style.MARKERS[at % 11], markersize=4)
-        aside = line["removed"] * 100 + 0.6 * (at - (len(lines) - 1) / 2)
-        axes.vlines(aside, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
-        style.draw(axes, key, aside, score[line.index])
+        key = style.key(label, color=shade, marker=style.MARKERS[number % 11], markersize=4)
+        x = line["removed"] * 100 + 0.6 * (number - (len(lines) - 1) / 2)
+        axes.vlines(x, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
+        style.draw(axes, key, x, score[line.index])
         keys.append(key)
     axes.set_xlabel(REMOVED)
     axes.grid(axis="y")
@@ -197,8 +197,9 @@ def draw_ratios(
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy and FLOPs against the ratio.
 
-    HEAPr's Fig. 2: the mean of its benchmarks with intervals, and FLOPs saved, against the share
-    removed. None with fewer than three ratios, or without any of its methods or benchmarks.
+    HEAPr's Fig. 2: the mean of HEAPr's benchmarks with intervals, and FLOPs saved, against the
+    removed share. None with fewer than three ratios, or without any of HEAPr's methods or
+    benchmarks.
     """
     lines = ratio_lines(plain(comparison)) if len(of_heapr(comparison.cells)) else {}
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
@@ -261,17 +262,18 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     return Figure(name, f"{title}: {comparison.model}", caption, drawing)
 
 
-USUAL = "coverage aligned 128"
-"""The published block size and smallest expert, the reference of differences."""
+PUBLISHED_BLOCKS = "coverage aligned 128"
+"""The allocation with the published block size and smallest expert, the reference of
+differences."""
 
 
 def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
-    """Channel budgets in blocks: cells that differ in the allocation alone, whose names match the
-    pattern `allocations`."""
+    """Blocks of cells that differ in the allocation alone, with allocations that match the pattern
+    `allocations`; differences are to PUBLISHED_BLOCKS."""
     aligned = comparison.cells[comparison.cells["allocation"].str.fullmatch(allocations)]
     for key, cells in groups(aligned, ["ratio", "calibration", "gate", "criterion", "recovery"]):
         if len(cells) > 1:
-            base = only_cell(cells[cells["allocation"] == USUAL])
+            base = only_cell(cells[cells["allocation"] == PUBLISHED_BLOCKS])
             yield ratio_block(
                 comparison, key["ratio"], cells["allocation"].map(names.capitalised), base
             )
@@ -280,7 +282,7 @@ def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
 _BLOCKS = (
     "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; "
     "scores: channels left over by rounding go to the blocks of the highest scores. Difference: "
-    f"{MEAN} minus that of {USUAL}, paired."
+    f"{MEAN} minus that of {PUBLISHED_BLOCKS}, paired."
 )
 
 
@@ -295,7 +297,8 @@ _BLOCKS = (
     _BLOCKS,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Channels left over by rounding to blocks: assigned by remainders or by scores."""
+    """Channel budgets in blocks: channels left over by rounding are assigned by remainders or by
+    scores."""
     return block_sizes(comparison, r"coverage aligned \d+( scores)?")
 
 
@@ -308,5 +311,5 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     "Channel budgets in blocks: the smallest expert that is kept", (*names.ABLATION, MEAN), _BLOCKS
 )
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Smallest number of channels with which an expert is kept."""
+    """Channel budgets in blocks: smallest number of channels with which an expert is kept."""
     return block_sizes(comparison, r"coverage (aligned 128|min \d+)")

@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.settings import is_searched, replaces
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import by_ratio
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled
@@ -288,7 +288,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         "layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
         f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. "
         "Detectable: the difference that this study would find in 80 % of cases. The last columns "
-        f"are differences of group averages. {_of_losses(results)}{setting(results.study)}",
+        f"are differences of group averages. {_of_losses(results)}{score_setup(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
-from analysis.outputs.captions import of_pass
+from analysis.outputs.captions import pass_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -72,7 +72,7 @@ def coverage_table(study: Study, name: str) -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
-        f"Rare: less than a tenth of an even load. {_looked_up(study)}Based on {of_pass(study)}",
+        f"Rare: less than a tenth of an even load. {_looked_up(study)}Based on {pass_setup(study)}",
         frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
@@ -141,10 +141,10 @@ def coverage_figure(study: Study, name: str) -> Figure:
             (0.85, "ten times"),
         )
     ]
-    style.legend(drawing, [Patch(**style.GONE, label="no token"), *handles])
+    style.legend(drawing, [Patch(**style.NO_TOKENS, label="no token"), *handles])
     caption = (
         "Each square is an expert; its shade is its share of tokens on a logarithmic scale. "
-        f"Crossed: no tokens. Based on {of_pass(study)}"
+        f"Crossed: no tokens. Based on {pass_setup(study)}"
     )
     return Figure(name, "Tokens per expert", caption, drawing)
 

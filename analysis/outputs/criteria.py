@@ -16,7 +16,7 @@ from analysis import names
 from analysis.load.plans import BYTES
 from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
-from analysis.outputs.captions import GPU_PEAK, MEASURED, MEBIBYTE, measured_on, reading
+from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
 from analysis.outputs.score_rows import by_criterion
 from analysis.registry import Results, output
 from analysis.render.table import Table, spelled
@@ -239,7 +239,7 @@ def scoring_table(results: Results, name: str) -> Table:
         "the scores. Criteria that read one pass share it, so a study takes less than the sum. "
         "Peak memory: of the process, which may have done other steps before, in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
-        f"{MEASURED}{measured_on(machines)}{reading(study)}",
+        f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         frame=spelled(
             pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
         ),
@@ -284,7 +284,8 @@ def allocation_table(results: Results, name: str) -> Table:
         title="Time of channel allocations",
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
-        f"above again for every expert. {MEASURED}{measured_on(machines)}{reading(study)}",
+        "above again for every expert. "
+        f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
         frame=spelled(
             pd.DataFrame(rows),
             {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},

@@ -14,7 +14,7 @@ from analysis import names
 from analysis.load import passes, settings
 from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs.captions import of_pass
+from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
     BUDGETED,
     DEFAULT_SMOOTHING,
@@ -244,7 +244,7 @@ def strip_figure(
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(
-        name, f"{title}: {comparison.model}", f"{caption} Based on {of_pass(study)}", drawing
+        name, f"{title}: {comparison.model}", f"{caption} Based on {pass_setup(study)}", drawing
     )
 
 

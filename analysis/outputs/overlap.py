@@ -12,8 +12,8 @@ from matplotlib.patches import Rectangle
 
 from analysis import names
 from analysis.load.reader import groups, records
-from analysis.outputs.captions import of_pass
-from analysis.registry import Item, Results, figures, output
+from analysis.outputs.captions import pass_setup
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled
@@ -42,7 +42,7 @@ def overlap_table(results: Results, name: str) -> Table:
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
-        f"experts alike. Based on {of_pass(results.study)}",
+        f"experts alike. Based on {pass_setup(results.study)}",
         frame=spelled(overlaps.assign(variant=variants), text | shown),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
         best=dict.fromkeys(shares, "max"),
@@ -60,7 +60,7 @@ def proxy_table(results: Results, name: str) -> Table:
         title="Overlap of proxy and exact damage",
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
-        f"{of_pass(results.study)}",
+        f"{pass_setup(results.study)}",
         frame=spelled(results.proxy, text | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
@@ -105,7 +105,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
     caption = (
         "Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers (point), the lowest layer (end of the line), and expectation "
-        f"for random sets (tick). Based on {of_pass(results.study)}"
+        f"for random sets (tick). Based on {pass_setup(results.study)}"
     )
     return Figure(name, "Overlap of proxy and exact damage", caption, drawing)
 
@@ -126,7 +126,7 @@ def pooled_figure(results: Results, name: str) -> Figure:
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets "
         "(mean over layers and models). Left: mean over all usable variants with this b, α or β. "
         "Right: each variant. Dashed: random sets. (1,0,0) scores all experts alike. Based on "
-        f"{of_pass(results.study)}"
+        f"{pass_setup(results.study)}"
     )
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
 
@@ -184,7 +184,7 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
 OVERLAP = "a run with overlap=true and two calibration sets"
 
 
-@output("unified.fig4", chapter="overlap", shown=figures, needs=OVERLAP)
+@output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
     """Overlap of the experts to prune across calibration sets, mean over models."""
     return (
@@ -213,12 +213,12 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
             axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all "
-        f"calibration sets. Based on {of_pass(results.study)}"
+        f"calibration sets. Based on {pass_setup(results.study)}"
     )
     return Figure(name, "Overlap across calibration sets, model by model", caption, drawing)
 
 
-@output("unified.fig3", chapter="overlap", shown=figures, needs="a run with overlap=true")
+@output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
 def proxy_and_damage(results: Results, name: str) -> list[Item]:
     """Overlap of the proxy S(0,1,1) and exact damage."""
     return [] if results.proxy.empty else [proxy_figure(results, name), proxy_table(results, name)]

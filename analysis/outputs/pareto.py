@@ -16,7 +16,7 @@ from analysis.load import settings
 from analysis.load.plans import BYTES
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, SLIMMING, setting
+from analysis.outputs.captions import MEBIBYTE, SLIMMING, score_setup
 from analysis.outputs.score_rows import (
     STORED,
     Block,
@@ -66,7 +66,8 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     plan removes, and what it puts in the place of experts; NaN where the plan cannot be read.
     """
     target = comparison.average
-    scores = pd.DataFrame(dict(zip(("avg", "low", "high"), comparison.shown(target), strict=True)))
+    average, low, high = comparison.displayed(target)
+    scores = pd.DataFrame({"avg": average, "low": low, "high": high})
     axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     axes = axes.assign(
         pruned=settings.pruned_in_words(comparison.cells), kind=_kinds(study, comparison.cells)
@@ -174,7 +175,7 @@ def pareto_table(results: Results, name: str) -> Table:
         caption=f"{means_in_words(results.comparisons)} Parameters kept, routed kept, FLOPs: "
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
-        f"{setting(results.study)}",
+        f"{score_setup(results.study)}",
         frame=spelled(rows.join(values), shown),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),

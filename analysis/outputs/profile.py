@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import pruned_in_words
-from analysis.outputs.captions import of_pass, reading
+from analysis.outputs.captions import pass_setup, run_setup
 from analysis.outputs.score_rows import method_lines
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
@@ -107,7 +107,7 @@ def profile_table(results: Results, name: str) -> Table:
         "the mean over its coordinates. Entropies in nats, means over tokens: of the router's "
         "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
         "the distribution of tokens over experts. Layers without experts have none. Based on "
-        f"{reading(study)}",
+        f"{run_setup(study)}",
         frame=frame.assign(
             Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
         ),
@@ -162,7 +162,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
         "Entropy of the softmax of the router's logits over all experts, for each token of a "
         "calibration set, as a share of the highest possible: 1 where all experts are equally "
         "likely. Boxes: quartiles over tokens; line: median; whiskers: 5 % to 95 %. Based on "
-        f"{of_pass(results.study)}"
+        f"{pass_setup(results.study)}"
     )
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from analysis.load.reader import records
-from analysis.outputs.captions import LOSSES, setting
+from analysis.outputs.captions import LOSSES, score_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -75,7 +75,7 @@ def ranking_table(results: Results, name: str) -> Table:
         _EQUAL,
         spread,
         _caption(rankings),
-        setting(results.study),
+        score_setup(results.study),
     )
     return Table(
         name=name,

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import names
-from analysis.outputs.captions import LOSSES, PANEL, setting
+from analysis.outputs.captions import LOSSES, PANEL, score_setup
 from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
@@ -38,7 +38,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         name=name,
         title="Scores, average and average rank",
         caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
-        f"three decimals; ties share the mean of their ranks. {setting(results.study)}",
+        f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
@@ -55,7 +55,7 @@ def loss_table(results: Results, name: str) -> Table | None:
         name=name,
         title="Loss on right answers, mean and average rank",
         caption=f"{CAPTION} {means_in_words(comparisons)} The lowest loss of the pruned models has "
-        f"rank 1. {setting(study)}",
+        f"rank 1. {score_setup(study)}",
     )
 
 
@@ -144,7 +144,8 @@ def rank_test_table(results: Results, name: str) -> Table:
         caption="Average ranks over columns or benchmarks (those that grade the same answers twice "
         "count once) and seeds. Methods whose ranks are further apart than CD differ at the "
         f"{LEVEL:.0%} level. Seeds and columns are random effects; CD and p to the best are "
-        f"simultaneous for all pairs of one block (studentised range). {setting(results.study)}",
+        "simultaneous for all pairs of one block (studentised range). "
+        f"{score_setup(results.study)}",
         frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
         formats=numbers,
         best={"Avg Rank": "min"},

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from analysis import names
 from analysis.load.passes import STATISTICS
 from analysis.load.reader import groups
-from analysis.outputs.captions import ABLATED, SUMS, of_pass
+from analysis.outputs.captions import ABLATED, SUMS, pass_setup
 from analysis.outputs.score_rows import shallow_middle_deep
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -79,7 +79,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens "
         "(b), highest first. Bars: rise of the model's loss without that expert's output; orange: "
         "the loss falls. Router weight: the gate, the mean over the expert's tokens. Based on "
-        f"{of_pass(results.study)}"
+        f"{pass_setup(results.study)}"
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
@@ -175,7 +175,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         "at it. (a) Mean and standard deviation over all weights or channels of a layer; dots: "
         "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
         f"{middle} by the rise of the loss without them (bars).{absent} Based on "
-        f"{of_pass(results.study)}"
+        f"{pass_setup(results.study)}"
     )
     title = f"Raw statistics across layers and experts: {comparison.model}, {_texts(experts)}"
     return Figure(name, title, caption, drawing)
@@ -233,7 +233,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     caption = (
         "Each point is an expert: the root mean square of its channels, the inputs of its down "
         "projection, over its tokens of the calibration set. Boxes: quartiles and median of the "
-        f"layer. Based on {of_pass(results.study)}"
+        f"layer. Based on {pass_setup(results.study)}"
     )
     title = f"Activation magnitudes of experts by calibration set: {comparison.model}"
     return Figure(name, title, caption, drawing)

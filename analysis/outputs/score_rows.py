@@ -19,7 +19,7 @@ from analysis.load import settings
 from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, gate_and_seed
 from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, setting
+from analysis.outputs.captions import MEBIBYTE, score_setup
 from analysis.registry import Results
 from analysis.render import style
 from analysis.render.table import SCORE, Table
@@ -144,7 +144,7 @@ def block_table(
         rows,
         [*TEXT, "Criterion", *shown, *last],
         {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
-        caption=" ".join([caption, *([_P_MEANS] if P in frame else []), setting(study)]),
+        caption=" ".join([caption, *([_P_MEANS] if P in frame else []), score_setup(study)]),
         blocks=TEXT,
         optional=(DIFFERENCE, P),
         footnotes=_not_run(run, columns),
@@ -279,7 +279,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
     for the legend."""
     full = comparison.unpruned
     if full is not None:
-        score, low, high = comparison.shown(target)
+        score, low, high = comparison.displayed(target)
         axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
         axes.axhline(score[full], **style.DASHED)
     return style.key(UNPRUNED, **style.DASHED)
@@ -299,7 +299,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:
-            low, high = zip(*map(comparison.quantity(target).shown, band.values()), strict=True)
+            low, high = zip(*map(comparison.quantity(target).displayed, band.values()), strict=True)
             axes.fill_between(
                 list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0
             )
@@ -392,7 +392,7 @@ def storage_points(
     points = cells[["recovery", "ratio"]]
     if not target:
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
-    score, low, high = comparison.shown(target)
+    score, low, high = comparison.displayed(target)
     storage = cost(study, rows, "storage_bytes") / MEBIBYTE
     merit = comparison.quantity(target).sign * score[rows]
     return points.assign(

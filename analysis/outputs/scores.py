@@ -14,7 +14,7 @@ from matplotlib.projections.polar import PolarAxes
 from analysis import names
 from analysis.load.settings import pruned_in_words
 from analysis.load.study import Study
-from analysis.outputs.captions import PANEL, metrics_in_words, setting
+from analysis.outputs.captions import PANEL, metrics_in_words, score_setup
 from analysis.outputs.score_rows import method_lines, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -147,7 +147,7 @@ def task_specific_table(
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
         "columns from the one pruned with mathematics calibration; Avg Rank is over these four "
-        f"columns. {setting(results.study)}",
+        f"columns. {score_setup(results.study)}",
         blocks=("Model", "Pruned"),
     )
 
@@ -183,7 +183,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         {},
         name=name,
         title="All benchmarks",
-        caption=f"{_metrics(results.study)} {setting(results.study)}",
+        caption=f"{_metrics(results.study)} {score_setup(results.study)}",
         blocks=PANEL,
     )
 

@@ -15,7 +15,7 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, is_searched, pruned_in_words
 from analysis.load.study import Study
-from analysis.outputs.captions import SEARCHES, setting
+from analysis.outputs.captions import SEARCHES, score_setup
 from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -110,7 +110,7 @@ def allocation_table(
         name=name,
         title=f"Searched allocation against uniform: {what}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
-        f"on the same items. {_SIGNIFICANT if tested else _UNTESTED} {setting(results.study)}",
+        f"on the same items. {_SIGNIFICANT if tested else _UNTESTED} {score_setup(results.study)}",
         blocks=TEXT[:4],
         optional=gains,
     )

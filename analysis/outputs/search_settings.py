@@ -13,7 +13,7 @@ from analysis.load.plans import BYTES
 from analysis.load.reader import groups, time_and_memory
 from analysis.load.settings import is_searched
 from analysis.load.study import Study
-from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, reading, setting
+from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
 from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
@@ -88,7 +88,7 @@ def cost_table(results: Results, name: str) -> Table:
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
-        f"Based on {reading(study)}",
+        f"Based on {run_setup(study)}",
         **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
@@ -216,7 +216,7 @@ def _table(
         title=title,
         caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of the search set; search: seconds of the process that finished "
-        f"it. {setting(results.study)}",
+        f"it. {score_setup(results.study)}",
         blocks=list(TEXT),
         optional=tuple(settings),
     )

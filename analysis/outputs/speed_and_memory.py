@@ -15,7 +15,7 @@ from analysis import names
 from analysis.load import plans, settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import MEBIBYTE, TIMED, reading
+from analysis.outputs.captions import MEBIBYTE, TIMED, run_setup
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -100,7 +100,7 @@ def speed_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Throughput, latency and memory of requests",
-        caption=f"Medians, with quartiles. {conditions(study)} {reading(study)}",
+        caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
         formats={**SPEEDS, **sizes},
         best={PREFILL: "max", DECODE: "max", FIRST: "min", EACH: "min"},

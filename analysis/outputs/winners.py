@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, Rectangle
 from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import LOSSES, setting
+from analysis.outputs.captions import LOSSES, score_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure
@@ -93,7 +93,7 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
         title=title,
         caption=(
             f"{proved_wins(win_rows)} {_P_MEANS if _tested(win_rows) else _UNTESTED} "
-            f"{setting(study)}"
+            f"{score_setup(study)}"
         ),
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},

@@ -1,5 +1,5 @@
-"""Published numbers of the papers, how they were measured, and whether a measured number agrees
-with one.
+"""Published numbers of the papers with their protocols, and comparison of a measured number with a
+published one.
 
 The papers' numbers and protocols are in CSV files; no code here depends on the paper.
 """
@@ -19,18 +19,18 @@ from analysis import names
 
 FOLDER = Path(__file__).parent
 ANY = "*"
-"""Stands for every table, model or criterion in protocols.csv and splits.csv."""
+"""Value in protocols.csv and splits.csv that matches every table, model or criterion."""
 AVERAGE = "Avg"
 RANK = "Avg Rank"
-BEFORE = "loading_memory_before_gb"
-AFTER = "loading_memory_after_gb"
+MEMORY_BEFORE = "loading_memory_before_gb"
+MEMORY_AFTER = "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
 """Printed averages of displayed columns, besides AVERAGE."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """Benchmarks and displayed columns that may be part of an AVERAGE."""
 PERPLEXITIES = ("wikitext2",)
-"""Published perplexities that are measured here under the same names."""
-ASKED = {
+"""Published perplexities, with the names of the benchmarks that measure them here."""
+EVALUATION_SETTINGS = {
     "metric": "metric",
     "harness": "harness",
     "chat": "use of the chat template",
@@ -41,7 +41,7 @@ ASKED = {
 }
 """Setting of a benchmark that papers may state -> its description."""
 NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off the 1/277 grid"
-"""Prefixes of notes that affect how a published number can be compared."""
+"""Prefixes of notes in the CSV files that affect how a published number is compared."""
 
 Key = tuple[str, float, str, str, str, str]
 """Model, ratio, criterion, allocation, recovery and calibration set: the row of a published
@@ -56,10 +56,12 @@ class Printed:
     table: str
     key: Key
     benchmark: str
-    """Result name, displayed column, one of GROUPS, AVERAGE, RANK, or a quantity with its unit."""
+    """Name of a benchmark or displayed column, one of GROUPS, AVERAGE, RANK, or a quantity with its
+    unit."""
     text: str
-    """The number with the published decimals, percentages as shares."""
+    """The number with the published decimals; percentages are converted to shares."""
     note: str
+    """Remark on the number; "" for none."""
 
     @property
     def value(self) -> float:
@@ -67,8 +69,7 @@ class Printed:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The range in which the number may have been before it was rounded: lower and upper
-        end."""
+        """Lower and upper end of the range of numbers that could have been rounded to this one."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
         below = unit / 2
@@ -97,37 +98,39 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Split:
-    """How a benchmark was measured, by a paper or here, as far as it is known."""
+    """Number of items and settings of a benchmark, in a paper or here, as far as they are known."""
 
     items: int | None
-    """Items of the whole benchmark."""
+    """Number of items of the whole benchmark; None when unknown."""
     settings: Mapping[str, str]
-    """The known settings among ASKED."""
+    """Key of EVALUATION_SETTINGS -> value, for the known settings."""
 
 
 @cache
 def _read(name: str) -> tuple[dict[str, str], ...]:
+    """The rows of NAME.csv as dictionaries, column -> text."""
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
         return tuple(csv.DictReader(lines))
 
 
 def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
-    pairs: dict[str, list[tuple[str, str]]] = {}
+    published: dict[str, list[tuple[str, str]]] = {}
     for row in _read("tables"):
-        pairs.setdefault(row["name"], []).append((row["paper"], row["table"]))
-    return {name: tuple(printed) for name, printed in pairs.items()}
+        published.setdefault(row["name"], []).append((row["paper"], row["table"]))
+    return {name: tuple(tables) for name, tables in published.items()}
 
 
 TABLES = _tables()
-"""Name of a table here -> the published tables (paper, table) with counterparts of its numbers."""
-PAPERS = tuple(dict.fromkeys(paper for printed in TABLES.values() for paper, _ in printed))
-"""Papers: the names of their CSV files, and prefixes of their tables' names here; `coverage` is
+"""Name of a table here -> the published tables, as (paper, table), with counterparts of its
+numbers."""
+PAPERS = tuple(dict.fromkeys(paper for tables in TABLES.values() for paper, _ in tables))
+"""Names of the papers: stems of their CSV files, and prefixes of table names here. `coverage` is
 MoE-Slimming."""
 
 
 @cache
 def numbers() -> tuple[Printed, ...]:
-    """All published numbers of the five papers."""
+    """All published numbers of the papers."""
     rows = (row for paper in PAPERS for row in _read(paper))
     return tuple(
         Printed(row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"])
@@ -149,8 +152,8 @@ def _key(row: Mapping[str, str]) -> Key:
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
-    """Row -> its published numbers, from the published tables that correspond to the table `name`
-    here."""
+    """Key of a published row -> its numbers, from all published tables that correspond to the table
+    `name` here."""
     by_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -159,8 +162,8 @@ def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks whose mean the number is; empty when the paper does not
-    publish them.
+    """The displayed columns and benchmarks over which a published number of `row` is the mean;
+    empty when it is no mean of published scores.
 
     An AVERAGE is the mean of all scores in its row of the same table.
     """
@@ -178,28 +181,29 @@ def protocol(number: Printed) -> Protocol:
     """Calibration and search settings of the models behind this number."""
     row = _most_specific("protocols", number, criterion=number.key[2])
     tokens, seed, generations = (
-        int(row[word]) if row.get(word) else None for word in ("tokens", "seed", "generations")
+        int(row[column]) if row.get(column) else None
+        for column in ("tokens", "seed", "generations")
     )
     return Protocol(tokens, row.get("gate") or None, seed, row.get("search") or None, generations)
 
 
 def split(number: Printed, benchmark: str) -> Split:
-    """How this number's paper measured a benchmark."""
+    """Items and settings with which the paper of this number measured a benchmark."""
     row = _most_specific("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
-    return Split(items, {word: row[word] for word in ASKED if row.get(word)})
+    return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
 
 
 def stands_for(axis: str, name: str) -> str:
-    """Name in the papers' tables that a shipped model or calibration set stands in for; other names
-    are unchanged."""
+    """Name in the papers' tables for which a shipped model or calibration set stands in; any other
+    name is returned unchanged. axis: model or calibration."""
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific(file: str, number: Printed, **axes: str) -> dict[str, str]:
-    """The first row of a file that applies to the number; {} for none. Files list more specific
-    rows first."""
+    """The first row of a file that matches the number and `axes`; {} when no row matches. Files
+    list more specific rows first."""
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):
         if all(row[axis] in (ANY, value) for axis, value in axes.items()):
@@ -210,19 +214,22 @@ def _most_specific(file: str, number: Printed, **axes: str) -> dict[str, str]:
 AGREES = "agrees"
 DIFFERS = "differs"
 MISSING = "missing"
-BECAUSE = "not comparable because "
+INCOMPARABLE = "not comparable because "
+"""AGREES to INCOMPARABLE: starts of verdicts."""
 READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
 """Published criteria whose scores depend on the definition of the gate."""
-UNGRADED = 0.99
-"""Least share of graded items: a judge may fail to grade a few."""
+MOST_GRADED = 0.99
+"""Share of graded items from which a benchmark counts as graded: a judge may fail to grade a few
+items."""
 _SEARCH = ("search set", "generations")
+"""Names of the parts of `Measured.search`."""
 _LISTED = 3
-"""Largest number of benchmarks that a reason lists by name; more are counted."""
+"""Largest number of benchmarks that a reason lists by name; of more, it gives the number."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How one benchmark was measured here."""
+    """Items and settings with which one benchmark was measured here."""
 
     benchmark: str
     n: int
@@ -232,7 +239,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of a study with the ends of its interval, and how it was measured."""
+    """A number of a study with the ends of its interval, and the protocol by which it was
+    measured."""
 
     value: float
     low: float
@@ -240,35 +248,36 @@ class Measured:
     cell: Mapping[str, Any]
     """Axes of its cell."""
     tokens: int | None
-    """Positions of the calibration pass, including gaps; None when unknown, or when no data was
-    read."""
+    """Positions of the calibration pass, including gaps between documents; None when unknown, or
+    when the criterion reads no data."""
     search: tuple[str | None, int | None] | None = None
     """For a searched allocation, its search set and generations, each None when unknown."""
     evaluations: Sequence[Evaluation] = ()
-    lacking: Sequence[str] = ()
-    """Reasons why it is not the same quantity as the published one."""
+    caveats: Sequence[str] = ()
+    """Reasons why the number is not the same quantity as the published one."""
 
 
 def verdict(number: Printed, measured: Measured) -> str:
-    """Compare: `agrees`, `differs`, `missing`, or `not comparable because` with all reasons.
+    """Verdict on a published and a measured number: `agrees`, `differs`, `missing`, or `not
+    comparable because` with all reasons.
 
     The numbers agree when the rounding range of the published number overlaps the interval of the
-    measured one.
+    measured number.
     """
     if math.isnan(measured.value):
         return MISSING
     differences = list(reasons(number, measured))
     if differences:
-        return BECAUSE + "; ".join(differences)
+        return INCOMPARABLE + "; ".join(differences)
     low, high = number.ends
-    result = AGREES if measured.low <= high and low <= measured.high else DIFFERS
-    return f"{result} ({number.note})" if number.note else result
+    text = AGREES if measured.low <= high and low <= measured.high else DIFFERS
+    return f"{text} ({number.note})" if number.note else text
 
 
 def reasons(number: Printed, measured: Measured) -> Iterator[str]:
     """Yield the reasons why the two numbers cannot be compared; nothing when they can.
 
-    For another model no further reasons are given, as everything else differs with it.
+    If the models differ, this is the last reason, as everything else differs with the model.
     """
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
@@ -279,13 +288,14 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
             if axis == "model":
                 return
     yield from _calibrated(number, measured)
-    yield from measured.lacking
+    yield from measured.caveats
     yield from _evaluated(number, measured.evaluations)
     if math.isnan(measured.low + measured.high):
         yield "it has no interval"
 
 
 def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
+    """Yield differences in calibration tokens, gate, seed and search; none for unpruned models."""
     paper = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
@@ -304,43 +314,43 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
     if paper.seed not in (None, cell["seed"]):
         yield f"seed {cell['seed']}, published with {paper.seed}"
     if measured.search is not None:
-        for kind, measured_value, theirs in zip(
+        for name, value, published in zip(
             _SEARCH, measured.search, (paper.search, paper.generations), strict=True
         ):
-            if theirs is not None and measured_value != theirs:
-                yield (
-                    f"{kind} {'unknown' if measured_value is None else measured_value}, published "
-                    f"with {theirs}"
-                )
+            if published is not None and value != published:
+                text = "unknown" if value is None else value
+                yield f"{name} {text}, published with {published}"
 
 
 def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    differing: dict[str, list[str]] = {}
+    """Yield differences in the items and settings of benchmarks, a reason for each setting."""
+    differing: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
+        benchmark = names.benchmark(evaluation.benchmark)
         paper = split(number, evaluation.benchmark)
-        details = {"items": _items(evaluation, paper.items)}
-        for word, kind in ASKED.items():
-            value = evaluation.split.settings.get(word, "unknown")
-            printed = paper.settings.get(word)
-            details[kind] = "" if printed in (None, value) else f"{value}, published {printed}"
-        for kind, detail in details.items():
-            differing.setdefault(kind, []).extend(
-                [f"{names.benchmark(evaluation.benchmark)} ({detail})"] if detail else []
-            )
-    for kind, benchmarks in differing.items():
-        if benchmarks:
-            many = len(benchmarks) > _LISTED
-            yield (
-                f"other {kind}: "
-                f"{f'{len(benchmarks)} benchmarks' if many else ', '.join(benchmarks)}"
-            )
+        items = _differing_items(evaluation, paper.items)
+        if items:
+            differing["items"].append(f"{benchmark} ({items})")
+        for key, description in EVALUATION_SETTINGS.items():
+            differing.setdefault(description, [])
+            value = evaluation.split.settings.get(key, "unknown")
+            published = paper.settings.get(key)
+            if published not in (None, value):
+                differing[description].append(f"{benchmark} ({value}, published {published})")
+    for description, benchmarks in differing.items():
+        if len(benchmarks) > _LISTED:
+            yield f"other {description}: {len(benchmarks)} benchmarks"
+        elif benchmarks:
+            yield f"other {description}: {', '.join(benchmarks)}"
 
 
-def _items(evaluation: Evaluation, printed: int | None) -> str:
-    whole = evaluation.n if evaluation.split.items is None else evaluation.split.items
-    graded = evaluation.n >= UNGRADED * whole
-    if graded and printed in (None, whole):
+def _differing_items(evaluation: Evaluation, published: int | None) -> str:
+    """Text with the numbers of items here and in the paper (`published`); "" when all items were
+    graded and the paper has as many, or does not state its number."""
+    items = evaluation.n if evaluation.split.items is None else evaluation.split.items
+    graded = evaluation.n >= MOST_GRADED * items
+    if graded and published in (None, items):
         return ""
-    of = "" if graded else f" of {whole:,}"
-    published = "" if printed is None else f", published on {printed:,}"
-    return f"{evaluation.n:,}{of}{published}"
+    of_items = "" if graded else f" of {items:,}"
+    comparison = "" if published is None else f", published on {published:,}"
+    return f"{evaluation.n:,}{of_items}{comparison}"

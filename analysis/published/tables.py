@@ -13,14 +13,14 @@ import pandas as pd
 from analysis import names
 from analysis.load.reader import records
 from analysis.load.study import Study
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import score_setup
 from analysis.published.numbers import (
-    AFTER,
     AGREES,
-    ASKED,
-    BECAUSE,
-    BEFORE,
     DIFFERS,
+    EVALUATION_SETTINGS,
+    INCOMPARABLE,
+    MEMORY_AFTER,
+    MEMORY_BEFORE,
     MISSING,
     RANK,
     TABLES,
@@ -53,7 +53,7 @@ _GIB = 2**30
 
 
 class Facts:
-    """How a study measured its numbers, read from its store; None for what is unknown."""
+    """Reader of the protocol by which a study measured each of its numbers."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -67,36 +67,39 @@ class Facts:
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
+        """A JSON file of a step; {} when it cannot be read."""
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
     def measured(
-        self, value: Number, sources: Mapping[str, int], lacking: Sequence[str]
+        self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> Measured:
-        """A measured number with its protocol; sources: benchmark -> the cell evaluated on it."""
-        cell = next(iter(sources.values()))
-        axes = self.cells[cell]
+        """A measured number with its protocol.
+
+        sources: benchmark -> the cell evaluated on it. Calibration and search are those of the
+        first source."""
+        first = next(iter(sources.values()))
+        axes = self.cells[first]
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
-        slots = (
-            int(report["rows"]) * int(report["length"])
-            if {"rows", "length"} <= set(report)
-            else None
-        )
+        tokens = None
+        if {"rows", "length"} <= set(report):
+            tokens = int(report["rows"]) * int(report["length"])
         evaluations = [
-            self._evaluation(own, name)
-            for name, own in sources.items()
-            if (own, name) in self._results
+            self._evaluation(cell, benchmark)
+            for benchmark, cell in sources.items()
+            if (cell, benchmark) in self._results
         ]
-        return Measured(*value, axes, slots, self._search(cell), evaluations, lacking)
+        return Measured(*number, axes, tokens, self._search(first), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """Search set and generations of the cell's allocation; None when it was not searched."""
         if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
-        return (plan.get("provenance") or {}).get("search"), _whole(self._generations[cell])
+        return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
+        """Items and settings of a benchmark, from the result.json of the cell's evaluation."""
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         judge = (protocol.get("judge") or {}).get("model")
@@ -106,62 +109,62 @@ class Facts:
             "judge": judge,
             "metric": row["metric"],
         }
-        protocol_settings = {
-            key: _word(settings[key]) for key in ASKED if settings.get(key) is not None
+        known = {
+            key: _setting_text(settings[key])
+            for key in EVALUATION_SETTINGS
+            if settings.get(key) is not None
         }
-        return Evaluation(
-            benchmark, int(row["n"]), Split(_whole(row["expected"]), protocol_settings)
-        )
+        return Evaluation(benchmark, int(row["n"]), Split(_integer(row["expected"]), known))
 
 
-def _word(value: Any) -> str:
-    """Spell a setting as in the published files: true, 2048, openai/gpt-oss-120b."""
+def _setting_text(value: Any) -> str:
+    """Spell the value of a setting as in the published files: true, 2048, openai/gpt-oss-120b."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _whole(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
+    """The value as an integer; None for NaN and None."""
     return None if pd.isna(value) else int(value)
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The key of the published row that corresponds to a cell; the papers may not have such a
-    row."""
+    """The key that a published row for this cell has; the papers may not have such a row."""
     trained, top_k = names.routed(str(cell["model"]))
     model = stands_for("model", trained)
     calibration = stands_for("calibration", str(cell["calibration"]))
     ratio = round(float(cell["ratio"]), 6)
     allocation = str(cell["allocation"])
     if top_k is not None:
-        allocation = f"{'' if allocation == 'none' else allocation} top-k {top_k}".strip()
+        allocation = f"top-k {top_k}" if allocation == "none" else f"{allocation} top-k {top_k}"
     return model, ratio, str(cell["criterion"]), allocation, str(cell["recovery"]), calibration
 
 
-Found = Iterator[tuple[Printed, Measured]]
+Pairs = Iterator[tuple[Printed, Measured]]
+"""Pairs of a published number and its measured counterpart."""
 
 
-def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
-    """Pairs of published and measured scores: benchmarks, displayed columns and their averages."""
+def _scores(facts: Facts, comparison: Comparison, table: str) -> Pairs:
+    """Yield pairs of published and measured scores: benchmarks, displayed columns and their
+    averages.
+
+    table: name of the table here whose published counterparts are compared."""
     for cell in comparison.cells.index.astype(int):
-        row = counterparts(of).get(key_of(facts.cells[cell]), ())
+        row = counterparts(table).get(key_of(facts.cells[cell]), ())
         for number in row:
             published_target = target(number, row)
             measured_target = _run(comparison, published_target)
             if measured_target:
-                value, low, high = (float(part[cell]) for part in comparison.shown(measured_target))
+                score, low, high = comparison.displayed(measured_target)
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
-                several = len(comparison.seeds[cell])
-                lacking = [f"it is the mean of {several} seeds"] if several > 1 else []
-                yield (
-                    number,
-                    facts.measured(
-                        (value, low, high),
-                        sources,
-                        [*lacking, *_lacking(comparison, published_target)],
-                    ),
-                )
+                seeds = len(comparison.plans_by_seed[cell])
+                caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
+                caveats += _missing_benchmarks(comparison, published_target)
+                ends = (float(score[cell]), float(low[cell]), float(high[cell]))
+                yield number, facts.measured(ends, sources, caveats)
 
 
 def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
+    """Those of `columns` (displayed columns or benchmarks) that were run."""
     return tuple(
         name
         for name in columns
@@ -169,58 +172,51 @@ def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _lacking(comparison: Comparison, published_target: Sequence[str]) -> list[str]:
-    """A one-item list with the reason "measured without" some benchmarks of the published average,
-    or []."""
+def _missing_benchmarks(comparison: Comparison, published_target: Sequence[str]) -> list[str]:
+    """A list with the caveat that benchmarks or columns of a published average were not run; empty
+    when all of them were run."""
     measured_target = _run(comparison, published_target)
-    parts = {
-        column: names.COLUMNS.get(column, ())
-        for column in measured_target
-        if column in comparison.benchmarks_of
-    }
-    benchmarks = [
-        name
-        for column, benchmarks_of_column in parts.items()
-        for name in benchmarks_of_column
-        if name not in comparison.benchmarks_of[column]
-    ]
-    missing = [*(name for name in published_target if name not in measured_target), *benchmarks]
+    missing = [name for name in published_target if name not in measured_target]
+    for column in measured_target:
+        benchmarks = comparison.benchmarks_of.get(column)
+        if benchmarks is not None:
+            published = names.COLUMNS.get(column, ())
+            missing += [name for name in published if name not in benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
-def _ranks(facts: Facts, comparison: Comparison, of: str) -> Found:
-    """Pairs of published and measured average ranks, which are computed for all methods of a block
-    together."""
-    printed = {
-        key: number
-        for key, row in counterparts(of).items()
-        for number in row
-        if number.benchmark == RANK
-    }
+def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
+    """Yield pairs of published and measured average ranks. Measured ranks are among the methods
+    that the papers rank.
+
+    table: name of the table here whose published counterparts are compared."""
+    printed = {}
+    for key, row in counterparts(table).items():
+        for number in row:
+            if number.benchmark == RANK:
+                printed[key] = number
     for matched in {key[-1] == MATCHED for key in printed}:
         numbers = {
             key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched
         }
         ranked = list(dict.fromkeys(criterion for _, _, criterion, *_ in numbers))
         blocks = _task_ranks(comparison, ranked) if matched else _panel_ranks(comparison, ranked)
-        every = _TASK_COLUMNS if matched else tuple(names.COLUMNS)
+        published_columns = _TASK_COLUMNS if matched else tuple(names.COLUMNS)
         for block in blocks:
-            for cells, value in block:
-                key = key_of(facts.cells[next(iter(cells.values()))])
-                number = numbers.get((*key[:5], MATCHED) if matched else key)
-                if number is None:
+            for cell_of_column, rank in block:
+                key = key_of(facts.cells[next(iter(cell_of_column.values()))])
+                published = numbers.get((*key[:5], MATCHED) if matched else key)
+                if published is None:
                     continue
-                columns = list(cells)
-                sources = {
-                    name: cell
-                    for column, cell in cells.items()
-                    for name in comparison.weights((column,))
-                }
-                lacking = [
-                    *_otherwise_ranked(number, numbers, len(block), columns, every),
-                    *_lacking(comparison, columns),
+                columns = list(cell_of_column)
+                sources = {}
+                for column, cell in cell_of_column.items():
+                    sources |= dict.fromkeys(comparison.weights((column,)), cell)
+                caveats = [
+                    *_otherwise_ranked(published, numbers, len(block), columns, published_columns),
+                    *_missing_benchmarks(comparison, columns),
                 ]
-                yield number, facts.measured(value, sources, lacking)
+                yield published, facts.measured(rank, sources, caveats)
 
 
 def _otherwise_ranked(
@@ -228,22 +224,29 @@ def _otherwise_ranked(
     numbers: Iterable[Key],
     methods: int,
     columns: Sequence[str],
-    every: Sequence[str],
+    published_columns: Sequence[str],
 ) -> Iterator[str]:
-    """Reasons when a rank is among other methods, or over other columns, than the published one."""
+    """Yield caveats if a measured rank is among another number of methods, or over other columns,
+    than the published `number`.
+
+    numbers: keys of all published ranks; methods, columns: those of the measured rank."""
     model, ratio, *_, calibration = number.key
-    printed = sum((key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers)
-    if methods != printed:
-        yield f"ranked among {methods}, published among {printed}"
-    if set(columns) != set(every):
-        yield f"ranked over {len(columns)} columns, published over {len(every)}"
+    published_methods = sum(
+        (key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers
+    )
+    if methods != published_methods:
+        yield f"ranked among {methods}, published among {published_methods}"
+    if set(columns) != set(published_columns):
+        yield f"ranked over {len(columns)} columns, published over {len(published_columns)}"
 
 
-Ranked = list[tuple[dict[str, int], Number]]
-"""Rows of a block: column -> the cell from which its score comes, and the average rank."""
+RankBlock = list[tuple[dict[str, int], Number]]
+"""Methods that are ranked together: for each, column -> the cell from which the column's score
+comes, and the average rank."""
 
 
-def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
+def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
+    """Yield a block with the average ranks of the methods `ranked` for every panel."""
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
@@ -252,109 +255,107 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 
 
-def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Ranked]:
+def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
+    """Yield a block with the average ranks of the methods `ranked`, calibrated on the task, for
+    every ratio and gate."""
     for domains in cell_scores.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             block = cell_scores.task_block(comparison, domains, ranked)
             code = domains["code"].cells
             math = domains["math"].cells
-            yield [
-                (
-                    {
-                        **dict.fromkeys(names.CODE_COLUMNS, code[name]),
-                        **dict.fromkeys(names.MATH_COLUMNS, math[name]),
-                    },
-                    _rank(block, name),
-                )
-                for name in block.frame.index
-                if name in ranked
-            ]
+            methods = []
+            for name in block.frame.index:
+                if name in ranked:
+                    cells = dict.fromkeys(names.CODE_COLUMNS, code[name])
+                    cells |= dict.fromkeys(names.MATH_COLUMNS, math[name])
+                    methods.append((cells, _rank(block, name)))
+            yield methods
 
 
 def _rank(block: Numbers, row: int | str) -> Number:
-    parts = (block.frame, block.low, block.high)
+    """The average rank in a row of a block, and the ends of its interval; NaN where the block has
+    none."""
     value, low, high = (
-        float(part[RANK].get(row, math.nan)) if RANK in part else math.nan for part in parts
+        float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
+        for part in (block.frame, block.low, block.high)
     )
     return value, low, high
 
 
-def _memory(study: Study, of: str) -> Found:
-    """Pairs of published and computed loading memory, the latter exact from configurations and
-    plans."""
-    printed = [
+def _memory(study: Study, table: str) -> Pairs:
+    """Yield pairs of published and computed loading memory; computed memory is exact, from
+    configurations and plans."""
+    published = [
         number
-        for row in counterparts(of).values()
+        for row in counterparts(table).values()
         for number in row
-        if number.benchmark in (BEFORE, AFTER)
+        if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
     ]
-    for row in records(study.memory) if printed else ():
-        for number in printed:
+    for size in records(study.memory) if published else ():
+        axes = (stands_for("model", size["model"]), size["ratio"], size["allocation"])
+        cell = {**size, "criterion": "none", "calibration": "none", "method": "any"}
+        for number in published:
             model, ratio, _, allocation, *_ = number.key
-            if (stands_for("model", row["model"]), row["ratio"], row["allocation"]) == (
-                model,
-                ratio,
-                allocation,
-            ):
-                value = row["bytes" if number.benchmark == BEFORE else "bytes_after"] / _GIB
-                cell = {**row, "criterion": "none", "calibration": "none", "method": "any"}
-                yield (
-                    number,
-                    Measured(value, value - MEMORY_TOLERANCE, value + MEMORY_TOLERANCE, cell, None),
-                )
+            if axes == (model, ratio, allocation):
+                column = "bytes" if number.benchmark == MEMORY_BEFORE else "bytes_after"
+                value = size[column] / _GIB
+                low = value - MEMORY_TOLERANCE
+                high = value + MEMORY_TOLERANCE
+                yield number, Measured(value, low, high, cell, None)
 
 
 SPELLED = {
-    BEFORE: "Memory before, GiB",
-    AFTER: "Memory after, GiB",
+    MEMORY_BEFORE: "Memory before, GiB",
+    MEMORY_AFTER: "Memory after, GiB",
     "Code": "Code Avg",
     "Math": "Math Avg",
 }
+"""Published quantity -> its display name; other quantities are benchmarks."""
 _VARYING = {"recovery": "Recovery", "gate": "Gate"}
-"""Axes that are shown only when the pruned cells of a study differ in them."""
+"""Axis -> its column, for axes that have a column only when pruned cells differ in them."""
 
 
 def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
-    """Name -> `published_table`, for those names in `wanted` that have published counterparts.
+    """Name -> `published_table`, for those `requested` tables that have published counterparts.
 
     A table has no rows when no cell of the study has a counterpart."""
     facts = Facts(study)
-    return {
-        name: published_table(facts, comparisons, of=name) for name in requested if name in TABLES
-    }
+    return {name: published_table(facts, comparisons, name) for name in requested if name in TABLES}
 
 
-def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str) -> Table:
-    """Compare the study's numbers with the published tables that correspond to the table `of`.
+def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) -> Table:
+    """Compare the study's numbers with the published tables that correspond to the table `name`.
 
-    Rows match in model, ratio, criterion, allocation, recovery, calibration set and benchmark.
-    Shipped models and calibration sets match the rows of those that they stand in for, and the
-    verdict says so.
+    A measured and a published number are compared if they have the same model, ratio, criterion,
+    allocation, recovery, calibration set and benchmark. Shipped models and calibration sets are
+    compared with the published ones for which they stand in; the verdict says so.
     """
     study = facts.study
-    pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, of)]
-    pairs += [pair for comparison in comparisons for pair in _ranks(facts, comparison, of)]
-    pairs += _memory(study, of)
+    pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, name)]
+    pairs += [pair for comparison in comparisons for pair in _ranks(facts, comparison, name)]
+    pairs += _memory(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
+    counts = [f"{_counted(verdicts)}."] if rows else []
     return Table(
-        name=f"{of}.published",
-        title=f"Measured and published: {of}",
+        name=f"{name}.published",
+        title=f"Measured and published: {name}",
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
         f"measured one. Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. "
-        f"Deviation: measured minus printed, where the two are comparable. {setting(study)}",
+        f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
-        footnotes=(*([f"{_counted(verdicts)}."] if rows else []), *_without_counterpart(study, of)),
+        footnotes=[*counts, *_without_counterpart(study, name)],
     )
 
 
 def _columns(study: Study) -> list[str]:
+    """The columns of a `published_table`."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     varying = [label for axis, label in _VARYING.items() if pruned[axis].nunique() > 1]
     text = ("Model", "Pruned", "Calibration", "Criterion", *varying, "Benchmark", "Source")
@@ -362,8 +363,10 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
+    """The row of a `published_table` for a pair of numbers."""
     cell = measured.cell
-    result = verdict(number, measured)
+    comparison = verdict(number, measured)
+    incomparable = comparison.startswith(INCOMPARABLE)
     return {
         "Model": cell["model"],
         "Pruned": cell["removed_words"],
@@ -374,33 +377,34 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
-        "Deviation": math.nan if result.startswith(BECAUSE) else measured.value - number.value,
-        "Verdict": result,
+        "Deviation": math.nan if incomparable else measured.value - number.value,
+        "Verdict": comparison,
     }
 
 
 def _counted(verdicts: Sequence[str]) -> str:
-    """`12 agree, 3 differ and 40 cannot be compared`."""
-    kinds = {
+    """Text with the number of verdicts of each kind: `12 agree, 3 differ and 40 cannot be
+    compared`."""
+    phrases = {
         AGREES: "agree",
         DIFFERS: "differ",
-        BECAUSE: "cannot be compared",
+        INCOMPARABLE: "cannot be compared",
         MISSING: "are missing here",
     }
     counts = {
-        phrase: sum(verdict.startswith(kind) for verdict in verdicts)
-        for kind, phrase in kinds.items()
+        phrase: sum(verdict.startswith(start) for verdict in verdicts)
+        for start, phrase in phrases.items()
     }
     return names.listing(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
-def _without_counterpart(study: Study, of: str) -> Iterator[str]:
-    """A note on the pruned cells without a published row; none for tables that are not about
-    methods."""
-    printed = counterparts(of)
+def _without_counterpart(study: Study, table: str) -> Iterator[str]:
+    """Yield a footnote on the pruned cells without a published row; nothing for tables that do not
+    compare criteria."""
+    published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
-    unmatched = [cell for cell in pruned if key_of(cell) not in printed]
-    if unmatched and any(criterion in names.CRITERIA for _, _, criterion, *_ in printed):
+    unmatched = [cell for cell in pruned if key_of(cell) not in published]
+    if unmatched and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
         methods = names.methods_in_order(str(cell["method"]) for cell in unmatched)
         yield (
             f"{len(unmatched)} of {len(pruned)} pruned cells have no printed row here "
@@ -408,7 +412,7 @@ def _without_counterpart(study: Study, of: str) -> Iterator[str]:
         )
 
 
-NAMED = 6
+MOST_REASONS = 6
 """Largest number of reasons that the report lists, the most frequent first."""
 
 
@@ -428,7 +432,7 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
 
 
 def published_summary(tables: Sequence[Table]) -> list[str]:
-    """Sentences that summarize tables from `published_tables`; none without rows."""
+    """Sentences that summarize the verdicts of `published_tables`; [] without verdicts."""
     verdicts = [str(verdict) for table in tables for verdict in table.frame["Verdict"]]
     if not verdicts:
         return []
@@ -438,14 +442,14 @@ def published_summary(tables: Sequence[Table]) -> list[str]:
     reasons = Counter(
         reason
         for verdict in verdicts
-        if verdict.startswith(BECAUSE)
-        for reason in verdict.removeprefix(BECAUSE).split("; ")
+        if verdict.startswith(INCOMPARABLE)
+        for reason in verdict.removeprefix(INCOMPARABLE).split("; ")
     )
     if reasons:
-        most = "; ".join(
-            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(NAMED)
+        listed = "; ".join(
+            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
         )
-        rest = len(reasons) - NAMED
-        more = f"; and {rest} more, which the tables spell out" if rest > 0 else ""
-        sentences.append(f"Reasons why numbers cannot be compared: {most}{more}.")
+        unlisted = len(reasons) - MOST_REASONS
+        more = f"; and {unlisted} more, which the tables spell out" if unlisted > 0 else ""
+        sentences.append(f"Reasons why numbers cannot be compared: {listed}{more}.")
     return sentences

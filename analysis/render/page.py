@@ -26,16 +26,19 @@ class Section:
 
     anchor: str
     short: str = ""
+    """Title in the page's list of contents."""
     title: str = ""
     text: Sequence[str] = ()
     outputs: Sequence[Table | Figure] = ()
     facts: Sequence[tuple[str, str]] = ()
+    """Pairs of a label and a text."""
     details: Sequence[tuple[str, str]] = ()
+    """Pairs of a title and a long text, which is collapsed until clicked."""
     filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns to filter by; with a leading star, only the first block is shown at
-    first."""
+    """Table name -> columns to filter by, separated by |; with a leading star, the page first shows
+    only the first block."""
     folded: bool = False
-    """Whether its tables are collapsed until clicked."""
+    """Whether the tables are collapsed until clicked."""
 
     @property
     def empty(self) -> bool:
@@ -79,12 +82,13 @@ def html(page: Page) -> str:
 
 
 def _bound(sentence: str) -> str:
-    """Put a non-breaking space before per cent signs, so that they stay on the line of their
-    number."""
+    """The sentence with a non-breaking space before per cent signs, so that a sign stays on the
+    line of its number."""
     return sentence.replace(" %", "\u00a0%")
 
 
 def _raw(file: str) -> Markup:
+    """The content of a template file, not escaped."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
@@ -108,6 +112,7 @@ def _context(section: Section) -> dict[str, Any]:
 
 
 def _figure(figure: Figure) -> dict[str, Any]:
+    """Template variables of a figure."""
     return {
         "name": figure.name,
         "title": figure.title,
@@ -117,6 +122,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _table(table: Table, filters: str) -> dict[str, Any]:
+    """Template variables of a table; filters: see `Section.filters`."""
     files = [
         {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(table.texts[suffix], media)}
         for suffix, kind, media in (
@@ -141,8 +147,8 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
 
 
 def _html(table: Table) -> str:
-    """The table without its model column when all rows are about one model, which the top of the
-    page names."""
+    """The table as HTML, without its model column when all rows are about the same model, which the
+    top of the page names."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
@@ -150,18 +156,19 @@ def _html(table: Table) -> str:
 
 
 def _data(text: str, media: str) -> str:
+    """A data URL of a text with this media type."""
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def write_files(
     items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
 ) -> list[Path]:
-    """Write tables into OUT/tables and figures, in one of `names.FIGURE_FORMATS`, into
-    OUT/figures."""
-    written: list[Path] = []
+    """Write tables into OUT/tables, and figures into OUT/figures in one of `names.FIGURE_FORMATS`;
+    returns the paths of the files."""
+    paths: list[Path] = []
     for item in items:
         if isinstance(item, Figure):
-            written += style.write(item, out / "figures", figure_format)
+            paths += style.write(item, out / "figures", figure_format)
         else:
-            written += tables.write(item, out / "tables")
-    return written
+            paths += tables.write(item, out / "tables")
+    return paths

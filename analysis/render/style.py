@@ -74,27 +74,28 @@ CRITERIA = {
     "snip": "#9c6644",
     "channel_random": "#a0a7ab",
 }
-"""Colours of criteria (after Paul Tol's schemes); every figure also names them, or gives them a
-marker."""
+"""Colours of criteria (after Paul Tol's schemes). No figure relies on colour alone: criteria also
+have names or markers."""
 OTHER = "#5b8c9c"
+"""Colour of criteria and benchmarks without a colour of their own."""
 SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
 """Colours of lines that are not criteria."""
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
 """Line style of references: the unpruned model, a uniform allocation."""
-GONE: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
+NO_TOKENS: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
 """Patch style of experts without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
-"""Colour map that also goes from light to dark when printed in grey."""
+"""Colour map that goes from light to dark, also when printed in grey."""
 DARK = 0.55
 """Share above which a shade of SEQUENTIAL is too dark for black letters."""
 HATCH = "/////"
-"""Hatching of wins that are not proved."""
+"""Hatching of wins that are not proved, in a winner map."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its file stem, title and caption."""
+    """A drawing with its name (the stem of its file), title and caption."""
 
     name: str
     title: str
@@ -114,7 +115,7 @@ class Figure:
 
 
 def colour(method: str) -> str:
-    """The colour of a method in every figure, which is that of its criterion."""
+    """The colour of a method in every figure, which is the colour of its criterion."""
     return CRITERIA.get(names.parts(method)[0], OTHER)
 
 
@@ -127,7 +128,7 @@ def look() -> Iterator[None]:
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "axes.titley": 1.0,  # not looked for at every drawing: the layout places titles
+        "axes.titley": 1.0,  # otherwise computed at every drawing; the layout moves titles
         "axes.edgecolor": RULE,
         "axes.labelcolor": INK,
         "axes.titlecolor": INK,
@@ -161,17 +162,17 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing of this size in inches, whose panels are placed so that parts do not
-    overlap."""
+    """An empty drawing of this size in inches, whose layout prevents overlaps of panels and
+    texts."""
     return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Lay out the drawing once and remove its layout engine; files in all formats then have the
-    same layout.
+    """Lay out the drawing and remove its layout engine, so that files in all formats have the same
+    layout.
 
-    Without an engine a drawing is drawn once per format; with one, even if it has nothing to do,
-    twice.
+    matplotlib renders a drawing without an engine once per file, and a drawing with an engine
+    twice, even if the engine does nothing.
     """
     engine = drawing.get_layout_engine()
     if engine is not None:
@@ -179,16 +180,17 @@ def lay_out(drawing: Drawing) -> None:
         drawing.set_layout_engine(None)
 
 
-# no time stamps, so that equal figures are equal files; compress_level=3: two thirds of the time
-# for 9 % more bytes
-_SAVING: dict[str, dict[str, Any]] = {
+# No time stamps, so that equal figures are equal files. compress_level=3 takes two thirds of the
+# time for 9 % more bytes.
+_SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
     "pdf": {"metadata": {"CreationDate": None}},
 }
 
 
 def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write the figure as NAME.svg, or in another of names.FIGURE_FORMATS, into `folder`."""
+    """Write the figure as NAME.FORMAT, one of `names.FIGURE_FORMATS`, into `folder`; returns the
+    path in a list."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.name}.{file_format}"
     if file_format == "svg":
@@ -196,56 +198,57 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
         return [path]
     with look():
         lay_out(figure.drawing)
-        figure.drawing.savefig(path, dpi=DPI, **_SAVING[file_format])
+        figure.drawing.savefig(path, dpi=DPI, **_SAVE_ARGUMENTS[file_format])
     return [path]
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element for a page; it scales, and its neutral colours follow the page's
-    theme."""
-    box = re.search(r'viewBox="(0 0 ([\d.]+) [\d.]+)"', figure.svg)
-    assert box is not None
+    """The figure as an SVG element for a page. The element scales, and its neutral colours follow
+    the page's theme."""
+    view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
+    assert view_box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for fixed, variable in _THEME.items():
         content = content.replace(fixed, variable)
-    stem = re.sub(r"\W", "_", figure.name)
-    content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{stem}-", content)
-    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    prefix = re.sub(r"\W", "_", figure.name)  # ids must be unique on the page
+    content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", content)
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     label = escape(figure.title)
     return (
-        f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{label}" '
-        f"{spaces}>{content}"
+        f'<svg viewBox="{view_box["box"]}" style="--w:{view_box["width"]}" role="img" '
+        f'aria-label="{label}" {namespaces}>{content}'
     )
 
 
 def bare(axes: Axes) -> None:
     """Remove spines but keep labels, for axes that contain a grid of squares."""
-    for side in axes.spines.values():
-        side.set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
 
 
-def ticks(axis: Axis, places: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these places of an axis; `look`: as `labelsize`, `labelrotation`. Limits stay as they
-    are.
+def ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
+    """Label these positions of an axis without changing its limits; look: tick parameters such as
+    `labelsize` and `labelrotation`.
 
-    Axes.set_xticks makes five artists per tick, of which `analysis.render.layout` draws none."""
-    axis.set_major_locator(FixedLocator(list(places)))
+    Faster than Axes.set_xticks, which makes five artists per tick; `analysis.render.layout` draws
+    none of them."""
+    axis.set_major_locator(FixedLocator(list(positions)))
     axis.set_major_formatter(FixedFormatter(list(labels)))
     axis.set_tick_params(**look)
 
 
 def panels(
-    count: int, across: int, height: float, below: float = 0.5, **shared: Any
+    count: int, columns: int, height: float, below: float = 0.5, **options: Any
 ) -> tuple[Drawing, list[Axes]]:
-    """An empty drawing of `count` panels, at most `across` in a row.
+    """An empty drawing and its `count` panels, at most `columns` in a row.
 
-    Rows are `height` inches high; `below` is the height in inches for the legend. A single panel
-    per row is narrower than the page."""
-    across = min(across, count)
-    down = -(-count // across)
-    empty = drawing(PAGE if across > 1 else PAGE * 0.6, height * down + below)
-    grid = empty.subplots(down, across, squeeze=False, **shared)
+    Rows are `height` inches high; `below` is the height in inches for the legend; options: those of
+    `subplots`. A drawing with one panel per row is narrower than the page."""
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    empty = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
+    grid = empty.subplots(rows, columns, squeeze=False, **options)
     for axes in grid.flat[count:]:
         axes.remove()
     return empty, list(grid.flat[:count])
@@ -253,10 +256,9 @@ def panels(
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
     """Add a legend below the panels, with at most `most` entries side by side, fewer when their
-    texts are long.
+    labels are long.
 
-    Panels leave room for three rows of entries, the title counted; more rows make the drawing
-    higher."""
+    The height of a drawing includes three rows of entries; more rows make the drawing higher."""
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters
@@ -286,13 +288,13 @@ def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     axes.autoscale(None)  # type: ignore[arg-type] # when drawn: at once, panels that share an axis take quadratic time
 
 
-def cycled(at: int) -> dict[str, Any]:
-    """Colour and marker of the line number `at` among lines that are not criteria."""
-    return {"color": SHADES[at % len(SHADES)], "marker": MARKERS[at % len(MARKERS)]}
+def cycled(number: int) -> dict[str, Any]:
+    """Colour and marker of a line with this number, among lines that are not criteria."""
+    return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def depth(layer: int, layers: Sequence[int]) -> str:
-    """The colour of one of `layers`, from light to dark with depth."""
+    """The colour of `layer`, one of `layers`, from light to dark with depth."""
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
     )
@@ -310,19 +312,18 @@ def layer_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def percent(*axis: Axis) -> None:
-    """Format the ticks of an axis as per cent."""
-    for each in axis:
-        each.set_major_formatter(PercentFormatter(1, symbol=" %"))
+def percent(*axes: Axis) -> None:
+    """Format the tick labels of these axes as per cent."""
+    for axis in axes:
+        axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
 
-def scientific(*axis: Axis) -> None:
-    """Format an axis with a power of ten, in small letters at its end."""
-    for each in axis:
-        form = ScalarFormatter()
-        form.set_powerlimits((-2, 3))
-        each.set_major_formatter(form)
-        each.get_offset_text().set_fontsize(6.5)
+def scientific(axis: Axis) -> None:
+    """Format the tick labels of an axis with a power of ten, which is written at its end."""
+    formatter = ScalarFormatter()
+    formatter.set_powerlimits((-2, 3))
+    axis.set_major_formatter(formatter)
+    axis.get_offset_text().set_fontsize(6.5)
 
 
 def tokens(count: float) -> str:
@@ -330,20 +331,20 @@ def tokens(count: float) -> str:
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
-def squares(axes: Axes, across: Sequence[str], down: Sequence[str], *, above: bool = True) -> None:
-    """Label the columns (above or below) and rows of an axes that contains a grid of unit
-    squares."""
-    axes.set(xlim=(0, len(across)), ylim=(len(down), 0))
-    ticks(axes.xaxis, np.arange(len(across)) + 0.5, across, labeltop=above, labelbottom=not above)
-    ticks(axes.yaxis, np.arange(len(down)) + 0.5, down)
+def squares(axes: Axes, columns: Sequence[str], rows: Sequence[str], *, above: bool = True) -> None:
+    """Label the columns and rows of an axes that contains a grid of unit squares; the labels of
+    columns are above or below the grid."""
+    axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+    ticks(axes.xaxis, np.arange(len(columns)) + 0.5, columns, labeltop=above, labelbottom=not above)
+    ticks(axes.yaxis, np.arange(len(rows)) + 0.5, rows)
     bare(axes)
 
 
 def square(
-    axes: Axes, x: int, y: int, share: float, words: str, size: float | None = None, below: str = ""
+    axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
-    """Draw a unit square, darker for a higher `share`, with words in its middle and smaller ones
-    `below` them."""
+    """Draw a unit square, darker for a higher `share` (0..1), with `text` in its middle and the
+    smaller text `below` under it."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
     centred: Any = {
         "ha": "center",
@@ -351,34 +352,35 @@ def square(
         "color": "#000000" if share < DARK else "#ffffff",
     }
     axes.text(
-        x + 0.5, y + (0.36 if below else 0.5), words, fontsize=size, fontweight="bold", **centred
+        x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **centred
     )
     if below:
         axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **centred)
 
 
 def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
-    """Draw a row per layer with a square per expert, sorted by `values` (indexed by layer).
+    """Draw a row per layer with a square per expert, sorted by `values` (of experts, indexed by
+    layer).
 
-    Squares are shaded by `level` of the layer's values; experts with value 0 are crossed. At most
-    twelve layers are labelled on the axis."""
+    level: function from the values of a layer's experts to positions (0..1) in the colour map.
+    Experts with value 0 are crossed. At most twelve layers are labelled on the axis."""
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
         image = colormaps[SEQUENTIAL](level(ordered))[None]
-        none = int((ordered == 0).sum())
-        image[0, :none, 3] = 0
+        zeros = int((ordered == 0).sum())
+        image[0, :zeros, 3] = 0  # transparent
         axes.imshow(
             image,
             extent=(0, len(ordered), y + 0.94, y + 0.06),
             aspect="auto",
             interpolation="nearest",
         )
-        if none:
-            axes.add_patch(Rectangle((0, y + 0.06), none, 0.88, linewidth=0, **GONE))
+        if zeros:
+            axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    shown = layers[:: -(-len(layers) // 12)]
-    places = [layers.index(layer) + 0.5 for layer in shown]
-    ticks(axes.yaxis, places, [f"layer {layer}" for layer in shown], labelsize=6.5)
+    labelled = layers[:: -(-len(layers) // 12)]
+    positions = [layers.index(layer) + 0.5 for layer in labelled]
+    ticks(axes.yaxis, positions, [f"layer {layer}" for layer in labelled], labelsize=6.5)
     ticks(axes.xaxis, [], [])
     bare(axes)

@@ -25,28 +25,31 @@ class Table:
     """A data frame with title, caption, formats and intervals. NaN is a gap."""
 
     name: str
-    """File stem, such as unified.table1."""
+    """Stem of the table's files, such as unified.table1."""
     title: str
     caption: str
     frame: pd.DataFrame
-    """Text columns first, with display names; then numbers."""
+    """Columns have display names; text columns come first, then numbers."""
     formats: Mapping[str, str]
-    """Number column -> format; columns not named here are text."""
+    """Number column -> format; all other columns are text."""
     best: Mapping[str, str] = field(default_factory=dict)
-    """Number column -> "max" or "min": the best number of each block is bold."""
+    """Number column -> "max" or "min", for columns in which the best number of each block is
+    bold."""
     blocks: Sequence[str] = ()
-    """Text columns that identify a block, that is, rows which are compared with each other."""
+    """Text columns that identify a block: the rows that are compared with each other."""
     low: pd.DataFrame | None = None
-    """Lower ends of 95 % intervals, for the columns that have them."""
+    """Lower ends of 95 % intervals, for the columns that have intervals."""
     high: pd.DataFrame | None = None
+    """Upper ends of 95 % intervals."""
     footnotes: Sequence[str] = ()
     optional: Sequence[str] = ()
-    """Number columns that some rows do not have, so that a dash there is not a gap."""
+    """Number columns in which a missing number is not a gap, because not every row has one."""
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Each of SUFFIXES -> the table in that format; cached, as files and the page use them."""
-        return {suffix: function(self) for suffix, function in SUFFIXES.items()}
+        """Suffix of a file -> the table as the text of this file; cached, because the files and the
+        page use it."""
+        return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
 GAP = "–"
@@ -59,7 +62,7 @@ LONG = 60
 """Texts with more characters than this may be wrapped."""
 
 
-_SPELLED: Mapping[str, Callable[..., str]] = {
+_DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
     "ratio": names.ratio,
     "calibration": names.calibration,
     "criterion": names.criterion,
@@ -67,19 +70,20 @@ _SPELLED: Mapping[str, Callable[..., str]] = {
     "allocation": names.allocated,
     "column": names.benchmark,
 }
-"""Column with names of a study -> the function that gives their display names."""
+"""Column with names of a study -> function that returns the display name of a value."""
 
 
 def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Select and rename columns of `rows` (columns: displayed column -> column), with display names
-    of criteria etc.
+    """A frame with `columns` (displayed column -> column of `rows`), and with display names of
+    criteria, methods etc.
 
     A column that `rows` lacks is empty."""
-    shown = {}
+    displayed = {}
     for column, source in columns.items():
         values = rows[source] if source in rows else pd.Series(dtype=object)
-        shown[column] = values.map(_SPELLED[source]) if source in _SPELLED else values
-    return pd.DataFrame(shown, columns=list(columns))
+        display_name = _DISPLAY_NAMES.get(source)
+        displayed[column] = values.map(display_name) if display_name else values
+    return pd.DataFrame(displayed, columns=list(columns))
 
 
 def tabulated(
@@ -89,10 +93,10 @@ def tabulated(
 
     text: displayed column -> column of `rows`; numbers: displayed column -> (column of `rows`,
     format)."""
-    columns = {**text, **{shown: source for shown, (source, _) in numbers.items()}}
+    columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
     return {
         "frame": spelled(rows, columns),
-        "formats": {shown: form for shown, (_, form) in numbers.items()},
+        "formats": {name: form for name, (_, form) in numbers.items()},
     }
 
 
@@ -101,36 +105,32 @@ def minus(number: str) -> str:
     return number.replace("-", "−")
 
 
-def shown(value: object, form: str) -> str:
-    """Format a number; a gap becomes a dash."""
-    return (
-        GAP
-        if value is None or (isinstance(value, float) and math.isnan(value))
-        else minus(form.format(value)).replace("%", " %")
-    )
+def formatted(value: object, form: str) -> str:
+    """A number in the format `form`; GAP for None and NaN."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return GAP
+    return minus(form.format(value)).replace("%", " %")
 
 
-def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether a dash is not a gap: the unpruned model has no rank among criteria, a tie has no
-    p-value."""
+def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
+    """Whether a number is missing that the row should have. The unpruned model, which is not
+    ranked, needs no rank."""
     unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
-    return unranked or column in table.optional
+    needed = not unranked and column not in table.optional
+    return needed and formatted(row[column], "{}") == GAP
 
 
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
-    """The table's own footnotes, and the one on gaps if it has any."""
+    """All footnotes: on columns where less is better, those of the table, and on gaps if it has
+    any."""
     rows = table.frame.to_dict("records")
-    missing = any(
-        shown(row[column], "{}") == GAP and not expected_gap(table, row, column)
-        for row in rows
-        for column in table.formats
-    )
-    return [*_directions(table), *table.footnotes, *([GAP_NOTE] if missing else [])]
+    has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
+    return [*_directions(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
 
 
 def _directions(table: Table) -> list[str]:
-    """A sentence about the columns whose best number is the lowest, if there are any."""
+    """A list with a sentence on the columns in which less is better; empty when there are none."""
     lowest = [
         column
         for column, direction in table.best.items()
@@ -141,9 +141,9 @@ def _directions(table: Table) -> list[str]:
 
 @lru_cache(maxsize=128)
 def best(table: Table) -> pd.DataFrame:
-    """Mark the best numbers of each block, as booleans in the shape of the frame.
+    """Booleans in the shape of the frame: whether a number is the best of its block.
 
-    Numbers are compared as printed, so all of a tie are best. The unpruned model is left out."""
+    Numbers are compared as printed, so several can be best. The unpruned model is left out."""
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
@@ -166,8 +166,8 @@ def best(table: Table) -> pd.DataFrame:
 
 
 def printed(table: Table) -> pd.DataFrame:
-    """The frame with 0 % in the rows of the unpruned model, which stand in the block that they are
-    compared with."""
+    """The frame with Pruned = 0 % in the rows of the unpruned model. In `Table.frame` these rows
+    have the ratio of the block in which they are listed."""
     if not {KEY, "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
@@ -180,7 +180,7 @@ def text(table: Table) -> pd.DataFrame:
     """The frame with every number as formatted text."""
     columns = {
         str(column): [
-            shown(value, table.formats[str(column)]) if column in table.formats else value
+            formatted(value, table.formats[str(column)]) if column in table.formats else value
             for value in values
         ]
         for column, values in printed(table).items()
@@ -231,17 +231,16 @@ def latex(table: Table) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _lines(table: Table, strong: str, spelled: Callable[[object], str]) -> list[list[str]]:
-    """Rows of formatted cells, escaped by `spelled`; the best of each block in the format
+def _lines(table: Table, strong: str, escaped: Callable[[object], str]) -> list[list[str]]:
+    """Rows of formatted cells, escaped by `escaped`; the best of each block in the format
     `strong`."""
-    marks = best(table).to_numpy().tolist()
-    return [
-        [
-            strong.format(spelled(cell)) if mark else spelled(cell)
-            for cell, mark in zip(row, marked, strict=True)
-        ]
-        for row, marked in zip(text(table).to_numpy().tolist(), marks, strict=True)
-    ]
+    lines = []
+    for row, marks in zip(text(table).to_numpy(), best(table).to_numpy(), strict=True):
+        cells = list(map(escaped, row))
+        lines.append(
+            [strong.format(cell) if mark else cell for cell, mark in zip(cells, marks, strict=True)]
+        )
+    return lines
 
 
 _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
@@ -250,6 +249,7 @@ _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\bet
 
 
 def _tex(value: object) -> str:
+    """The value as text with LaTeX's special characters escaped."""
     return "".join(_TEX.get(character, character) for character in str(value))
 
 
@@ -258,41 +258,36 @@ def html(table: Table) -> str:
     bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks = best(table).to_numpy()
-    cells = text(table).to_numpy()
-    fresh = _block_starts(table)
+    texts = text(table).to_numpy()
+    starts = _block_starts(table)
     ends = _ends(table)
     rows = []
-    for number, record in enumerate(table.frame.to_dict("records")):
-        classes = " ".join(
-            word
-            for word, holds in (
-                ("first", fresh[number]),
-                ("unpruned", record.get("Criterion") == UNPRUNED),
+    for row, record in enumerate(table.frame.to_dict("records")):
+        classes = ["first"] if starts[row] else []
+        if record.get("Criterion") == UNPRUNED:
+            classes.append("unpruned")
+        cells = []
+        for number, column in enumerate(map(str, table.frame)):
+            cells.append(
+                _cell(
+                    table,
+                    column,
+                    record[column],
+                    str(texts[row, number]),
+                    bool(marks[row, number]),
+                )
             )
-            if holds
-        )
-        body = "".join(
-            _cell(
-                table,
-                str(column),
-                record[str(column)],
-                str(cells[number, at]),
-                bool(marks[number, at]),
-            )
-            + (
-                _interval(table, str(column), *ends[str(column)][number])
-                if str(column) in ends
-                else ""
-            )
-            + "</td>"
-            for at, column in enumerate(table.frame)
-        )
-        rows.append(f'<tr class="{classes}">{body}</tr>' if classes else f"<tr>{body}</tr>")
+            if column in ends:
+                cells.append(_interval(table, column, *ends[column][row]))
+            cells.append("</td>")
+        attributes = f' class="{" ".join(classes)}"' if classes else ""
+        rows.append(f"<tr{attributes}>{''.join(cells)}</tr>")
     body = "".join(rows)
     return f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _head(table: Table, column: str) -> str:
+    """The HTML cell of a column's head, with a button to sort by it."""
     kind = "number" if column in table.formats else "text"
     return (
         f"<th scope=col class={kind} aria-sort=none><button "
@@ -301,7 +296,9 @@ def _head(table: Table, column: str) -> str:
 
 
 def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
-    """An HTML cell without its closing tag, as an interval may follow."""
+    """An HTML cell without its closing tag, because an interval may follow.
+
+    value: what the frame has; printed: its text; strong: whether it is the best of its block."""
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
@@ -320,20 +317,21 @@ def _cell(table: Table, column: str, value: object, printed: str, strong: bool) 
 
 
 def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
-    """Column -> the ends of its intervals, row by row."""
+    """Column -> low and high end of the interval of each row; without columns that have no
+    intervals."""
+    ends: dict[str, list[tuple[float, float]]] = {}
     if table.low is None or table.high is None:
-        return {}
-    columns = [column for column in table.low if column in table.frame]
-    low, high = (
-        ends[columns].astype(float).to_numpy().T.tolist() for ends in (table.low, table.high)
-    )
-    return {
-        str(column): list(zip(*pair, strict=True))
-        for column, *pair in zip(columns, low, high, strict=True)
-    }
+        return ends
+    for column in table.low:
+        if column in table.frame:
+            low = table.low[column].astype(float)
+            high = table.high[column].astype(float)
+            ends[str(column)] = list(zip(low, high, strict=True))
+    return ends
 
 
 def _interval(table: Table, column: str, low: float, high: float) -> str:
+    """The HTML of an interval, with fewer decimals than the numbers of its column; "" for NaN."""
     if math.isnan(low) or math.isnan(high):
         return ""
     short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
@@ -341,23 +339,25 @@ def _interval(table: Table, column: str, low: float, high: float) -> str:
 
 
 def _block_starts(table: Table) -> list[bool]:
+    """Whether each row is the first of its block; False everywhere for a table without blocks."""
     if not table.blocks or table.frame.empty:
         return [False] * len(table.frame)
     keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
-    return [key != before for key, before in zip(keys, [None, *keys], strict=False)]
+    return [key != previous for key, previous in zip(keys, [None, *keys], strict=False)]
 
 
-SUFFIXES: dict[str, Callable[[Table], str]] = {
+RENDERERS: dict[str, Callable[[Table], str]] = {
     "csv": csv,
     "md": markdown,
     "tex": latex,
     "html": html,
 }
+"""Suffix of a file -> the function that renders a table as the text of this file."""
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; none of them when one cannot be
-    rendered."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns their paths. When one
+    cannot be rendered, none is written."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):

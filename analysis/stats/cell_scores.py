@@ -22,36 +22,39 @@ WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
-"""In a list of columns: the mean of the list's benchmarks."""
+"""Entry of a list of columns that stands for the mean of the list's benchmarks."""
 COMMON = "CSQA Avg"
-"""In a list of columns: the mean of `names.COMMON_SENSE`."""
+"""Entry of a list of columns that stands for the mean of `names.COMMON_SENSE`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers of cells, indexed by cell, with the ends of their 95 % intervals where they have
-    any."""
+    """Numbers of cells, indexed by cell, with the ends of 95 % intervals for the columns that have
+    intervals."""
 
     frame: pd.DataFrame
     low: pd.DataFrame
     high: pd.DataFrame
     best: dict[str, str] = field(default_factory=dict)
-    """Displayed name of a column of scores -> whether its best is its max or its min."""
+    """Displayed name of a column of scores -> `max` or `min`: the best score is the largest, or the
+    smallest."""
 
 
 def means_in_words(comparisons: Iterable[Comparison]) -> str:
-    """What the mean over displayed columns is: `Avg: mean of the displayed columns (more is
-    better).`"""
+    """Sentences that define the mean over displayed columns: `Avg: mean of the displayed columns
+    (more is better).`"""
     sentences = []
     for quantity in means(comparisons).values():
-        of = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
-        sentences.append(f"{quantity.mean}: {of} of the displayed columns ({quantity.direction}).")
+        mean = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
+        sentences.append(
+            f"{quantity.mean}: {mean} of the displayed columns ({quantity.direction})."
+        )
     return " ".join(sentences)
 
 
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence about the displayed columns that Avg leaves out; empty when Avg is the mean of
-    all."""
+    """A list with a sentence on the displayed columns that Avg leaves out; empty when Avg is the
+    mean of all columns."""
     columns: set[str] = set()
     for comparison in comparisons:
         columns |= set(comparison.benchmarks_of) - set(comparison.average)
@@ -66,21 +69,19 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """Those of `benchmarks` on which at least one of these cells was evaluated and in which more is
-    better."""
+    """The target for a mean of `benchmarks`: those on which at least one of these cells was
+    evaluated, and of these, those in which more is better (see `Comparison.averaged`)."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     return comparison.averaged(name for name in benchmarks if run.get(name, False))
 
 
 def averaged(target: Target, benchmarks: Sequence[str]) -> str:
-    """What a figure averages over, in words: `Mean of ARC-C and PIQA (2 of the paper's 7
-    benchmarks)`."""
-    part = (
-        ""
-        if len(target) == len(benchmarks)
-        else f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
-    )
-    return f"Mean of {names.listing(map(names.benchmark, target))}{part}"
+    """Text for captions that names the benchmarks of a mean: `Mean of ARC-C and PIQA (2 of the
+    paper's 7 benchmarks)`."""
+    text = f"Mean of {names.listing(map(names.benchmark, target))}"
+    if len(target) < len(benchmarks):
+        text += f" ({len(target)} of the paper's {len(benchmarks)} benchmarks)"
+    return text
 
 
 def column_targets(
@@ -88,7 +89,7 @@ def column_targets(
 ) -> dict[str, Target]:
     """Display name -> target, for those of `columns` on which these cells were evaluated.
 
-    columns: benchmarks, displayed columns, GROUPS, COMMON and MEAN."""
+    columns: names of benchmarks, of displayed columns, of GROUPS, COMMON or MEAN."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
         COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
@@ -98,8 +99,8 @@ def column_targets(
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
     mean = comparison.quantity(overall(comparison, cells)).mean
-    shown = [mean if name == AVG else name for name in columns]
-    return {names.benchmark(name): targets[name] for name in shown if targets.get(name)}
+    requested = [mean if name == AVG else name for name in columns]
+    return {names.benchmark(name): targets[name] for name in requested if targets.get(name)}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
@@ -112,24 +113,25 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
         high=pd.DataFrame(index=index),
     )
     for name, target in targets.items():
-        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.shown(target)
+        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed(target)
         numbers.best[names.benchmark(name)] = comparison.quantity(target).best
     return numbers
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
-    """Score of each cell minus that of its reference cell, paired by seed and item.
+    """Score of each cell minus the score of its reference cell, paired by seed and item.
 
     against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not
-    corrected). NaN where outcomes are missing. Differences are in the unit in which scores are
-    shown.
+    corrected); all but the difference are NaN where outcomes are missing. Differences are in the
+    unit of displayed scores.
     """
     score = comparison.score(target)
+    quantity = comparison.quantity(target)
     rows = []
-    for cell, other in against.items():
-        estimate = comparison.difference(target, cell, other)
-        ends = np.array([estimate.value, *estimate.interval])
-        rows.append([*comparison.quantity(target).shown_difference(score[other], ends), estimate.p])
+    for cell, reference in against.items():
+        estimate = comparison.difference(target, cell, reference)
+        numbers = np.array([estimate.value, *estimate.interval])
+        rows.append([*quantity.displayed_difference(score[reference], numbers), estimate.p])
     return pd.DataFrame(
         rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float
     )
@@ -138,36 +140,38 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """Mean difference in score over pairs (cell, other), paired by seed and item, and the number of
-    pairs.
+    """Number of pairs (cell, other), and their mean difference in score, paired by seed and item.
 
-    All groups of pairs have the same weight. A pair with a missing result is left out and not
-    counted.
+    groups: lists of pairs; each list has the same weight. A pair with a missing result is left out
+    and not counted.
     """
     score = comparison.score(target)
     complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
     complete = [pairs for pairs in complete if pairs]
+    if not complete:
+        return 0, Estimate(np.nan)
     weights: dict[int, float] = {}
     for pairs in complete:
+        share = 1 / len(pairs) / len(complete)
         for cell, other in pairs:
-            share = 1 / len(pairs) / len(complete)
             weights[cell] = weights.get(cell, 0.0) + share
             weights[other] = weights.get(other, 0.0) - share
-    return sum(map(len, complete)), comparison.estimate(target, weights) if weights else Estimate(
-        np.nan
-    )
+    return sum(map(len, complete)), comparison.estimate(target, weights)
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
-    """One number of cost.json for each of `cells`, NaN where the cost was not counted."""
+    """A number of cost.json, named by `column`, for each of `cells`; NaN where the cost was not
+    counted."""
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
 
 
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
-    """One block of Table 1: the unpruned model and these criteria on all displayed columns, their
-    mean over the columns of `Panel.averaged` under its name, and average ranks."""
+    """A block of Table 1: the unpruned model and the methods of a panel (those of `criteria` only)
+    on all displayed columns, with their mean and average rank.
+
+    The columns Model, Pruned, Calibration and Criterion come last."""
     cells = {
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
     }
@@ -183,16 +187,15 @@ def rank_block(
     ranked = numbers.frame.loc[list(cells.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
     numbers.best["Avg Rank"] = "min"
-    frame["Model"], frame["Pruned"] = comparison.model, panel.pruned
-    frame["Calibration"], frame["Criterion"] = (
-        names.calibration(panel.calibration),
-        list(map(names.method, rows)),
-    )
+    frame["Model"] = comparison.model
+    frame["Pruned"] = panel.pruned
+    frame["Calibration"] = names.calibration(panel.calibration)
+    frame["Criterion"] = list(map(names.method, rows))
     return numbers
 
 
 def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
-    """(Ratio, gate) -> domain -> the panel whose calibration set is of that domain."""
+    """(ratio, gate) -> domain -> the first panel whose calibration set is of this domain."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -204,26 +207,27 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
-    """One block of Table 2 with intervals: the unpruned model first, then a row per method that was
-    calibrated on both code and math."""
+    """A block of Table 2 with intervals, indexed by method: the unpruned model first, then the
+    methods (those of `criteria` only) that were calibrated on both code and math.
+
+    domains: domain -> its panel."""
     code = domains["code"].cells
     math = domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
     panels = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
-    cells_of_column = {
-        column: [of_panel[name] for name in competing] for column, of_panel in panels.items()
-    }
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        missing = np.full(len(unpruned) + len(competing), np.nan)
-        gathered = {
-            column: values(column).loc[unpruned + cells].to_numpy()
-            if column in comparison.benchmarks_of
-            else missing
-            for column, cells in cells_of_column.items()
-        }
-        return pd.DataFrame(gathered, index=(["none"] if unpruned else []) + competing)
+        """A frame (methods, columns) of `values(column)`, numbers by cell; NaN where a column was
+        not run."""
+        gathered = pd.DataFrame(
+            np.nan, (["none"] if unpruned else []) + competing, list(panels), dtype=float
+        )
+        for column, cells in panels.items():
+            if column in comparison.benchmarks_of:
+                rows = unpruned + [cells[name] for name in competing]
+                gathered[column] = values(column).loc[rows].to_numpy()
+        return gathered
 
     frame = gather(lambda column: comparison.columns[column])
     low = gather(lambda column: comparison.interval((column,))[0])

@@ -16,7 +16,7 @@ MOST_PLANS = 1000
 
 @dataclass(frozen=True)
 class Chance:
-    """Scores of the random plans of a model, as of a normal distribution."""
+    """Scores of the random plans of a model, described by a normal distribution."""
 
     mean: float
     spread: float
@@ -24,18 +24,19 @@ class Chance:
     plans: int
     """Number of this model's random plans."""
     degrees_of_freedom: float
-    """Of `spread`."""
+    """Degrees of freedom of `spread`."""
     models: int = 1
     """Number of models over which `spread` is pooled."""
     spreads_differ: bool = False
-    """Whether it is not pooled because Bartlett's test finds that the spreads of models differ."""
+    """Whether `spread` is not pooled because Bartlett's test finds that the spreads of models
+    differ."""
 
     def margin(self, plans: int) -> float:
         """Distance from the mean that the best of `plans` further random plans exceeds with at most
-        5 % probability.
+        5 % probability, and likewise the worst of them.
 
-        The same holds for the worst of them. t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans
-        (Bonferroni)."""
+        t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans, t the quantile of Student's
+        distribution (Bonferroni's correction)."""
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
 
     def limits(self, plans: int) -> tuple[float, float]:
@@ -49,10 +50,9 @@ class Chance:
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, plans: int) -> int | None:
-        """Number of random plans of each model with which `score` would be beyond the limits of
-        `plans` plans.
-
-        Mean and spread are taken as they are; None if it would take more than MOST_PLANS."""
+        """The fewest random plans of each model with which `score` would be beyond
+        `limits(plans)`, if mean and spread stayed the same; None if more than MOST_PLANS are
+        needed."""
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
             if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(
@@ -63,8 +63,8 @@ class Chance:
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance from the mean of `plans` normal values that another one exceeds on one side with
-    probability `tail`."""
+    """Distance from the mean of `plans` normal values that a further value exceeds, on one side,
+    with probability `tail`."""
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
@@ -74,8 +74,8 @@ def chance_of(scores: np.ndarray) -> Chance:
 
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
-    """The chance of each model, with a spread that is pooled over models if Bartlett's test finds
-    no difference.
+    """The chance of each model. The spread is pooled over models if Bartlett's test finds no
+    difference between their spreads.
 
     scores: model -> the scores of its random plans."""
     by_model = {model: chance_of(of_model) for model, of_model in scores.items()}
@@ -84,7 +84,7 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     variances = np.array([chance.spread**2 for chance in by_model.values()])
     freedoms = np.array([chance.degrees_of_freedom for chance in by_model.values()])
     pooled = float(freedoms @ variances / freedoms.sum())
-    if _equal(variances, freedoms, pooled):
+    if _are_equal(variances, freedoms, pooled):
         spread = {
             "spread": pooled**0.5,
             "degrees_of_freedom": float(freedoms.sum()),
@@ -95,9 +95,9 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     return {model: replace(chance, **spread) for model, chance in by_model.items()}
 
 
-def _equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
-    """Whether Bartlett's test finds no difference between variances. Equal to scipy's
-    `bartlett`."""
+def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
+    """Whether Bartlett's test finds no difference between variances (models,); the same test as
+    scipy's `bartlett`. freedoms (models,): degrees of freedom; pooled: the pooled variance."""
     ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
     return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)

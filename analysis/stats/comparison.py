@@ -1,8 +1,8 @@
 """Compare all cells of one model: scores and their intervals, and paired tests between cells.
 
-Cells that differ in the seed alone are replicates of one method: one row with the mean of their
-scores. Intervals and tests are over seeds and items together; with one seed they are over items,
-for these plans.
+Plans that differ in the seed alone are replicates of one method. They are one cell of a comparison,
+whose score is the mean of theirs. Intervals and tests are over seeds and items together; with one
+seed they are over items, for this plan.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import RANDOM
 
 Target = tuple[str, ...]
-"""Displayed columns or benchmarks, often a single one, whose mean is the score."""
+"""The displayed columns or benchmarks over which a score is averaged, often only one."""
 
 Kind = tuple[str, str]
 """Granularity and recovery of a plan: random plans are compared with plans of their kind."""
 _NORMAL = 1.96
+"""Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
-"""Cells of one model that are equal in these are replicates."""
+"""Plans of one model with equal values on these axes are replicates."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The methods that are compared with each other: those of one model, ratio, gate and
-    calibration set.
+    """The methods of one model, ratio, gate and calibration set, which are compared with each
+    other.
 
-    Methods that read no data are in every panel. `cells` maps a method's key to its cell, in the
-    order of tables.
+    Methods that read no data are in the panels of all calibration sets. `cells` maps a method's key
+    to its cell, in the order of tables.
     """
 
     model: str
@@ -47,7 +48,7 @@ class Panel:
     calibration: str
     cells: dict[str, int]
     pruned: str = ""
-    """What is removed, and the gate when the model's cells have several, in words:
+    """Text with the removed share, and with the gate when the model's cells have several gates:
     `50 %, gate other`."""
 
     @property
@@ -56,43 +57,40 @@ class Panel:
         return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
-        """Displayed columns on which at least one of these cells was evaluated; all of them when
-        every cell failed."""
+        """Displayed columns on which at least one cell of the panel was evaluated; all displayed
+        columns when every cell failed."""
         return comparison.evaluated(self.cells.values()) or tuple(map(str, comparison.columns))
 
     def averaged(self, comparison: Comparison) -> Target:
-        """The columns that Avg averages: see `Comparison.averaged`."""
+        """The columns over which Avg is the mean: see `Comparison.averaged`."""
         return comparison.averaged(self.columns(comparison))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores and outcomes of one model's cells. Rows of frames and matrices are in the order of
-    `all_cells`."""
+    """Scores and outcomes of one model's plans. The rows of frames and matrices are plans, in the
+    order of `all_cells`."""
 
     model: str
     all_cells: pd.DataFrame
-    """All cells, also those that differ from others in the seed alone."""
+    """The plans: the rows of `Study.cells` for this model, replicates included."""
     results: pd.DataFrame
-    """(all_cells, benchmarks) scores, of a perplexity its loss; NaN is a gap."""
+    """Scores (plans, benchmarks); of a perplexity, the loss; NaN is a gap."""
     benchmarks_of: dict[str, tuple[str, ...]]
     """Displayed column -> its benchmarks."""
     quantities: Mapping[str, Quantity]
-    """Benchmark -> what its numbers are; scores if it is not in it."""
+    """Benchmark -> the kind of its numbers; a benchmark that is missing here has scores."""
     outcomes: dict[str, np.ndarray]
-    """Benchmark -> outcomes (all_cells, items), NaN where a cell did not get an item; only if their
-    mean is the score.
-    """
+    """Benchmark -> outcomes (plans, items), NaN where a plan did not get an item. Only benchmarks
+    whose scores are the means of outcomes."""
     standard_errors: pd.DataFrame
-    """(all_cells, benchmarks) as the harness reported them."""
+    """Standard errors (plans, benchmarks) as the harness reported them."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,) in the score; benchmarks whose items have equal weights are not
-    in it."""
+    """Benchmark -> weights (items,); without benchmarks whose items have equal weights."""
 
     @cached_property
     def _representative(self) -> pd.Series:
-        """Cell of `all_cells` -> its replicate with the lowest seed, which stands for all
-        replicates."""
+        """Plan -> its replicate with the lowest seed, which is the cell of all its replicates."""
         ordered = self.all_cells.sort_values("seed", kind="stable")
         labels = pd.Series(ordered.index, ordered.index)
         replicates = labels.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
@@ -100,12 +98,12 @@ class Comparison:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The cells that are compared, one for each group of replicates, without their seed."""
+        """The cells that are compared, one for each group of replicates; without column seed."""
         return self.all_cells[self._representative == self.all_cells.index].drop(columns="seed")
 
     @cached_property
-    def seeds(self) -> dict[int, dict[int, int]]:
-        """Cell of `cells` -> seed -> the replicate with this seed."""
+    def plans_by_seed(self) -> dict[int, dict[int, int]]:
+        """Cell of `cells` -> seed -> the plan with this seed."""
         replicates: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
         for plan, cell, seed in zip(
             self.all_cells.index, self._representative, self.all_cells["seed"], strict=True
@@ -114,24 +112,26 @@ class Comparison:
         return replicates
 
     def have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these methods has several seeds, without which it is not tested."""
-        return all(len(self.seeds[cell]) > 1 for cell in cells)
+        """Whether each of these cells has several seeds; differences are tested only between such
+        cells."""
+        return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
     def _over_seeds(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Average numbers of plans (rows) over the plans of each cell; missing ones are skipped."""
         return frame.groupby(self._representative, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmarks(self) -> pd.DataFrame:
-        """(cells, benchmarks) scores, the mean over the seeds that have them; NaN is a gap."""
+        """Scores (cells, benchmarks), the mean over the seeds with a result; NaN is a gap."""
         return self._over_seeds(self.results)
 
     @cached_property
     def columns(self) -> pd.DataFrame:
-        """(cells, displayed columns) scores, the mean over seeds."""
+        """Scores (cells, displayed columns), the mean over the seeds with a result."""
         return self._over_seeds(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed(self, ratio: float) -> str:
-        """What the cells of a requested ratio remove, in words."""
+        """Text with the share that the cells of a requested ratio remove."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
     def evaluated(self, cells: Iterable[int]) -> Target:
@@ -146,8 +146,8 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
-        """Those of `columns` in which more is better, as a mean over both directions would be
-        meaningless; if there are none, those in which less is better."""
+        """Those of `columns` in which more is better, or, if there are none, those in which less is
+        better: a mean over both directions would be meaningless."""
         losses = []
         scores = []
         for column in columns:
@@ -163,18 +163,18 @@ class Comparison:
         return self.averaged(self.benchmarks_of)
 
     def quantity(self, target: Target) -> Quantity:
-        """What the numbers of a target are."""
+        """The kind of a target's numbers: score, loss or perplexity."""
         return common(self.quantities.get(name, Quantity()) for name in self.weights(target))
 
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
         """Columns and benchmarks where less is better."""
-        names_of_both = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
-        return tuple(name for name in names_of_both if self.quantity((name,)).lower_is_better)
+        columns = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
+        return tuple(name for name in columns if self.quantity((name,)).lower_is_better)
 
-    def by_seed(self, target: Target) -> pd.Series:
-        """Score of each of `all_cells`: the mean of the target's columns; NaN when one is a gap or
-        there is none."""
+    def plan_scores(self, target: Target) -> pd.Series:
+        """Score of each plan: the mean of the target's columns; NaN when a column is a gap or the
+        target is empty."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
@@ -183,29 +183,32 @@ class Comparison:
     # cached, as many tables and figures use the same targets
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Score of every cell of `cells`: the mean of `by_seed` over the seeds that have it."""
+        """Function of a target: the score of every cell, the mean of `plan_scores` over the seeds
+        with a score."""
         return cache(
-            lambda target: self._over_seeds(self.by_seed(target).to_frame("score"))["score"]
+            lambda target: self._over_seeds(self.plan_scores(target).to_frame("score"))["score"]
         )
 
-    def shown(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
-        """Score of every cell and the ends of its interval, as tables and figures show them."""
-        quantity, (low, high) = self.quantity(target), self.interval(target)
-        return quantity.shown(self.score(target)), quantity.shown(low), quantity.shown(high)
+    def displayed(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
+        """Score, low and high end of the interval of every cell, in the unit of tables and
+        figures."""
+        display = self.quantity(target).displayed
+        low, high = self.interval(target)
+        return display(self.score(target)), display(low), display(high)
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
-        """Ends of the 95 % interval of every cell's score, from its seeds and all items that these
-        got.
+        """Function of a target: low and high ends of the 95 % interval of every cell's score.
 
-        Wilson's interval for one plan on a benchmark of right-or-wrong items, otherwise that of
-        `estimate`; from the reported standard error for cells without outcomes.
-        """
+        For one plan on a benchmark of right-or-wrong items it is Wilson's interval; otherwise the
+        interval of `estimate`, over seeds and items; for cells without outcomes, it is computed
+        from the reported standard error."""
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        from_items = [self._interval_from_items(target, cell) for cell in self.seeds]
-        ends = pd.DataFrame(from_items, list(self.seeds), dtype=float)
+        cells = list(self.plans_by_seed)
+        from_items = [self._interval_from_items(target, cell) for cell in cells]
+        ends = pd.DataFrame(from_items, cells, dtype=float)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
         errors = self._over_seeds(self.standard_errors[list(weights.index)]) * weights
@@ -219,7 +222,7 @@ class Comparison:
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
         """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
         answers = self._right_or_wrong(target)
-        plans = [self._row[plan] for plan in self.seeds[cell].values()]
+        plans = [self._row_number[plan] for plan in self.plans_by_seed[cell].values()]
         if answers is None or np.isnan(answers[plans]).all():
             return self.estimate(target, {cell: 1.0}).interval
         if len(plans) > 1:
@@ -231,68 +234,64 @@ class Comparison:
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
-        """Weighted sum of cells' scores, on the items that all of them got, with its error over
-        seeds and items.
+        """Weighted sum of cells' scores, on the items that all of these cells got, with its
+        standard error over seeds and items.
 
-        weights: cell -> its weight, such as 1 and -1 for a difference. Plans with the same seed are
-        taken together; a cell with a single seed goes with all seeds of the others. Without
-        outcomes only the value is known.
-        """
-        plans = self._replicates(target, list(weights))
+        weights: cell -> its weight, such as 1 and -1 for a difference. Plans of different cells are
+        matched by seed; the plan of a cell with one seed is matched with all seeds. Without
+        outcomes only the value is known."""
+        rows = self._replicates(target, list(weights))
         factors = np.array(list(weights.values()))
-        strata = self._strata(target, plans, factors) if plans.size else []
+        strata = self._strata(target, rows, factors) if rows.size else []
         if strata:
             return uncertainty.crossed(strata)
         scores = self.score(target)[list(weights)].to_numpy(float)
         return Estimate(float(scores @ factors))
 
     def _replicates(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells) of the plans that are taken together; of size 0 if a cell
-        has no result.
+        """Row numbers (replicates, cells) of matched plans; of size 0 if a cell has no result.
 
         If the cells with several plans share at least two seeds, plans are matched by seed;
-        otherwise by position. A cell with one plan is repeated.
+        otherwise by position. The plan of a cell with one plan is repeated.
         """
         scored = self._scored(target)
-        rows_by_seed = [
-            {
-                seed: self._row[plan]
-                for seed, plan in self.seeds[cell].items()
-                if scored[self._row[plan]]
-            }
-            for cell in cells
-        ]
-        several = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
-        common_seeds = sorted(set.intersection(*several)) if several else []
+        rows_by_seed = []
+        for cell in cells:
+            rows = {seed: self._row_number[plan] for seed, plan in self.plans_by_seed[cell].items()}
+            rows_by_seed.append({seed: row for seed, row in rows.items() if scored[row]})
+        seeds_of_cells = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
+        common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []
         for by_seed in rows_by_seed:
-            matched = len(by_seed) > 1 and len(common_seeds) > 1
-            rows_of_cells.append(
-                [by_seed[seed] for seed in common_seeds] if matched else list(by_seed.values())
-            )
+            if len(by_seed) > 1 and len(common_seeds) > 1:
+                rows_of_cells.append([by_seed[seed] for seed in common_seeds])
+            else:
+                rows_of_cells.append(list(by_seed.values()))
         count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
         repeated = [(rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells]
         return np.array(repeated, int).T
 
     @cached_property
-    def _row(self) -> dict[int, int]:
-        """Cell of `all_cells` -> its row number."""
+    def _row_number(self) -> dict[int, int]:
+        """Plan -> its row number in `all_cells`."""
         return {int(str(cell)): row for row, cell in enumerate(self.all_cells.index)}
 
     @cached_property
     def _scored(self) -> Callable[[Target], np.ndarray]:
-        return cache(lambda target: self.by_seed(target).notna().to_numpy())
+        """Function of a target: booleans (plans,), whether a plan has a score."""
+        return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
-    def _strata(self, target: Target, plans: np.ndarray, factors: np.ndarray) -> list[Stratum]:
-        """The weighted outcomes of each benchmark; empty when one has none, or no item that all
-        plans got.
+    def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
+        """A stratum with the weighted outcomes of each benchmark of a target.
 
-        Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum."""
+        rows: row numbers (replicates, cells) of plans; factors (cells,): the weights of cells.
+        Empty when a benchmark has no outcomes, or no item that all plans got. Benchmarks that grade
+        the same answers (HumanEval and HumanEval+) share a stratum."""
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
             if benchmark not in self.outcomes:
                 return []
-            values = np.tensordot(self.outcomes[benchmark][plans], factors, (1, 0))
+            values = np.tensordot(self.outcomes[benchmark][rows], factors, (1, 0))
             shared = np.asarray(np.isfinite(values).all(axis=0))
             if not shared.any():
                 return []
@@ -318,34 +317,36 @@ class Comparison:
         answers = self._right_or_wrong(target)
         if (
             answers is None
-            or max(len(self.seeds[cell]), len(self.seeds[other])) > 1
+            or max(len(self.plans_by_seed[cell]), len(self.plans_by_seed[other])) > 1
             or np.isnan(estimate.error)
         ):
             return estimate
-        pair = answers[[self._row[cell], self._row[other]]]
+        pair = answers[[self._row_number[cell], self._row_number[other]]]
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
         return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
-        """The replicates of a cell that have a score."""
+        """The plans of a cell that have a score."""
         scored = self._scored(target)
-        return [plan for plan in self.seeds[cell].values() if scored[self._row[plan]]]
+        plans = self.plans_by_seed[cell].values()
+        return [plan for plan in plans if scored[self._row_number[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
-        """Score of the first of `cells` minus that of each other, where the first is the best of
-        them by these scores: see `uncertainty.best_of_many`. Scores are on the items that all of
-        them got."""
-        plans = [self.scored_plans(target, cell) for cell in cells]
-        rows = [self._row[plan] for of_cell in plans for plan in of_cell]
+        """Score of `cells[0]`, which is the best of `cells`, minus the score of each other cell:
+        see `uncertainty.best_of_many`. Scores are on the items that all of `cells` got."""
+        rows = []
+        methods = []
+        for number, cell in enumerate(cells):
+            for plan in self.scored_plans(target, cell):
+                rows.append(self._row_number[plan])
+                methods.append(number)
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
-        return uncertainty.best_of_many(
-            pairs, strata, np.repeat(np.arange(len(cells)), list(map(len, plans)))
-        )
+        return uncertainty.best_of_many(pairs, strata, np.array(methods))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> its weight in the target; columns have equal weights, and so have the
-        benchmarks of a column."""
+        """Benchmark -> its weight in the target. The columns of a target have equal weights, and
+        the benchmarks of a column too."""
         weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
@@ -353,17 +354,16 @@ class Comparison:
         return weights
 
     def _right_or_wrong(self, target: Target) -> np.ndarray | None:
-        """The target's outcomes if it is one benchmark of right-or-wrong items with equal weights,
-        else None."""
+        """Outcomes (plans, items) of a target that is one benchmark in `_binary`; None for other
+        targets."""
         benchmarks = list(self.weights(target))
-        return (
-            self.outcomes[benchmarks[0]]
-            if len(benchmarks) == 1 and benchmarks[0] in self._binary
-            else None
-        )
+        if len(benchmarks) == 1 and benchmarks[0] in self._binary:
+            return self.outcomes[benchmarks[0]]
+        return None
 
     @cached_property
     def _binary(self) -> set[str]:
+        """Benchmarks whose items are right or wrong and have equal weights."""
         equal_weights = self.outcomes.keys() - self.units.keys()
         return {name for name in equal_weights if evaluations.binary(self.outcomes[name])}
 
@@ -381,18 +381,16 @@ def compare(
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
         of_model = cells[cells["model"] == model]
-        has_result, has_sample = (
-            frame["cell"].isin(of_model.index) for frame in (results, samples)
-        )
-        comparisons.append(
-            _comparison(model, of_model, results[has_result], samples[has_sample], reader)
-        )
+        results_of_model = results[results["cell"].isin(of_model.index)]
+        samples_of_model = samples[samples["cell"].isin(of_model.index)]
+        comparisons.append(_comparison(model, of_model, results_of_model, samples_of_model, reader))
     return comparisons
 
 
 def _comparison(
     model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
+    """The comparison of one model, from its rows of the frames of a study."""
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
         for row in records(results.drop_duplicates("benchmark"))
@@ -405,9 +403,9 @@ def _comparison(
     errors = results.pivot(index="cell", columns="benchmark", values="stderr").reindex(
         index=cells.index, columns=order
     )
-    answers = evaluations.outcome_matrices(samples, scores.astype(float))
+    outcomes = evaluations.outcome_matrices(samples, scores.astype(float))
     labels = settings.labels(cells)
-    for cell, benchmark in answers.unexplained:
+    for cell, benchmark in outcomes.unexplained:
         reader.gap(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )
@@ -417,14 +415,15 @@ def _comparison(
         results=scores.astype(float),
         benchmarks_of=ranks.displayed(order),
         quantities=quantities,
-        outcomes=answers.matrices,
+        outcomes=outcomes.matrices,
         standard_errors=errors.astype(float),
-        units=answers.units,
+        units=outcomes.units,
     )
 
 
 def _losses(results: pd.DataFrame) -> pd.DataFrame:
-    """The results with perplexities as their losses, and standard errors of these."""
+    """The results with each perplexity replaced by its loss, log(perplexity), and the standard
+    error by that of the loss."""
     is_perplexity = results["scale"] == "perplexity"
     scores = results["score"].astype(float).where(is_perplexity, 1.0)
     return results.assign(
@@ -434,6 +433,7 @@ def _losses(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
+    """Yield the panels of a model's pruned cells, ordered by ratio, gate and calibration set."""
     axes = ["ratio", "gate"]
     pruned_texts = settings.pruned_in_words(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
@@ -450,10 +450,10 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math,
-    WildBench, and last the mean of `overall`.
+    """Name -> target of the papers' averages on which these cells were evaluated: MC Avg, Code,
+    Math, WildBench, and last the mean of `overall`.
 
-    Code and Math are means of their two displayed columns.
+    Code and Math are each the mean of two displayed columns.
     """
     displayed = overall(comparison, cells)
     groups: dict[str, Target] = {
@@ -467,14 +467,14 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """The displayed columns of these cells in which more is better; where there are losses alone,
-    these."""
+    """The displayed columns of these cells over which Avg is the mean: see
+    `Comparison.averaged`."""
     return comparison.averaged(comparison.evaluated(cells))
 
 
 def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
-    """Name of the mean over displayed columns -> what it is; several if models were measured
-    differently."""
+    """Name of the mean over displayed columns -> its kind; several when models were measured by
+    scores and by losses."""
     quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
     return {quantity.mean: quantity for quantity in quantities}
 
@@ -482,16 +482,17 @@ def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
 def random_scores(
     comparison: Comparison, cells: pd.DataFrame, target: Target
 ) -> dict[Kind, np.ndarray]:
-    """Scores of the random plans among `cells`, where there are at least two of a kind. Of several
-    cells of a kind, the one with most seeds counts."""
-    by_seed = comparison.by_seed(target)
+    """Kind -> scores (plans,) of the random plans among `cells`, for kinds with at least two such
+    plans. If a kind has several cells, the cell with most seeds counts."""
+    plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
     random = cells[cells["criterion"].isin(RANDOM)]
     for (granularity, recovery), of_kind in random.groupby(["granularity", "recovery"]):
-        plans = [
-            by_seed[comparison.scored_plans(target, cell)].to_numpy(float) for cell in of_kind.index
+        scores_of_cells = [
+            plan_scores[comparison.scored_plans(target, cell)].to_numpy(float)
+            for cell in of_kind.index
         ]
-        most = max(plans, key=len)
+        most = max(scores_of_cells, key=len)
         if len(most) > 1 and np.ptp(most) > 0:  # equal scores do not say how much plans differ
             scores[str(granularity), str(recovery)] = most
     return scores

@@ -23,14 +23,16 @@ RATIOS = (0.25, 0.5)
 """Ratios of the published figures."""
 
 VARIANT = ["b", "alpha", "beta"]
+"""Parameters of a member S(b, alpha, beta) of the S family."""
 DEGENERATE = (1, 0, 0)
-"""This member is N^-1 times N, the same score for every expert: it is shown as N/A."""
+"""The variant N^-1 times N, which has the same score for every expert and is displayed as N/A."""
 
 MEASURES = {
     "triple": "in all sets",
     "pairwise": "in pairs of sets",
     "jaccard": "intersection over union",
 }
+"""Definition of overlap -> its description; see `agreement`."""
 
 
 def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
@@ -47,10 +49,10 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     """Overlap of bottom sets of equal size (calibration sets, layers, experts), averaged over
     layers.
 
-    triple: share of a bottom set that is in all of them; pairwise: mean over pairs of the share
-    that both have; jaccard: intersection over union of all. `chance_*`: expectation for random sets
-    (Jaccard: ratio of expectations). NaN when the sets are empty.
-    """
+    triple: share of a bottom set that is in the bottom sets of all calibration sets; pairwise:
+    share that two calibration sets have in common, the mean over pairs; jaccard: intersection over
+    union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations). NaN when
+    the sets are empty."""
     size = int(sets[0, 0].sum())
     experts = sets.shape[-1]
     if size == 0:
@@ -136,10 +138,11 @@ def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
 def proxy_overlap(
     family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS
 ) -> pd.DataFrame:
-    """Fig. 3: share of the bottom set by exact damage that is also in that of the proxy S(0,1,1),
-    mean over layers.
+    """Fig. 3: share of the experts in the bottom set of exact damage that are also in the bottom
+    set of the proxy S(0,1,1).
 
-    Columns: model, calibration, ratio, overlap, lowest (over layers), chance.
+    Columns: model, calibration, ratio, overlap (mean over layers), lowest (of all layers), chance
+    (expectation for random sets).
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
@@ -148,8 +151,8 @@ def proxy_overlap(
     )
     rows = []
     models = {name: position for position, name in enumerate(pairs["model"].unique())}
-    pairs = pairs.assign(place=pairs["model"].map(models)).sort_values(
-        ["place", "layer", "expert"], kind="stable"
+    pairs = pairs.assign(position=pairs["model"].map(models)).sort_values(
+        ["position", "layer", "expert"], kind="stable"
     )
     for key, frame in groups(pairs, ["model", "calibration"]):
         layers = [layer for _, layer in groups(frame, ["layer"])]
@@ -174,11 +177,11 @@ def proxy_overlap(
 
 
 def variant_name(b: int, alpha: int, beta: int) -> str:
-    """The papers' name of a member of the S family, or S(b,α,β)."""
-    return _NAMED.get((b, alpha, beta), f"S({b},{alpha},{beta})")
+    """The papers' name of a member of the S family; S(b,α,β) for a member without a name."""
+    return _VARIANT_NAMES.get((b, alpha, beta), f"S({b},{alpha},{beta})")
 
 
-_NAMED = {
+_VARIANT_NAMES = {
     (0, 0, 0): "Frequency",
     (0, 1, 0): "SEER",
     (0, 0, 1): "EAN",

@@ -1,6 +1,8 @@
-"""What the numbers of a benchmark, or of a mean over benchmarks, are: their name, unit and
-direction, and the scale on which they are averaged and tested, as opposed to the one on which they
-are shown."""
+"""Kinds of numbers of a benchmark or a mean over benchmarks (score, loss, perplexity), with their
+name, unit and direction.
+
+Perplexities are displayed, but averaged and tested as losses; `Quantity` converts between the two.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +37,17 @@ class Quantity:
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is: times a number, it is higher for a better
-        one."""
+        """1 where more is better, -1 where less is better; sign * number is higher for a better
+        number."""
         return -1 if self.lower_is_better else 1
 
     @property
     def best(self) -> str:
-        """Whether the best of several numbers is their smallest or their largest."""
+        """`min` or `max`: the best of several numbers is the smallest, or the largest."""
         return "min" if self.lower_is_better else "max"
 
     def best_first(self, numbers: pd.Series) -> pd.Series:
-        """The numbers from the best to the worst; equal ones stay in their order, NaN is last."""
+        """Sort numbers from the best to the worst, NaN last; equal numbers keep their order."""
         return numbers.sort_values(
             ascending=self.lower_is_better, na_position="last", kind="stable"
         )
@@ -69,36 +71,35 @@ class Quantity:
 
     def described(self, metric: str) -> str:
         """A metric with unit and direction: `acc`, `loss (nats per token, less is better)`."""
-        unit = {"score": "", "loss": self.unit, "perplexity": f"of the loss in {self.unit}"}[
-            self.scale
-        ]
-        words = ", ".join(filter(None, (unit, self.direction)))
-        return f"{metric} ({words})" if self.lower_is_better else metric
+        if not self.lower_is_better:
+            return metric
+        unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
+        return f"{metric} ({', '.join(filter(None, (unit, self.direction)))})"
 
-    def computed(self, shown: Any) -> Any:
-        """Numbers as they are averaged and tested: the losses of perplexities."""
-        return np.log(shown) if self.scale == "perplexity" else shown
+    def computed(self, displayed: Any) -> Any:
+        """Convert displayed numbers to those that are averaged and tested: perplexities to
+        losses."""
+        return np.log(displayed) if self.scale == "perplexity" else displayed
 
-    def shown(self, computed: Any) -> Any:
-        """Numbers as they are shown: the inverse of `computed`."""
+    def displayed(self, computed: Any) -> Any:
+        """Convert computed numbers to those that are displayed: the inverse of `computed`."""
         return np.exp(computed) if self.scale == "perplexity" else computed
 
-    def shown_difference(self, reference: Any, difference: Any) -> Any:
-        """A difference to `reference`, both as computed, in the unit of what is shown."""
-        return (
-            self.shown(reference + difference) - self.shown(reference)
-            if self.scale == "perplexity"
-            else difference
-        )
+    def displayed_difference(self, reference: Any, difference: Any) -> Any:
+        """Convert a computed difference to the computed number `reference` to the unit of displayed
+        numbers."""
+        if self.scale != "perplexity":
+            return difference
+        return self.displayed(reference + difference) - self.displayed(reference)
 
 
 def common(quantities: Iterable[Quantity]) -> Quantity:
-    """What a mean over these is: the same if all are the same, a loss if less is better of all,
-    else a score."""
+    """The kind of a mean over numbers of these kinds: their kind if all are equal, a loss if less
+    is better for all, otherwise a score."""
     distinct = list(dict.fromkeys(quantities))
     if len(distinct) == 1:
         return distinct[0]
-    if not distinct or not all(each.lower_is_better for each in distinct):
+    if not distinct or not all(quantity.lower_is_better for quantity in distinct):
         return Quantity()
-    units = dict.fromkeys(each.unit for each in distinct if each.unit)
+    units = dict.fromkeys(quantity.unit for quantity in distinct if quantity.unit)
     return Quantity("loss", " and ".join(units))

@@ -1,10 +1,10 @@
 """Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with
 random plans, and verdicts on methods that have several seeds.
 
-A plan counts once, however many calibration sets it is compared under. A plan is above chance if
-the best of as many random plans is hardly ever that good (`analysis.stats.chance`). The best of the
-methods is compared with all others at once (`uncertainty.best_of_many`). A method with one seed
-gets no verdict: its plan says nothing about the next seed.
+A plan is listed once, also if it competes in the panels of several calibration sets. A plan is
+above chance if the best of as many random plans is hardly ever that good (`analysis.stats.chance`).
+The best of the methods is compared with all other methods at once (`uncertainty.best_of_many`). A
+method with one seed gets no verdict: its plan says nothing about the next seed.
 """
 
 from __future__ import annotations
@@ -41,25 +41,33 @@ class Ranking:
     request: tuple[float, str]
     """Requested ratio, and gate."""
     pruned: str
-    """What is removed, and the gate if there are several, in words."""
+    """Text with the removed share, and with the gate if the model has cells with several gates."""
     quantity: Quantity
-    """What is ranked by."""
+    """Kind of the scores."""
     rows: pd.DataFrame
-    """Index cell; columns criterion, method, calibration, seeds (their number), score, low, high,
-    over (what the interval is over), rank (equal for scores that are printed equal), spread
-    (standard deviation of the scores of the seeds), share (of the unpruned model's score), behind,
-    behind_low, behind_high, p (how much worse than the best method), chance (ABOVE, WITHIN or
-    BELOW, "" if unknown), verdict ("" with one seed) and status (chance, then the verdict unless
-    the plan is within or below chance). Of one model also granularity and recovery."""
+    """One row per plan, with index cell. Columns:
+
+    - criterion, method, calibration; for a single model also granularity and recovery
+    - seeds: number of seeds
+    - score, low, high; over: `items` or `3 seeds and items`, over which the interval is
+    - rank: equal for scores that are equal when printed
+    - spread: standard deviation of the scores of the seeds
+    - share: of the unpruned model's score
+    - behind, behind_low, behind_high, p: how much worse than the best method
+    - chance: ABOVE, WITHIN or BELOW, "" if unknown
+    - verdict: "" with one seed
+    - status: chance, then the verdict unless the plan is within or below chance
+    """
     unpruned: float
+    """Score of the unpruned model."""
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
     chance: dict[Kind, Chance] = field(default_factory=dict)
-    """Kind of plan -> chance, if there are random plans of two seeds."""
+    """Kind of plan -> chance, for kinds with random plans of two seeds."""
 
     @property
     def mean(self) -> str:
-        """Name of what is ranked by, such as Avg."""
+        """Name of the average by which plans are ranked, such as Avg."""
         return self.quantity.mean
 
     @property
@@ -81,7 +89,7 @@ class _Group:
     cells: pd.DataFrame
     pruned: str
     target: Target
-    """What is ranked by."""
+    """The columns over which the average is taken."""
 
     @property
     def quantity(self) -> Quantity:
@@ -108,6 +116,7 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
+    """Yield the groups of a model that have at least one score."""
     pruned = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
@@ -119,19 +128,21 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
-    """groups: of all models; random plans of those with the same ratio and gate can share their
+    """The ranking of the plans of `group`.
+
+    groups: those of all models; random plans of groups with the same ratio and gate can share their
     spread."""
     comparison = group.comparison
     target = group.target
     quantity = group.quantity
     score = comparison.score(target)
     low, high = comparison.interval(target)
-    by_seed = comparison.by_seed(target)
+    plan_scores = comparison.plan_scores(target)
     order = quantity.best_first(score[group.cells.index]).index
-    scores_of_seeds = [by_seed[comparison.scored_plans(target, cell)] for cell in order]
+    scores_of_seeds = [plan_scores[comparison.scored_plans(target, cell)] for cell in order]
     unpruned = np.nan
     if comparison.unpruned is not None:
-        unpruned = float(quantity.shown(score[comparison.unpruned]))
+        unpruned = float(quantity.displayed(score[comparison.unpruned]))
     rows = group.cells.loc[
         order, ["criterion", "method", "calibration", "granularity", "recovery"]
     ].assign(
@@ -143,15 +154,15 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[quantity.shown(scores).std(ddof=1) for scores in scores_of_seeds],
-        share=quantity.shown(score[order]) / unpruned,
+        spread=[quantity.displayed(scores).std(ddof=1) for scores in scores_of_seeds],
+        share=quantity.displayed(score[order]) / unpruned,
     )
-    plans_tested = sum(each.plans_tested for each in groups if each.comparison is comparison)
+    plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
     chance = _chance(group, groups)
     rows["chance"] = [
         _compared_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
     ]
-    methods = _with_seeds(rows)
+    methods = _comparable_methods(rows)
     leads = comparison.leads(target, methods) if len(methods) > 1 else []
     rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
     return Ranking(
@@ -166,9 +177,9 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     )
 
 
-def _with_seeds(rows: pd.DataFrame) -> list[int]:
-    """The methods that can be compared, best first: those with several seeds, without random
-    plans."""
+def _comparable_methods(rows: pd.DataFrame) -> list[int]:
+    """Index of the rows that can be compared with each other, best first: methods with several
+    seeds and a score, without random plans."""
     return list(
         rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
     )
@@ -177,19 +188,21 @@ def _with_seeds(rows: pd.DataFrame) -> list[int]:
 def _with_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add ranks, how far `methods` are behind the first of them, the best, and verdicts. Scores and
-    leads, given as computed, become those that are shown.
+    """Add rank, verdict, and how far `methods` are behind the best of them; convert computed scores
+    to displayed ones.
 
-    leads: the score of the best minus theirs; where less is better, their sign is changed."""
-    shown = {column: quantity.shown(rows[column]) for column in ("score", "low", "high")}
-    printed = shown["score"].round(PRINTED_DECIMALS)
+    methods: index of comparable rows, best first; leads: computed score of the best method minus
+    that of each other method."""
+    displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
+    printed = displayed["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
+        # positive for a method that is worse than the best, also when less is better
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        ends = quantity.shown_difference(
+        ends = quantity.displayed_difference(
             rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
         )
         tests[method] = [*ends, gap_to_best.p]
@@ -197,15 +210,17 @@ def _with_verdicts(
         verdicts[method] = _verdict(gap_to_best, printed[method] == printed[methods[0]])
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
-        **shown,
+        **displayed,
         rank=(-quantity.sign * printed).rank(method="min"),
         verdict=[verdicts.get(plan, "") for plan in rows.index],
         **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
     )
 
 
-def _verdict(gap_to_best: Estimate, equal: bool) -> str:
-    if equal:
+def _verdict(gap_to_best: Estimate, printed_equal: bool) -> str:
+    """Verdict on a method by its gap to the best one; printed_equal: whether the two scores are
+    equal when printed."""
+    if printed_equal:
         return BEST
     if np.isnan(gap_to_best.p):
         return UNTESTED
@@ -213,8 +228,8 @@ def _verdict(gap_to_best: Estimate, equal: bool) -> str:
 
 
 def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add one status a row: the comparison with chance, and the verdict where that does not rule
-    one out."""
+    """Add the column status: the comparison with chance, followed by the verdict unless the plan is
+    within or below chance; `random plans` for random plans."""
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -227,17 +242,14 @@ def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> chance, with the spread of random plans of all models that have this ratio
-    and average."""
+    """Kind of plan -> chance in this group. The spread of random plans can be pooled over the
+    models with the same ratio, gate and average (see `chances`)."""
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
-    for each in groups:
-        if (each.request, each.target, each.quantity) == (
-            group.request,
-            group.target,
-            group.quantity,
-        ):
-            for kind, scores in random_scores(each.comparison, each.cells, each.target).items():
-                scores_by_kind.setdefault(kind, {})[each.comparison.model] = scores
+    matched = (group.request, group.target, group.quantity)
+    for other in groups:
+        if (other.request, other.target, other.quantity) == matched:
+            for kind, scores in random_scores(other.comparison, other.cells, other.target).items():
+                scores_by_kind.setdefault(kind, {})[other.comparison.model] = scores
     model = group.comparison.model
     return {
         kind: chances(scores)[model] for kind, scores in scores_by_kind.items() if model in scores
@@ -247,8 +259,8 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _compared_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """ABOVE, WITHIN or BELOW, by the random plans of a plan's kind; "" for random plans and where
-    there are none."""
+    """Compare a plan with random plans of its kind: ABOVE, WITHIN or BELOW; "" for a random plan, a
+    plan without a score, and a kind without random plans."""
     of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))
     if of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
@@ -261,10 +273,11 @@ def _compared_with_chance(
 
 
 def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Rankings of the plans that all models have, by the mean over models, with models as random
-    effects.
+    """Yield rankings by the mean over models, with models as random effects: one per ratio and gate
+    that several models have.
 
-    Models with this ratio and gate are taken together if they are ranked by the same quantity."""
+    A ranking has the plans that all of these models have. There is none if the models are ranked by
+    different quantities."""
     models = {ranking.model for ranking in of_models}
     for request in dict.fromkeys(ranking.request for ranking in of_models):
         pooled = [ranking for ranking in of_models if ranking.request == request]
@@ -274,27 +287,26 @@ def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
             ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in pooled
         ]
         scores = pd.concat([of_model["score"] for of_model in plans], axis=1, join="inner")
-        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner").min(
-            axis=1
-        )
+        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner")
         if len(scores) > 1:
-            label = (
-                ALL_MODELS
-                if len(pooled) == len(models)
-                else names.listing(ranking.model for ranking in pooled)
-            )
-            yield _of_models(pooled, pooled[0].quantity.computed(scores), seeds, label)
+            label = ALL_MODELS
+            if len(pooled) < len(models):
+                label = names.listing(ranking.model for ranking in pooled)
+            computed = pooled[0].quantity.computed(scores)
+            yield _of_models(pooled, computed, seeds.min(axis=1), label)
 
 
 def _of_models(
     pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
 ) -> Ranking:
-    """table: (plans, models) scores as computed; seeds: of each plan, in the model where it has the
-    fewest."""
+    """The ranking of plans by the mean over models, named `label`.
+
+    pooled: the rankings of the models; table: computed scores (plans, models); seeds: number of
+    seeds of each plan, in the model where it has the fewest."""
     quantity = pooled[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
     unpruned = float(
-        quantity.shown(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled]))
+        quantity.displayed(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled]))
     )
     scores = table.to_numpy(float)
     means = [uncertainty.mean_estimate(row) for row in scores]
@@ -305,11 +317,11 @@ def _of_models(
         score=[mean.value for mean in means],
         low=low,
         high=high,
-        spread=quantity.shown(scores).std(axis=1, ddof=1),
-        share=[quantity.shown(mean.value) / unpruned for mean in means],
+        spread=quantity.displayed(scores).std(axis=1, ddof=1),
+        share=[quantity.displayed(mean.value) / unpruned for mean in means],
         chance="",
     )
-    methods = _with_seeds(rows)
+    methods = _comparable_methods(rows)
     scores_of_methods = scores[methods]
     pairs = [
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
@@ -321,32 +333,30 @@ def _of_models(
 
 
 def plan_name(row: Mapping[str, object]) -> str:
-    """`REAP on Code`; the name alone of a method that reads no text."""
+    """Name of a plan: `REAP on Code`, or `Magnitude` for a method that reads no text."""
     method = names.method(str(row["method"]))
-    return (
-        method
-        if row["calibration"] == "none"
-        else f"{method} on {names.calibration(str(row['calibration']))}"
-    )
+    if row["calibration"] == "none":
+        return method
+    return f"{method} on {names.calibration(str(row['calibration']))}"
 
 
-NAMED, SHOWN = 4, 8
-"""Most plans that a sentence names; most plans of a ranking in a terminal, and most rankings there
-and in sentences."""
+PLANS_IN_SENTENCE = 4
+"""Most plans that a sentence names."""
+MOST_LISTED = 8
+"""Most plans of a ranking in a terminal, and most rankings in a terminal and in headlines."""
 
 
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
-    """What all rankings say together, what each of the first SHOWN says, and how many more there
-    are."""
-    more = (
-        [f"The table has {len(rankings) - SHOWN} more rankings."] if len(rankings) > SHOWN else []
-    )
-    return [*overview(rankings), *map(headline, rankings[:SHOWN]), *more]
+    """The sentences of the overview, and a headline of each ranking; of the rankings after the
+    first MOST_LISTED, only their number."""
+    rest = len(rankings) - MOST_LISTED
+    more = [f"The table has {rest} more rankings."] if rest > 0 else []
+    return [*overview(rankings), *map(headline, rankings[:MOST_LISTED]), *more]
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """On how many models some plan is above chance, and that plans of one seed get no verdict; as
-    far as it applies."""
+    """Sentences on all rankings together: on how many models some plan is above chance, and, if
+    there are methods with one seed, that they get no verdict."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     above = {ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
@@ -370,7 +380,7 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def headline(ranking: Ranking) -> str:
-    """What a ranking says in a few sentences."""
+    """Summary of a ranking in a few sentences: the best plans with their score, then `remarks`."""
     extreme = (
         f"lowest mean {ranking.quantity.name}"
         if ranking.quantity.lower_is_better
@@ -390,9 +400,10 @@ def headline(ranking: Ranking) -> str:
 
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
-    """The names of at most NAMED plans, and how many more there are."""
-    more = [f"{len(plans) - NAMED} more"] if len(plans) > NAMED else []
-    return names.listing([*map(plan_name, plans[:NAMED]), *more])
+    """The names of the first PLANS_IN_SENTENCE plans, and the number of the other plans."""
+    rest = len(plans) - PLANS_IN_SENTENCE
+    more = [f"{rest} more"] if rest > 0 else []
+    return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *more])
 
 
 def remarks(ranking: Ranking) -> list[str]:
@@ -403,16 +414,19 @@ def remarks(ranking: Ranking) -> list[str]:
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """How many plans of a kind are above chance, or how many random plans it would take for the
-    first one to be."""
+    """A sentence on how many plans of a kind are above chance; if none is, with the number of
+    random plans with which the best plan would be."""
+    granularity, recovery = kind
     rows = ranking.competing
-    rows = rows[(rows["granularity"] == kind[0]) & (rows["recovery"] == kind[1])]
+    rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
     if rows.empty:
         return ""
     quantity = ranking.quantity
     limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
     counts = [
-        f"{count} {word}" for word, count in rows["chance"].value_counts().items() if word != WITHIN
+        f"{count} {status}"
+        for status, count in rows["chance"].value_counts().items()
+        if status != WITHIN
     ]
     spread = (
         f"pooled over {names.count(chance.models, 'model')}"
@@ -424,9 +438,10 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     of = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
-        f"({'below' if quantity.lower_is_better else 'above'} {quantity.shown(limit):.3f}; "
-        f"{names.count(chance.plans, 'random plan')} with mean {quantity.shown(chance.mean):.3f}, "
-        f"standard deviation {of}{chance.spread:.3f} {spread})."
+        f"({'below' if quantity.lower_is_better else 'above'} {quantity.displayed(limit):.3f}; "
+        f"{names.count(chance.plans, 'random plan')} with mean "
+        f"{quantity.displayed(chance.mean):.3f}, standard deviation {of}{chance.spread:.3f} "
+        f"{spread})."
     )
     best = float(quantity.computed(rows["score"].iloc[0]))
     if (rows["chance"] == ABOVE).any() or quantity.sign * (best - chance.mean) <= 0:
@@ -439,8 +454,9 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
 
 
 def _verdict_sentence(ranking: Ranking) -> str:
-    """The verdicts on the methods with several seeds; "" if there are not two."""
-    if len(_with_seeds(ranking.rows)) < 2:
+    """A sentence with the verdicts on the methods with several seeds; "" for fewer than two such
+    methods."""
+    if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     stated = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
     groups = {verdict: records(rows) for verdict, rows in stated.groupby("verdict")}
@@ -454,9 +470,10 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, the first plans of each, and remarks."""
+    """The rankings as text for a terminal: the overview, then the first plans and the remarks of
+    each ranking."""
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
-    for ranking in rankings[:SHOWN]:
+    for ranking in rankings[:MOST_LISTED]:
         quantity = f"{ranking.mean}, {ranking.quantity.direction}"
         lines = [
             (
@@ -465,16 +482,16 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
             )
         ]
         rows = records(ranking.scored)
-        width = max(len(plan_name(row)) for row in rows[:SHOWN])
-        for row in rows[:SHOWN]:
+        width = max(len(plan_name(row)) for row in rows[:MOST_LISTED])
+        for row in rows[:MOST_LISTED]:
             numbers = (
                 f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f} over {row['over']}"
             )
             line = f"  {row['rank']:2.0f}  {plan_name(row):{width}}  {numbers}  {row['status']}"
             lines.append(line.rstrip())
-        if len(rows) > SHOWN:
-            lines.append(f"  and {len(rows) - SHOWN} more")
+        if len(rows) > MOST_LISTED:
+            lines.append(f"  and {len(rows) - MOST_LISTED} more")
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
-    if len(rankings) > SHOWN:
-        parts.append(f"and {len(rankings) - SHOWN} more rankings in the report")
+    if len(rankings) > MOST_LISTED:
+        parts.append(f"and {len(rankings) - MOST_LISTED} more rankings in the report")
     return "\n\n".join(parts)

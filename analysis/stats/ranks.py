@@ -49,11 +49,11 @@ PRINTED_DECIMALS = 3
 
 
 def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Displayed column -> its benchmarks among `available`; a benchmark without a known column gets
-    its own.
+    """Displayed column -> its benchmarks among `available`; a benchmark that is in no column of
+    `names.COLUMNS` is a column itself.
 
-    A column is the mean of those of its benchmarks that were run; `partial` lists the columns
-    without some.
+    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that
+    lack benchmarks.
     """
     columns = {}
     remaining = dict.fromkeys(available)
@@ -67,8 +67,8 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column without some benchmarks of the published definition -> how many are
-    missing."""
+    """Displayed column -> number of missing benchmarks, for columns that lack benchmarks of their
+    published definition."""
     missing = {
         name: len(COLUMNS[name]) - len(run) for name, run in columns.items() if name in COLUMNS
     }
@@ -78,10 +78,9 @@ def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
 def component_columns(
     scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None
 ) -> pd.DataFrame:
-    """Average benchmarks to displayed columns; `scores` has one column per benchmark, and rows stay
-    as they are.
+    """Average `scores` (rows, benchmarks) to (rows, displayed columns).
 
-    A row without one benchmark of a column has NaN there, never a mean over the others.
+    A row that lacks a benchmark of a column has NaN there, never a mean over the other benchmarks.
     """
     if columns is None:
         columns = displayed([str(name) for name in scores.columns])
@@ -97,7 +96,7 @@ def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) 
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
-    """Avg Rank by the papers' rule. Rows must be pruned criteria only: the caller leaves out the
-    unpruned model."""
+    """Avg Rank of each row by the papers' rule. The caller must leave out the unpruned model, since
+    only pruned models are ranked."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")

@@ -1,7 +1,7 @@
 """Confidence intervals, paired tests, the best of many methods, and Holm's correction.
 
-Scores are means over items. What a seed changes is in them, too: plans of one method that differ in
-the seed are replicates, and all of them answer the same items, so seeds and items are crossed
+Scores are means over items. They also vary with the seed: plans of one method that differ in the
+seed alone are replicates. All replicates answer the same items, so seeds and items are crossed
 random effects.
 """
 
@@ -15,34 +15,37 @@ import numpy as np
 from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
+"""Confidence level of intervals."""
 POWER = 0.8
-"""Share of studies in which a difference of the size `Estimate.detectable` is found."""
+"""Probability with which a study finds a difference of the size `Estimate.detectable`."""
 LEVEL = 0.05
-"""What has a smaller p-value, after correction, is beyond noise."""
+"""Significance level of corrected p-values."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated score or difference with its standard error and degrees of freedom; NaN where
-    one is not known."""
+    """An estimated score or difference with its standard error and degrees of freedom; unknown ones
+    are NaN."""
 
     value: float
     error: float = np.nan
+    """Standard error of `value`."""
     freedom: float = np.nan
+    """Degrees of freedom of `error`."""
     exact: float = np.nan
-    """An exact p-value, in place of that of the t-test."""
+    """Exact p-value, which replaces the p-value of the t-test."""
     methods: int = 2
-    """Number of methods, of which the data chose the two that differ by `value`; 2 for any other
-    estimate, and then the studentised range is Student's t."""
+    """Number of methods among which the data chose the two that `value` compares: intervals and p
+    are then those of the studentised range. 2 for any other estimate, with Student's t."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Ends of the 95 % interval, simultaneous for all pairs of the methods."""
+        """Low and high end of the 95 % interval, simultaneous for all pairs of the methods."""
         if self.methods > 2:
-            reach = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
+            half_width = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
         else:
-            reach = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
-        return self.value - reach, self.value + reach
+            half_width = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
+        return self.value - half_width, self.value + half_width
 
     @property
     def p(self) -> float:
@@ -61,8 +64,8 @@ class Estimate:
 
     @property
     def detectable(self) -> float:
-        """The true value that a study with this standard error would call different from 0 with
-        probability POWER."""
+        """The true value for which a study with this standard error finds a significant difference
+        from 0 with probability POWER."""
         quantiles = stdtrit(self.freedom, (1 + CONFIDENCE) / 2) + stdtrit(self.freedom, POWER)
         return float(quantiles * self.error)
 
@@ -72,43 +75,46 @@ class Stratum:
     """Items that were drawn together, such as those of one benchmark."""
 
     contributions: np.ndarray
-    """(replicates, items); the score of a replicate is the sum of its contributions over all
-    strata."""
+    """(replicates, items). The sum of a replicate's contributions over the items of all strata is
+    its score."""
     shares: np.ndarray
-    """(items,), positive and with the sum 1: the weight of an item, such as its share of all
-    tokens."""
+    """(items,) weights of the items, positive with sum 1, such as shares of all tokens."""
 
 
 def crossed(strata: Sequence[Stratum]) -> Estimate:
-    """Mean score of the replicates, with the error of crossed random effects of seeds and items.
+    """Mean score of the replicates, with the standard error of crossed random effects of seeds and
+    items.
 
-    The variance of the mean is V(seeds) + V(items) - V(seed x item), each from its mean square;
-    degrees of freedom are Satterthwaite's, and at least 1. With one replicate it is that of items
-    alone, of the plan rather than the method. Items are weighted by their shares, as in a ratio
-    estimator. NaN for a stratum of one item.
+    The variance of the mean is V(seeds) + V(items) - V(seed x item), each term from its mean
+    square; degrees of freedom are Satterthwaite's, and at least 1. With one replicate it is
+    V(items), the variance for this plan rather than for its method. Items are weighted by their
+    shares, as in a ratio estimator. The error is NaN if a stratum has one item.
     """
     totals = [stratum.contributions.sum(axis=1) for stratum in strata]
-    of_seed = np.sum(totals, axis=0)
-    seeds = len(of_seed)
-    value = float(np.mean(of_seed))
-    by_seed = ((of_seed - value) ** 2).sum() / (seeds - 1) / seeds if seeds > 1 else 0.0
-    by_item = rest = squares = 0.0
+    scores = np.sum(totals, axis=0)
+    seeds = len(scores)
+    value = float(np.mean(scores))
+    seed_variance = ((scores - value) ** 2).sum() / (seeds - 1) / seeds if seeds > 1 else 0.0
+    item_variance = 0.0
+    interaction = 0.0
+    squares = 0.0  # sum of squared terms, each divided by its degrees of freedom (Satterthwaite)
     for stratum, total in zip(strata, totals, strict=True):
         items = len(stratum.shares)
         if items < 2:
             return Estimate(value)
         means = stratum.contributions.mean(axis=0) - stratum.shares * total.mean()
-        items_part = items / (items - 1) * (means**2).sum()
-        by_item = by_item + items_part
-        squares = squares + items_part**2 / (items - 1)
+        item_part = items / (items - 1) * (means**2).sum()
+        item_variance = item_variance + item_part
+        squares = squares + item_part**2 / (items - 1)
         if seeds > 1:
             residuals = stratum.contributions - total[:, None] * stratum.shares - means
-            rest_part = items / (items - 1) * (residuals**2).sum() / (seeds - 1) / seeds
-            rest = rest + rest_part
-            squares = squares + rest_part**2 / (items - 1) / (seeds - 1)
-    squares += by_seed**2 / (seeds - 1) if seeds > 1 else 0.0
-    difference = by_seed + by_item - rest
-    variance = max(difference, by_seed, by_item)  # a variance of effects cannot be negative
+            interaction_part = items / (items - 1) * (residuals**2).sum() / (seeds - 1) / seeds
+            interaction = interaction + interaction_part
+            squares = squares + interaction_part**2 / (items - 1) / (seeds - 1)
+    squares += seed_variance**2 / (seeds - 1) if seeds > 1 else 0.0
+    difference = seed_variance + item_variance - interaction
+    # a variance of effects cannot be negative
+    variance = max(difference, seed_variance, item_variance)
     freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
     return Estimate(value, float(np.sqrt(variance)), float(freedom))
 
@@ -127,16 +133,17 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 def best_of_many(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:
-    """Lead of the first method, the best of many by the same data, over each other one.
+    """Lead of the best method over each other method, where the best one was picked by the same
+    data.
 
-    pairs: its difference to each other one from their own plans. strata: outcomes of the plans of
-    all methods, one replicate each. methods (replicates,): the number of the method of each plan;
-    the best has 0.
+    pairs: for each other method, the difference estimated from the plans of the two methods alone.
+    strata: outcomes of the plans of all methods, one replicate per plan. methods (replicates,): the
+    number of each plan's method; 0 is the best method.
 
-    The error of a lead is the larger of its own and one whose variances are pooled over all
-    methods, as the range of many means needs more degrees of freedom than two methods have. Its p
-    is that of the studentised range (Tukey's procedure for all pairs), so that the best may be
-    picked from the data. Only values are known without strata.
+    The error of a lead is the larger of two: the error in `pairs`, and one from variances that are
+    pooled over all methods, as the range of many means needs more degrees of freedom than two
+    methods have. p is from the studentised range (Tukey's procedure for all pairs), so that the
+    best may be picked from the data. Without strata, error and p are NaN.
     """
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
@@ -154,8 +161,8 @@ def best_of_many(
 
 
 def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """As `best_of_many`, from numbers (seeds, methods, blocks) of blocks with equal weights;
-    the first method is the best."""
+    """Lead of the first method, which is the best one, over each other method: `best_of_many` of
+    numbers (seeds, methods, blocks), whose mean over blocks is the score."""
     seeds, methods, blocks = table.shape
     by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
     stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
@@ -165,30 +172,34 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
 def _pooled(
     strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Variance of each method's mean score among those of the others, and its degrees of freedom.
+    """Variance of each method's mean score (methods,), from terms that are pooled over all methods,
+    and its degrees of freedom.
 
-    As in `crossed` it is V(seeds) + V(method x item) - V(rest), but each term is of all methods
-    together. `average` (methods, plans): the weights of plans in the mean of their method."""
-    others = len(average) - 1
-    repeats = len(methods) - len(average)
+    As in `crossed` it is V(seeds) + V(method x item) - V(seed x item). methods (plans,): the number
+    of each plan's method; average (methods, plans): the weights of plans in the mean of their
+    method."""
+    method_freedom = len(average) - 1
+    seed_freedom = len(methods) - len(average)
     shares = (average**2).sum(axis=1)  # 1 / number of seeds
-    of_plan = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    of_seed = ((of_plan - (average @ of_plan)[methods]) ** 2).sum() / max(repeats, 1)
-    by_item = rest = squares = 0.0
+    scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
+    deviations = scores - (average @ scores)[methods]
+    seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * shares
+    item_variance = 0.0
+    residual = 0.0
+    squares = 0.0  # sum of squared terms, each divided by its degrees of freedom (Satterthwaite)
     for stratum in strata:
         items = len(stratum.shares)
-        centred = (
-            stratum.contributions - stratum.contributions.sum(axis=1)[:, None] * stratum.shares
-        )
+        scale = items / (items - 1)
+        totals = stratum.contributions.sum(axis=1)[:, None]
+        centred = stratum.contributions - totals * stratum.shares
         means = average @ centred
-        part = items / (items - 1) * ((means - means.mean(axis=0)) ** 2).sum() / others
-        by_item = by_item + part
-        squares = squares + part**2 / others / (items - 1)
-        rest += items / (items - 1) * ((centred - means[methods]) ** 2).sum() / max(repeats, 1)
-    by_seed = of_seed * shares
-    interaction = max(0.0, by_item - rest * shares.mean())
-    variances = np.maximum(by_seed + interaction, by_item)
-    squares += by_seed.mean() ** 2 / repeats if repeats else 0.0
+        part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
+        item_variance = item_variance + part
+        squares = squares + part**2 / method_freedom / (items - 1)
+        residual += scale * ((centred - means[methods]) ** 2).sum() / max(seed_freedom, 1)
+    interaction = max(0.0, item_variance - residual * shares.mean())
+    variances = np.maximum(seed_variances + interaction, item_variance)
+    squares += seed_variances.mean() ** 2 / seed_freedom if seed_freedom else 0.0
     freedom = variances.mean() ** 2 / squares if squares > 0 else 1.0
     return variances, max(1.0, float(freedom))
 
@@ -210,19 +221,21 @@ def range_quantile(methods: int, freedom: float = np.inf) -> float:
 
 _DEVIATES, _STEP = np.linspace(-9, 9, 91, retstep=True)
 _WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
+"""Weights of _DEVIATES in an integral over the standard normal distribution."""
 
 
 def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf) -> np.ndarray:
-    """P-value of each of `values` as the range of `methods` normal deviates, divided by a standard
-    deviation that was estimated with `freedom` degrees of freedom, of which there should be at
-    least two.
+    """Probability that a studentised range exceeds each of `values`, with the shape of `values`.
 
-    Equal to scipy's `studentized_range.sf(values, methods, freedom)`; scipy.stats takes half a
-    second to import. Sums over equal steps are exact to many decimals, as what is integrated and
-    its derivatives vanish at both ends."""
+    A studentised range is the range of `methods` normal deviates, divided by a standard deviation
+    that was estimated with `freedom` degrees of freedom (at least two). Equal to scipy's
+    `studentized_range.sf(values, methods, freedom)`; scipy.stats takes half a second to import.
+    Sums over equal steps are exact to many decimals, as the integrand and its derivatives vanish at
+    both ends."""
     if np.isinf(freedom):
-        others = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
-        return np.asarray(1 - methods * (_WEIGHTS * others ** (methods - 1)).sum(axis=-1))
+        # probability that a further deviate lies below the largest one, and at most `values` below
+        within = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
+        return np.asarray(1 - methods * (_WEIGHTS * within ** (methods - 1)).sum(axis=-1))
     half = freedom / 2
     low, high = np.log(gammaincinv(half, [1e-10, 1 - 1e-13]) / half) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
@@ -233,8 +246,7 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
 
 
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % Wilson interval of a share of successes among items (arrays of one shape): lower and
-    upper ends.
+    """Lower and upper ends of the 95 % Wilson interval of successes / items (arrays of one shape).
 
     Equal to statsmodels' `proportion_confint(successes, items, method="wilson")`, which imports all
     of scipy.stats: a twentieth of the time of a report.
@@ -242,17 +254,17 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     share = successes / items
     z = ndtri((1 + CONFIDENCE) / 2)
     centre = share + z**2 / (2 * items)
-    reach = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
-    low = (centre - reach) / (1 + z**2 / items)
-    high = (centre + reach) / (1 + z**2 / items)
-    answered = items > 0
-    return np.where(answered & (successes == 0), 0.0, low), np.where(
-        answered & (successes == items), 1.0, high
-    )
+    half_width = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
+    low = (centre - half_width) / (1 + z**2 / items)
+    high = (centre + half_width) / (1 + z**2 / items)
+    # exactly 0 and 1, without rounding errors
+    low = np.where((items > 0) & (successes == 0), 0.0, low)
+    high = np.where((items > 0) & (successes == items), 1.0, high)
+    return low, high
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:
-    """Holm's step-down adjustment of a family of p-values; NaN stays NaN and does not count.
+    """Adjust a family of p-values by Holm's step-down method; NaN stays NaN and is not counted.
 
     Equal to statsmodels' `multipletests(p_values, method="holm")`, which is slower: it runs the
     garbage collector at every call.
@@ -266,8 +278,8 @@ def holm(p_values: np.ndarray) -> np.ndarray:
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Exact two-sided McNemar p-values for 0/1 outcomes of two plans on the same items (...,
-    items).
+    """Exact two-sided McNemar p-values (...) for the 0/1 outcomes (..., items) of two plans on the
+    same items.
 
     Equal to statsmodels' `mcnemar(table, exact=True)`, for many pairs at once. Under the null
     hypothesis, each discordant item favours either plan with probability 1/2.

@@ -2,10 +2,11 @@
 
 Figure 2 of Unified Expert Pruning.
 
-The winner is tested against all other methods if all have several seeds: its p-value is the largest
-of the tests, and Holm's correction covers all cells of one map. That the winner is picked from the
-data needs no further correction, as it must be ahead of each other method. Methods whose scores are
-equal when printed (three decimals) share the first place, and none of them wins.
+The winner is tested against all other methods if all methods have several seeds: its p-value is the
+largest of the tests, and Holm's correction covers all cells of one map. No further correction is
+needed for picking the winner from the data, since it must be significantly ahead of every other
+method. Methods whose scores are equal when printed (three decimals) share the first place, and none
+of them wins.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from analysis.stats.uncertainty import LEVEL
 from moe_lab.results import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]
-"""One map per combination of these; its rows and columns are displayed columns and calibration
-sets."""
+"""Axes with one map per combination of values. The rows of a map are displayed columns, its columns
+are calibration sets."""
 
 
 _BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
+"""Columns of `winner_map` that `_best` computes."""
 
 
 def winner_map(
@@ -38,10 +40,10 @@ def winner_map(
 ) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
-    criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the
-    ratio, in words), calibration, column, winners (tuple of methods' keys, several when tied),
-    score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, proved.
-    Without a p where a method has one seed.
+    criteria: keys of the methods that compete, by default all methods. Returned columns: SETTINGS,
+    pruned (text with the ratio), calibration, column, winners (tuple of methods' keys, several when
+    tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm
+    and proved. p is NaN where a method has one seed.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -66,50 +68,51 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _best(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """The columns _BEST of one cell of the map."""
+    """The columns _BEST of one cell of the map: one displayed column in one panel."""
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
     competing = [name for name in panel.cells if criteria is None or name in criteria]
     cells = {name: panel.cells[name] for name in competing}
-    of_methods = pd.Series(cells, dtype=int).map(scores)
-    shown = quantity.best_first(quantity.shown(of_methods).dropna())
-    if shown.empty:
+    scores_of_methods = pd.Series(cells, dtype=int).map(scores)
+    displayed = quantity.best_first(quantity.displayed(scores_of_methods).dropna())
+    if displayed.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
-    printed = shown.round(PRINTED_DECIMALS)
+    printed = displayed.round(PRINTED_DECIMALS)
     is_best = printed == printed.iloc[0]
     winners = tuple(name for name in competing if is_best.get(name, False))
-    best = {"winners": winners, "score": shown[winners[0]], "runner_up": "", "p": np.nan}
-    rest = shown[~is_best]
-    if rest.empty:
+    best = {"winners": winners, "score": displayed[winners[0]], "runner_up": "", "p": np.nan}
+    losers = displayed[~is_best]
+    if losers.empty:
         return best
-    second = str(rest.index[0])
+    second = str(losers.index[0])
     lead = comparison.difference((column,), cells[winners[0]], cells[second])
-    ends = np.array([lead.value, *lead.interval])
-    ends = quantity.shown_difference(scores[cells[second]], ends)
-    best |= {"runner_up": second, "runner_up_score": rest.iloc[0]}
-    best |= dict(zip(("lead", "lead_low", "lead_high"), ends, strict=True))
+    numbers = np.array([lead.value, *lead.interval])
+    numbers = quantity.displayed_difference(scores[cells[second]], numbers)
+    best |= {"runner_up": second, "runner_up_score": losers.iloc[0]}
+    best |= dict(zip(("lead", "lead_low", "lead_high"), numbers, strict=True))
     if len(winners) == 1:
         best["p"] = _p_of_winner(
-            comparison, column, [cells[name] for name in (*winners, *rest.index)]
+            comparison, column, [cells[name] for name in (*winners, *losers.index)]
         )
     return best
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
-    """The largest p of the first of `cells`, the winner, against each other method; NaN if it is
-    random, or if a method has one seed. Random plans do not compete."""
+    """The largest p of the tests of the winner, `cells[0]`, against each other cell without random
+    plans; NaN if the winner is random, or if a cell has one seed."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
     if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
         return np.nan
     leads = comparison.leads((column,), methods)
-    return float(np.max([replace(lead, methods=2).p for lead in leads]))  # NaN if one of them is
+    # methods=2: Student's t in place of the studentised range; NaN if any p is NaN
+    return float(np.max([replace(lead, methods=2).p for lead in leads]))
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """The text of one cell of the map: the winner, all that share the first place, `all 0`, or
-    `gap`."""
+    """The text in one cell of the map: the winner, or all methods that share the first place;
+    `all 0` for a shared score of 0, `gap` without winners."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
@@ -118,12 +121,13 @@ def label(winners: Sequence[str], score: float) -> str:
 
 
 METRIC = "answer_loss"
+"""Column of samples with the loss on right answers; also the name of the metric."""
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
 
 
 def study_of_losses(study: Study) -> Study:
-    """The study with losses on right answers as results and outcomes, of benchmarks that have such
-    losses."""
+    """The study with losses on right answers in place of scores, in results and samples;
+    benchmarks without such losses are left out."""
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
     samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
     summary = (

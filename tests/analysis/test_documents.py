@@ -208,7 +208,7 @@ def test_a_caption_says_which_methods_have_which_seeds(
 ) -> None:
     plans = [cell(name, seed=seed) for name, of_name in seeds.items() for seed in of_name]
     study = study_of(comparison_of([UNPRUNED, *plans], {"gsm8k": [[1]] * (1 + len(plans))}))
-    assert captions.reading(study).startswith(text)
+    assert captions.run_setup(study).startswith(text)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(
         )
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
-    score, low, high = (float(each[3]) for each in comparison.shown(("gsm8k",)))
+    score, low, high = (float(each[3]) for each in comparison.displayed(("gsm8k",)))
     ratio = math.exp(0.98 / 13)
     ends = (13 - 0.98, 13 + 0.98) if scale == "loss" else (13 / ratio, 13 * ratio)
     assert (score, low, high) == pytest.approx((13, *ends))

@@ -22,11 +22,11 @@ from analysis.load import plans
 from analysis.outputs import ranks
 from analysis.outputs import scores as score_tables
 from analysis.published.numbers import (
-    AFTER,
     AVERAGE,
-    BEFORE,
     FOLDER,
     GROUPS,
+    MEMORY_AFTER,
+    MEMORY_BEFORE,
     NOT_COMPARABLE,
     PAPERS,
     RANK,
@@ -181,8 +181,8 @@ ANGLES = {"deepseek_v2_lite_chat": 163840 * 64, "qwen3_30b_a3b_instruct": 262144
 """Positions x rotary dimensions: vLLM keeps a table of cosines and sines in bfloat16, as long as
 the context."""
 SLIPS = {
-    ("unified", "qwen3_30b_a3b_instruct", BEFORE): 0.013,
-    ("evoesap", "qwen3_30b_a3b_instruct", BEFORE): 0.013,
+    ("unified", "qwen3_30b_a3b_instruct", MEMORY_BEFORE): 0.013,
+    ("evoesap", "qwen3_30b_a3b_instruct", MEMORY_BEFORE): 0.013,
 }
 """Printed totals that the sum misses by more than WITHIN, and by how much. What is freed is held in
 test_expected."""
@@ -209,7 +209,7 @@ def total(number: Printed) -> Total:
     """Besides parameters in bfloat16, a server keeps rotary angles; ERNIE's routers are in
     float32."""
     model = number.key[0]
-    share = number.key[1] if number.benchmark == AFTER else 0.0
+    share = number.key[1] if number.benchmark == MEMORY_AFTER else 0.0
     known = OmegaConf.load(ROOT / "conf" / "model" / f"{model}.yaml").expected
     expert = known.hidden * (3 * known.width + 1)  # three matrices, and a row of the router
     removed = known.moe_layers * int(known.experts * share) * expert
@@ -223,7 +223,7 @@ def total(number: Printed) -> Total:
 TOTALS = [
     total(number)
     for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3"))
-    if number.benchmark in (BEFORE, AFTER)
+    if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
 ]
 
 

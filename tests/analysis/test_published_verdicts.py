@@ -89,7 +89,7 @@ def study_of(
 
 
 def verdicts(study: Any, comparison: Comparison, of: str = "unified.table5") -> pd.DataFrame:
-    return published_table(Facts(study), [comparison], of=of).frame
+    return published_table(Facts(study), [comparison], of).frame
 
 
 def test_equal_scores_agree_in_every_cell() -> None:
@@ -143,7 +143,7 @@ def test_other_rows_have_no_published_number(changes: dict[str, Any]) -> None:
     comparison.all_cells.loc[1, list(axes)] = list(axes.values())
     table = verdicts(study, comparison)
     assert set(table["Criterion"]) == {"Unpruned"}
-    note = published_table(Facts(study), [comparison], of="unified.table5").footnotes[-1]
+    note = published_table(Facts(study), [comparison], "unified.table5").footnotes[-1]
     assert note == "1 of 1 pruned cells have no printed row here (MAN)."
 
 
