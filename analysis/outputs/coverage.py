@@ -26,8 +26,9 @@ RARE = 0.1
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert, one row per model and calibration set.
 
-    Columns: experts, unseen (experts without a token), rare (experts under a tenth of an
-    even load), least, median and most (tokens of the least, median and most used expert).
+    Columns: model, calibration, experts, unseen (experts without a token), rare (experts with less
+    than a tenth of an even load), least, median and most (tokens of the least, median and most used
+    expert).
     """
     rows = []
     for key, frame in groups(coverage, ["model", "calibration"]):
@@ -55,7 +56,8 @@ def tokens_per_expert(results: Results, name: str) -> list[Item]:
 
 
 def coverage_table(study: Study, name: str) -> Table:
-    """Table of `coverage_summary`."""
+    """Table of `coverage_summary`, with the items of benchmarks that are in the calibration
+    text."""
     text = {"Model": "model", "Calibration": "calibration"}
     numbers = {
         "Experts": "experts",
@@ -72,43 +74,50 @@ def coverage_table(study: Study, name: str) -> Table:
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
-        f"Rare: less than a tenth of an even load. {_looked_up(study)}Based on {pass_setup(study)}",
+        "Rare: less than a tenth of an even load. "
+        f"{_explained_items(study)}Based on {pass_setup(study)}",
         frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
 
 
 def _items(counts: Mapping[str, Any]) -> str:
-    """Items that were found and those that could be, in all and of the benchmarks of which some
-    were found."""
+    """Text with the numbers of found and comparable items: `3 / 155: GSM8K 3 / 75`, over all
+    benchmarks and of each benchmark with found items; "" without counts.
+
+    counts: benchmark -> its numbers, see `Study.contaminations`."""
+    if not counts:
+        return ""
+    total = _found_of_comparable(counts.values())
     parts = [
-        f"{names.benchmark(name)} {_share([count])}"
+        f"{names.benchmark(name)} {_found_of_comparable([count])}"
         for name, count in counts.items()
         if count["found"]
     ]
-    return (
-        f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
-    )
+    return f"{total}: {names.listing(parts)}" if parts else total
 
 
-def _share(counts: Collection[Any]) -> str:
-    found, comparable = (sum(count[name] for count in counts) for name in ("found", "comparable"))
+def _found_of_comparable(counts: Collection[Any]) -> str:
+    """Sums of found and of comparable items: `3 / 155`."""
+    found = sum(count["found"] for count in counts)
+    comparable = sum(count["comparable"] for count in counts)
     return f"{found:,} / {comparable:,}"
 
 
-def _looked_up(study: Study) -> str:
-    """What the column of items shows, and which benchmarks it does not."""
-    shown = [counts for counts in study.contaminations.values() if counts]
-    if not shown:
+def _explained_items(study: Study) -> str:
+    """Sentences for the caption on the column of items, and on the benchmarks that it lacks; ""
+    when no items were looked for."""
+    counts_of_sets = [counts for counts in study.contaminations.values() if counts]
+    if not counts_of_sets:
         return ""
-    known = {name: count for counts in shown for name, count in counts.items()}
+    known = {name: count for counts in counts_of_sets for name, count in counts.items()}
     missing = {
         "Not looked up": [task for task in study.results["task"].unique() if task not in known],
         "All items are shorter": [name for name, count in known.items() if not count["comparable"]],
     }
     sentences = [
-        f"{what}: {names.listing(map(names.benchmark, tasks))}. "
-        for what, tasks in missing.items()
+        f"{reason}: {names.listing(map(names.benchmark, tasks))}. "
+        for reason, tasks in missing.items()
         if tasks
     ]
     return (
@@ -119,12 +128,13 @@ def _looked_up(study: Study) -> str:
 
 
 def coverage_figure(study: Study, name: str) -> Figure:
-    """Tokens of every expert relative to an even load, sorted within its layer; experts without a
-    token are crossed."""
+    """A square per expert, shaded by its tokens relative to an even load and sorted within its
+    layer; a panel per model and calibration set. Experts without a token are crossed."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
-    panels = list(groups(coverage, ["model", "calibration"]))
-    panels.sort(key=lambda group: (group[0]["model"], order.index(group[0]["calibration"])))
+    ordered = coverage.assign(position=coverage["calibration"].map(order.index))
+    ordered = ordered.sort_values(["model", "position"], kind="stable")
+    panels = list(groups(ordered, ["model", "calibration"]))
     layers = max(experts["layer"].nunique() for _, experts in panels)
     drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layers, 24) + 0.5) + 0.5)
     for axes, (key, experts) in zip(
@@ -150,7 +160,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 
 def _level(tokens: np.ndarray) -> np.ndarray:
-    """Map the tokens of a layer's experts to the colour map: logarithmic, with an even load in the
-    middle."""
+    """Positions in the colour map of the experts of a layer, by their tokens: logarithmic, with an
+    even load in the middle."""
     even = max(tokens.mean(), 1e-9)
     return np.asarray(0.5 + 0.35 * np.clip(np.log10(np.maximum(tokens, 1e-9) / even), -1.4, 1.4))

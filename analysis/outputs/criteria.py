@@ -25,25 +25,31 @@ if TYPE_CHECKING:
     from moe_lab.criteria import Array
 
 SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
+"""Inputs of criteria: the columns of AIMER's Table 1."""
 MARKS = {True: "yes", False: "no"}
 EXPERTS, CHANNELS, HIDDEN = 5, 3, 2
-"""Sizes of the made-up layer on which the dependence of scores on inputs is tested."""
-_PARAMETERS = re.compile(r"(?P<name>\w+)(\((?P<inside>.*)\))?")
+"""Sizes of the artificial layer on which the dependence of scores on inputs is tested."""
+_CRITERION = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?")
 
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
 def formula_table(results: Results, name: str) -> Table:
     """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and its
     source."""
-    study = results.study
     from moe_lab import criteria
 
     rows = []
-    for spelled_name in _criteria(study):
-        criterion = criteria.get(_parsed(spelled_name)[0])
-        text = (inspect.getdoc(criterion.function) or "").partition("\n\n")[0].replace("\n", " ")
+    for text in _criteria(results.study):
+        name, _ = _parsed(text)
+        criterion = criteria.get(name)
+        formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
         rows.append(
-            (names.criterion(spelled_name), criterion.granularity, text, criterion.reference)
+            (
+                names.criterion(text),
+                criterion.granularity,
+                formula.replace("\n", " "),
+                criterion.reference,
+            )
         )
     return Table(
         name=name,
@@ -59,11 +65,9 @@ def formula_table(results: Results, name: str) -> Table:
 @output("aimer.table1", chapter="criteria", needs="registered criteria")
 def signal_table(results: Results, name: str) -> Table:
     """AIMER's Table 1: the inputs that each criterion of the study reads."""
-    study = results.study
-    spelled_names = _criteria(study)
     rows = [
-        (names.criterion(criterion), *(MARKS[depends] for depends in signals(criterion).values()))
-        for criterion in spelled_names
+        (names.criterion(criterion), *map(MARKS.get, signals(criterion).values()))
+        for criterion in _criteria(results.study)
     ]
     return Table(
         name=name,
@@ -78,8 +82,10 @@ def signal_table(results: Results, name: str) -> Table:
 
 
 def signals(criterion: str) -> dict[str, bool]:
-    """Signal -> whether the scores of a criterion depend on it; `criterion` is spelled as in a
-    study's record."""
+    """Signal -> whether the scores of a criterion depend on it.
+
+    criterion: as spelled in a study's record. The scores are computed for an artificial layer, and
+    again with other values of each signal."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _parsed(criterion)
@@ -93,6 +99,7 @@ def signals(criterion: str) -> dict[str, bool]:
 
 
 def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
+    """The scores of the artificial layer with these inputs by a criterion."""
     from moe_lab.criteria import Layer, get
 
     layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
@@ -100,12 +107,14 @@ def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]
 
 
 def _inputs(changed: str | None = None) -> dict[str, Array]:
-    """Random sums of a layer, named as in statistics/sums.py. Those that depend on the signal
-    `changed` get other values."""
+    """Random sums of the artificial layer, named as in statistics/sums.py. Sums that depend on the
+    signal `changed` have other values than without it."""
     from moe_lab.config import GATES
 
     act, route, grad, weight = (
-        _draws(at + 10 * (signal == changed)) for at, signal in enumerate(SIGNALS) if at
+        _draws(number + 10 * (signal == changed))
+        for number, signal in enumerate(SIGNALS)
+        if signal != "Text"
     )
     channels = (EXPERTS, CHANNELS)
     tokens = 5 * route(EXPERTS)
@@ -147,33 +156,35 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
 
 
 def _draws(seed: int) -> Callable[..., Array]:
-    """A function that draws an array of a shape, uniform in [1, 2), with new numbers at every
-    call."""
+    """A function that draws an array of a given shape, uniform in [1, 2). Every call draws new
+    numbers."""
     random = np.random.default_rng(seed)
     return lambda *shape: np.asarray(random.uniform(1, 2, shape))
 
 
 def _criteria(study: Study) -> list[str]:
-    """Registered criteria of the study, in the order of tables."""
+    """The criteria of the study that are registered, as spelled in its record, in the order of
+    tables."""
     from moe_lab.criteria import CRITERIA
 
-    spelled_names = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
-    return [criterion for criterion in spelled_names if _parsed(criterion)[0] in CRITERIA]
+    ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
+    return [criterion for criterion in ordered if _parsed(criterion)[0] in CRITERIA]
 
 
 def _parsed(criterion: str) -> tuple[str, dict[str, Any]]:
     """Parse `s_family(alpha=0,b=1)` into its name and its parameters."""
-    match = _PARAMETERS.fullmatch(criterion)
+    match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
-    pairs = (part.partition("=") for part in (match["inside"] or "").split(",") if part)
+    pairs = (part.partition("=") for part in (match["parameters"] or "").split(",") if part)
     return match["name"], {key: _value(text) for key, _, text in pairs}
 
 
 def _value(text: str) -> Any:
+    """The value of a parameter: JSON, or else a string."""
     try:
         return json.loads(text)
-    except ValueError:  # not JSON, so a plain word
+    except ValueError:
         return text
 
 
@@ -193,7 +204,7 @@ PASSES = {
     "plan": "Plan (s)",
 }
 """Kind of step -> the column of its seconds."""
-TIME = "{:,.3f}"
+SECONDS = "{:,.3f}"
 TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
 
 
@@ -204,20 +215,19 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
     needs="the scores of its criteria in the store, with the steps they are from",
 )
 def scoring_table(results: Results, name: str) -> Table:
-    """AIMER's Table 4: the time to score a model, the passes before included, and the memory it
-    takes."""
+    """AIMER's Table 4: time and memory of scoring a model, including the passes that the criterion
+    needs."""
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows = []
     machines = []
     for cell, steps in _timed(study, cells, "scores_folder"):
         machines += list(steps["machine"])
+        inputs = sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
         rows.append(
             {
                 **cell,
-                "reads": names.listing(
-                    sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
-                ),
+                "reads": names.listing(inputs),
                 "Scoring time (s)": steps["seconds"].sum(),
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
@@ -226,8 +236,8 @@ def scoring_table(results: Results, name: str) -> Table:
             }
         )
     numbers = {
-        "Scoring time (s)": TIME,
-        "Of these, the scores (s)": TIME,
+        "Scoring time (s)": SECONDS,
+        "Of these, the scores (s)": SECONDS,
         "Peak memory (MiB)": "{:,.0f}",
     }
     on_gpu = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
@@ -260,17 +270,17 @@ def scoring_table(results: Results, name: str) -> Table:
 def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
 
-    A row per allocation, from its first ratio: attributions from the forward pass, and ablation
-    where it ran.
+    A row per allocation, for its first ratio. The forward pass gives attributions; the ablation is
+    listed where a plan reads it.
     """
     study = results.study
     cells = study.cells[
         (study.cells["granularity"] == "channel") & study.cells["plan_folder"].notna()
     ]
-    same = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
+    all_but_ratio = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows = []
     machines = []
-    for cell, steps in _timed(study, cells.drop_duplicates(same), "plan_folder"):
+    for cell, steps in _timed(study, cells.drop_duplicates(all_but_ratio), "plan_folder"):
         machines += list(steps["machine"])
         # steps of kinds without a column are in the total only
         by_pass = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
@@ -278,7 +288,7 @@ def allocation_table(results: Results, name: str) -> Table:
     columns = [
         column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)
     ]
-    formats = dict.fromkeys([*columns, "Total (s)"], TIME)
+    formats = dict.fromkeys([*columns, "Total (s)"], SECONDS)
     return Table(
         name=name,
         title="Time of channel allocations",
@@ -299,10 +309,10 @@ def allocation_table(results: Results, name: str) -> Table:
 def _timed(
     study: Study, cells: pd.DataFrame, folder: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield each cell, sorted by criterion, with time and memory of the step `folder` and all its
-    inputs.
+    """Yield (cell, `time_and_memory` of the steps that it needs), with cells sorted by criterion.
 
-    Cells are left out when these are not known for every step."""
+    folder: column of the folder of a step; this step and all its direct and indirect inputs are
+    listed. A cell is left out when the time of one of them is not known."""
     for cell in records(by_criterion(cells, "model")):
         behind = [
             name
@@ -315,4 +325,5 @@ def _timed(
 
 
 def _parameters(study: Study, model: str) -> float:
+    """Number of parameters of a model; NaN when unknown."""
     return float(study.models.get(model, {}).get("parameters", np.nan))

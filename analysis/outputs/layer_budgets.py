@@ -1,5 +1,5 @@
-"""Channels that allocations keep in each layer, their share of the score, and the losses from which
-coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
+"""Channels that allocations retain in each layer, their share of the layer's score, and the losses
+from which coverage budgets are computed (MoE-Slimming, Figs. 7 and 11)."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ LAYERS = 8
 
 
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
-    """Share of its channels that each layer keeps (allocations, layers), the mean over its experts.
+    """Share of its channels that each layer retains (allocations, layers), the mean over its
+    experts.
 
-    Allocations with the same shares, to a thousandth, form one row whose label names them all.
-    `retained`: cell, layer, expert, share. Cells without a plan are left out.
+    Allocations with equal shares, to a thousandth, form one row, whose label names all of them.
+    retained: cell, layer, expert, share. Cells without a plan are left out.
     """
-    counted = retained[retained["cell"].isin(cells.index)]
-    shares = counted.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    of_cells = retained[retained["cell"].isin(cells.index)]
+    shares = of_cells.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
-    same: dict[tuple[float, ...], list[int]] = {}
+    cells_by_shares: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
-        same.setdefault(tuple(row), []).append(int(str(cell)))
+        cells_by_shares.setdefault(tuple(row), []).append(int(str(cell)))
     labels = {
         members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"]))
-        for members in same.values()
+        for members in cells_by_shares.values()
     }
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
@@ -59,27 +60,29 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
 )
 @per_model("pruned")
 def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Kept share of each layer, by allocation.
+    """Retained share of each layer, by allocation.
 
-    A panel per ratio, a line per allocation. None without differing plans.
+    A panel per ratio, a line per allocation. None without plans of several allocations.
     """
     retained = results.study.retained
-    blocks = [
-        (ratio, layer_shares(cells, retained)) for ratio, cells in _compared_allocations(comparison)
-    ]
-    blocks = [(ratio, shares) for ratio, shares in blocks if len(shares)]
-    if not blocks:
+    panels = []
+    for ratio, cells in _compared_allocations(comparison):
+        shares = layer_shares(cells, retained)
+        if len(shares):
+            panels.append((ratio, shares))
+    if not panels:
         return None
-    drawing = style.drawing(style.PAGE, 3.0 * len(blocks))
+    drawing = style.drawing(style.PAGE, 3.0 * len(panels))
     for axes, (ratio, shares) in zip(
-        np.atleast_1d(drawing.subplots(len(blocks), 1)), blocks, strict=True
+        np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
-        for at, (label, row) in enumerate(shares.iterrows()):
-            dashes = _DASHES[at // len(style.SHADES) % len(_DASHES)]
-            look = {**style.cycled(at), "markersize": 4.5, "linewidth": 1.2, "linestyle": dashes}
-            axes.plot(range(len(row)), row * 100, label=label, **look)
-        shown = range(0, shares.shape[1], -(-shares.shape[1] // LAYERS))
-        style.ticks(axes.xaxis, shown, [f"layer {shares.columns[at]}" for at in shown])
+        for number, (label, row) in enumerate(shares.iterrows()):
+            dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
+            look = {**style.cycled(number), "markersize": 4.5, "linewidth": 1.2}
+            axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
+        step = -(-shares.shape[1] // LAYERS)
+        labels = [f"layer {layer}" for layer in shares.columns[::step]]
+        style.ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
         axes.set_title(f"{comparison.model}, {comparison.removed(ratio)} pruned")
         axes.grid(axis="y")
@@ -95,14 +98,14 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(Ratio, cells) of the channel criterion that was run with most allocations, including
-    coverage; one cell each."""
+    """(ratio, cells) for each ratio, with one cell per allocation: cells of the channel criterion
+    that was run with most allocations, of those that were run with coverage."""
     cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
-    covered = cells["allocation"].map(
+    is_coverage = cells["allocation"].map(
         lambda allocation: settings.allocation(allocation)[0] == "coverage"
     )
     counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
-    counts = counts[list(dict.fromkeys(cells.loc[covered, "criterion"]))]
+    counts = counts[list(dict.fromkeys(cells.loc[is_coverage, "criterion"]))]
     if counts.empty or counts.max() < 2:
         return []
     return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
@@ -122,57 +125,59 @@ NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets at the ratio closest to 1/2: cell, label, smoothing, calibration, layer,
-    coverage, kept.
+    """Coverage budgets of at most PLANS plans at the ratio closest to 1/2, one row per layer.
 
-    coverage: share of the layer's score that is kept; kept: share of its channels; smoothing: of
-    layer losses. At most PLANS plans.
+    Columns: cell, label (of the method), smoothing (of layer losses), calibration, layer, coverage
+    (retained share of the layer's score), kept (retained share of its channels).
     """
     plans = coverage_cells(comparison)
     labels = settings.method_labels(plans)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, axes in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
-        retained = passes.read(
-            study.reader.find(str(axes["plan_folder"])), "budgets.parquet", study.reader
-        )
-        if retained is not None:
-            labelled = {"label": labels[cell], "smoothing": _smoothing(study, axes)}
-            frames.append(retained.assign(cell=cell, calibration=axes["calibration"], **labelled))
+        folder = study.reader.find(str(axes["plan_folder"]))
+        budgets = passes.read(folder, "budgets.parquet", study.reader)
+        if budgets is not None:
+            frames.append(
+                budgets.assign(
+                    cell=cell,
+                    calibration=axes["calibration"],
+                    label=labels[cell],
+                    smoothing=_smoothing(study, axes),
+                )
+            )
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
 def _smoothing(study: Study, axes: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in a cell's plan, from the plan's settings or else the study's
-    record."""
-    plan = study.reader.find(str(axes["plan_folder"]))
-    provenance = ((study.reader.json(plan, "plan.json") if plan else None) or {}).get(
-        "provenance"
-    ) or {}
-    parameters = (provenance.get("allocation") or {}).get("parameters") or {}
-    parameters_of = {**settings.allocation(str(axes["allocation"]))[1], **parameters}
-    return str(
-        next(
-            (parameters_of[setting] for setting in SMOOTHING if setting in parameters_of),
-            DEFAULT_SMOOTHING,
-        )
-    )
+    """Smoothing of layer losses in a cell's plan: from the plan's settings, or else from the
+    allocation in the study's record, or else the default."""
+    folder = study.reader.find(str(axes["plan_folder"]))
+    plan = study.reader.json(folder, "plan.json") or {}
+    allocation = (plan.get("provenance") or {}).get("allocation") or {}
+    _, parameters = settings.allocation(str(axes["allocation"]))
+    parameters |= allocation.get("parameters") or {}
+    for setting in SMOOTHING:
+        if setting in parameters:
+            return str(parameters[setting])
+    return DEFAULT_SMOOTHING
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """Add the columns loss (measured on the plan's calibration set) and smoothed to `budgets`.
+    """`budgets` with the columns loss, measured on the plan's calibration set, and smoothed, the
+    loss after the plan's smoothing.
 
-    Both have mean 1 over the layers of a plan; NaN without losses."""
+    Each has mean 1 over the layers of a plan; NaN without losses."""
     from moe_lab.allocation.shapes import smooth
 
     merged = budgets.merge(
         losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
     )
-    parts = []
+    frames = []
     for _, plan in merged.groupby("cell", sort=False):
         loss = plan["loss"].to_numpy(float)
         target = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
-        parts.append(plan.assign(loss=loss / loss.mean(), smoothed=target / target.mean()))
-    return pd.concat(parts, ignore_index=True) if parts else merged.assign(smoothed=np.nan)
+        frames.append(plan.assign(loss=loss / loss.mean(), smoothed=target / target.mean()))
+    return pd.concat(frames, ignore_index=True) if frames else merged.assign(smoothed=np.nan)
 
 
 _MEANING = (
@@ -186,7 +191,7 @@ _MEANING = (
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Loss, score coverage and kept share of each layer."""
+    """Loss, score coverage and retained share of each layer."""
     title = "Losses of layers and their budgets"
     return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
@@ -200,7 +205,7 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 def smoothed_losses_and_budgets(
     results: Results, comparison: Comparison, name: str
 ) -> Figure | None:
-    """Raw and smoothed loss, score coverage and kept share of each layer."""
+    """Raw and smoothed loss, score coverage and retained share of each layer."""
     caption = (
         "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
         f"coverage. {_MEANING}"
@@ -216,31 +221,27 @@ def strip_figure(
     title: str,
     caption: str,
 ) -> Figure | None:
-    """Draw a block of rows per plan: one row for each of `strips` (columns of `budget_strips`), a
-    square per layer."""
+    """A figure with a panel per plan: a row for each of `strips` (columns of `budget_strips`), and
+    in it a square per layer."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
     if budgets.empty:
         return None
     plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
-    shown = [strip for strip in strips if budgets[strip].notna().any()]
-    drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(shown) + 0.5) + 0.35)
+    measured = [strip for strip in strips if budgets[strip].notna().any()]
+    drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(measured) + 0.5) + 0.35)
     grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
     for axes, plan in zip(grid, plans, strict=True):
-        for at, strip in enumerate(shown):
-            _strip(
-                axes,
-                at,
-                plan[strip].to_numpy(float),
-                "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}",
-            )
+        for row, strip in enumerate(measured):
+            form = "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}"
+            _draw_strip(axes, row, plan[strip].to_numpy(float), form)
         step = -(-len(plan) // NUMBERS)
         layers = [
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
         ]
-        style.squares(axes, layers, [STRIPS[strip] for strip in shown], above=False)
+        style.squares(axes, layers, [STRIPS[strip] for strip in measured], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(
@@ -248,12 +249,15 @@ def strip_figure(
     )
 
 
-def _strip(axes: Axes, at: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str) -> None:
-    """Draw one row of squares, shaded between the smallest and the largest value of the row."""
+def _draw_strip(
+    axes: Axes, row: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str
+) -> None:
+    """Draw a row of squares with `values`, shaded from the smallest to the largest value, and with
+    numbers in the format `form`."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for layer, value in enumerate(values):
         if not np.isnan(value):
             share = (value - low) / (high - low) if high > low else 0.5
             text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
-            style.square(axes, layer, at, share, text, size=6)
+            style.square(axes, layer, row, share, text, size=6)

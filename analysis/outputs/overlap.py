@@ -21,8 +21,8 @@ from analysis.stats import overlap
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, with values
-    for random sets."""
+    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, each with
+    its expectation for random sets."""
     overlaps = results.overlaps
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)
@@ -36,15 +36,16 @@ def overlap_table(results: Results, name: str) -> Table:
         "β": "beta",
     }
     shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
-    shown = shares | {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
+    by_chance = {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
+    numbers = shares | by_chance
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        frame=spelled(overlaps.assign(variant=variants), text | shown),
-        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(shown, SCORE),
+        frame=spelled(overlaps.assign(variant=variants), text | numbers),
+        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(numbers, SCORE),
         best=dict.fromkeys(shares, "max"),
         blocks=("Model", "Pruned"),
     )
@@ -67,26 +68,25 @@ def proxy_table(results: Results, name: str) -> Table:
 
 
 ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
+"""(b, alpha) of the rows of a heat map."""
 BETAS = (0, 1, 2)
+"""beta of the columns of a heat map."""
 _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
 _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
-    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks are for
-    random sets."""
+    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks mark the
+    expectation for random sets."""
     overlaps = results.proxy
     rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
     axes = drawing.add_subplot()
-    for at, (key, group) in enumerate(
-        groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
-    ):
-        y = np.array(
-            [rows.index(pair) for pair in zip(group["model"], group["calibration"], strict=True)]
-        )
-        y = y + 0.22 * (at - 0.5)
-        look = style.cycled(at)
+    by_ratio = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
+    for number, (key, group) in enumerate(by_ratio):
+        pairs = zip(group["model"], group["calibration"], strict=True)
+        y = np.array([rows.index(pair) for pair in pairs]) + 0.22 * (number - 0.5)
+        look = style.cycled(number)
         axes.hlines(
             y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
         )
@@ -95,8 +95,8 @@ def proxy_figure(results: Results, name: str) -> Figure:
         axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
     several = overlaps["model"].nunique() > 1
     labels = [
-        f"{model}, {names.calibration(text)}" if several else names.calibration(text)
-        for model, text in rows
+        f"{model}, {names.calibration(calibration)}" if several else names.calibration(calibration)
+        for model, calibration in rows
     ]
     style.ticks(axes.yaxis, range(len(rows)), labels)
     axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
@@ -111,16 +111,16 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Fig. 4: effects of the components, and the heat map over (b, alpha, beta), both pooled over
-    models."""
+    """Fig. 4: bars with the effects of b, alpha and beta, and a heat map over (b, alpha, beta);
+    both are means over models."""
     pooled = overlap.pooled(results.overlaps)
     ratios = sorted(pooled["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
     rows = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
     for (left, right), ratio in zip(rows, ratios, strict=True):
         at_ratio = pooled[pooled["ratio"] == ratio]
-        _effects_axes(left, at_ratio)
-        _heat_axes(right, at_ratio)
+        _draw_effects(left, at_ratio)
+        _draw_heat_map(right, at_ratio)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets "
@@ -131,7 +131,9 @@ def pooled_figure(results: Results, name: str) -> Figure:
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
 
 
-def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
+def _draw_effects(axes: Axes, pooled: pd.DataFrame) -> None:
+    """Draw a bar for each value of b, alpha and beta: the mean overlap of variants with this
+    value."""
     effects = overlap.component_effects(pooled)
     position = 0.0
     ticks: list[tuple[float, str]] = []
@@ -146,7 +148,7 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
     axes.axhline(chance, **style.DASHED)
-    axes.set_xlim(-0.6, position + 1.0)  # room for the word beside the last bar
+    axes.set_xlim(-0.6, position + 1.0)  # room for "chance" to the right of the last bar
     axes.text(
         position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED
     )
@@ -155,7 +157,8 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
     axes.grid(axis="y")
 
 
-def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
+def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
+    """Draw a square for each variant, shaded by its overlap."""
     cells = {(row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)}
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
@@ -201,7 +204,7 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     Fig. 5: a heat map per model and ratio.
     """
     overlaps = results.overlaps
-    if overlaps.empty or overlaps["model"].nunique() < 2:  # of one model, it is the pooled figure
+    if overlaps.empty or overlaps["model"].nunique() < 2:  # Fig. 4 shows the map of a single model
         return None
     models = list(dict.fromkeys(overlaps["model"]))
     ratios = sorted(overlaps["ratio"].unique())
@@ -209,7 +212,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     grid = drawing.subplots(len(models), len(ratios), squeeze=False)
     for row, model in zip(grid, models, strict=True):
         for axes, ratio in zip(row, ratios, strict=True):
-            _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
+            of_panel = overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)]
+            _draw_heat_map(axes, of_panel)
             axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all "

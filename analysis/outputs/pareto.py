@@ -39,7 +39,7 @@ AXES = {
     "flops_ratio": "FLOPs per token",
     "storage_share": "Storage",
 }
-"""Cost of a cell as a share of the unpruned model's cost -> its name."""
+"""Column with a cost, as a share of the unpruned model's cost -> its display name."""
 
 KINDS = {
     "expert": "whole experts",
@@ -48,22 +48,26 @@ KINDS = {
     "channel": "channels",
     "none": "nothing removed",
 }
-"""Kind of a cell -> what is removed, and what takes its place. See `against_cost`."""
+"""Kind of a pruned cell -> description of what is removed, and of what replaces it."""
 
 SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none": "*"}
-"""Kind of a cell -> its marker."""
+"""Kind of a pruned cell -> its marker."""
 
 
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Avg and costs of each cell of a model whose cost was counted, including the unpruned model.
 
-    Columns: cell, method, kind, calibration, ratio, recovery, pruned (in words), bits, avg, low,
-    high (95 %), merit (avg, negative where less is better), parameters_kept, routed_kept,
-    flops_ratio, storage_bytes, storage_share (of the unpruned model's bytes), and `front_<axis>`
-    for each of AXES: whether no other pruned cell is at least as good at a lower cost, or better at
-    its cost or less. Avg is over all displayed columns in which more is better, or else over
-    losses; a cell that lacks one has NaN and is on no front. `kind` is a key of KINDS: what the
-    plan removes, and what it puts in the place of experts; NaN where the plan cannot be read.
+    Columns:
+
+    - cell, method, calibration, ratio, recovery
+    - kind: a key of KINDS; NaN where the plan cannot be read
+    - pruned: text with the removed share
+    - avg, low, high (95 %): NaN for a cell without a result in a column of Avg
+    - merit: avg, negative where less is better
+    - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
+    - storage_share: of the unpruned model's bytes
+    - front_<axis> for each of AXES: whether the cell is on the Pareto front of pruned cells by this
+      cost, see `front`
     """
     target = comparison.average
     average, low, high = comparison.displayed(target)
@@ -76,11 +80,8 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
         ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]
     ]
     rows = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
-    full = (
-        study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"]).to_numpy(float)
-        * BYTES
-    )
-    rows["storage_share"] = rows["storage_bytes"] / full
+    parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
+    rows["storage_share"] = rows["storage_bytes"] / (BYTES * parameters.to_numpy(float))
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     pruned = rows["criterion"] != "none"
     for axis in AXES:
@@ -90,7 +91,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The key of KINDS of each cell, by its plan; a gap where the plan cannot be read."""
+    """The key of KINDS of each cell, from its plan; NaN where the plan cannot be read."""
     known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(known)
     for kind in ("constant", "merged"):
@@ -100,21 +101,22 @@ def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
 
 
 def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series) -> np.ndarray:
-    """Pareto front as booleans: the entries that no other beats. More is better of `merits`.
+    """Booleans: whether an entry is on the Pareto front, because no other entry dominates it.
 
-    One entry beats another by a lower cost and at least its merit, or by a higher merit at its cost
-    or less. Entries with NaN are not on the front."""
+    An entry dominates another if its cost is at most the other's, its merit at least the other's,
+    and one of the two differs. Entries with NaN are not on the front."""
     cost = np.asarray(costs, float)
     merit = np.asarray(merits, float)
+    # rows: entries; columns: entries that may dominate them
     as_cheap = cost[None, :] <= cost[:, None]
     as_good = merit[None, :] >= merit[:, None]
-    strictly = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
-    return np.asarray(~(as_cheap & as_good & strictly).any(axis=1) & ~np.isnan(cost + merit))
+    differs = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
+    return np.asarray(~(as_cheap & as_good & differs).any(axis=1) & ~np.isnan(cost + merit))
 
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """All methods: accuracy against parameters, FLOPs and storage, and what is on a Pareto
+    """All methods: accuracy against parameters, FLOPs and storage, and which are on a Pareto
     front."""
     if results.study.costs.empty or not results.comparisons:
         return []
@@ -129,13 +131,13 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """All methods in one table: Avg with its interval, kept parameters, FLOPs and bytes; most
-    parameters first."""
-    frames = [
-        against_cost(results.study, comparison).assign(model=comparison.model, mean=name)
-        for comparison in results.comparisons
-        for name in means([comparison])
-    ]
+    """All methods in one table: Avg with its interval, retained parameters, FLOPs and bytes;
+    methods with most parameters first."""
+    frames = []
+    for comparison in results.comparisons:
+        mean = comparison.quantity(comparison.average).mean
+        rows_of_model = against_cost(results.study, comparison)
+        frames.append(rows_of_model.assign(model=comparison.model, mean=mean))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
         ascending=[True, False, False],
@@ -164,7 +166,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "FLOPs": ("flops_ratio", "{:.1%}"),
         "Storage (MiB)": ("storage_bytes", "{:,.2f}"),
     }
-    shown = {
+    columns = {
         **text,
         **{column: source for column, (source, _) in numbers.items()},
         "Front": "front",
@@ -176,7 +178,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
         f"{score_setup(results.study)}",
-        frame=spelled(rows.join(values), shown),
+        frame=spelled(rows.join(values), columns),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
         low=low,
@@ -186,13 +188,13 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """The costs by which each row of `against_cost` is on a front: all, or their names."""
-    costs = [cost.split(" ")[0] for cost in AXES.values()]
-    marks = rows[[f"front_{axis}" for axis in AXES]].to_numpy(bool)
-    return [
-        "all" if row.all() else ", ".join(cost for cost, on in zip(costs, row, strict=True) if on)
-        for row in marks
-    ]
+    """For each row of `against_cost`, the names of the costs by which it is on a front; `all` if it
+    is on all fronts."""
+    texts = []
+    for row in records(rows):
+        costs = [name.split(" ")[0] for axis, name in AXES.items() if row[f"front_{axis}"]]
+        texts.append("all" if len(costs) == len(AXES) else ", ".join(costs))
+    return texts
 
 
 NARROWEST = 0.1
@@ -203,22 +205,21 @@ _DIGIT: Any = {"color": style.INK, "markeredgewidth": 0.3}
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Draw `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
+    """Figure of `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
 
-    The shape of a mark says what was removed and what takes its place, its colour the recovery.
-    Models on a front are numbered; the legend names them. A cell whose plan cannot be read has no
-    mark. None where all models cost the same.
+    The shape of a mark gives the kind of a pruned model, its colour the recovery. Models on a front
+    are numbered, and named in the legend. A cell whose plan cannot be read has no mark. None if all
+    models have the same costs.
     """
     cells = against_cost(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
-    # columns of marks without a front say nothing
     if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.average)
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {
-        recovery: style.SHADES[at % len(style.SHADES)]
-        for at, recovery in enumerate(_recoveries(pruned))
+        recovery: style.SHADES[number % len(style.SHADES)]
+        for number, recovery in enumerate(_recoveries(pruned))
     }
     fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values(
         "merit", kind="stable"
@@ -228,12 +229,12 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
     for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
         unpruned = draw_unpruned(axes, comparison, comparison.average)
-        _cells(axes, pruned, axis, shades)
+        _draw_marks(axes, pruned, axis, shades)
         front = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
         axes.step(front[axis], front["avg"], where="post", zorder=1, **_FRONT)
-        _number(axes, front, axis, numbers)
+        _draw_numbers(axes, front, axis, numbers)
         axes.set_title(title, fontsize=8)
-        _share_axis(axes)
+        _format_share_axis(axes)
     grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
@@ -251,18 +252,19 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
             style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_DIGIT)
         )
     style.legend(drawing, keys, most=3)
+    colours = " Its colour says how the model was recovered." if len(shades) > 1 else ""
     caption = (
-        "Each mark is a pruned model. Its shape says what was removed and what takes its "
-        f"place{', its colour how the model was recovered' if len(shades) > 1 else ''}; thin lines "
-        "join the ratios of a method; bars are 95 % intervals. Steps and numbers: the Pareto "
-        "front, models that no other beats at their cost or less. Dashed: the unpruned model."
+        "Each mark is a pruned model. Its shape says what was removed and what takes its place."
+        f"{colours} Thin lines join the ratios of a method; bars are 95 % intervals. Steps and "
+        "numbers: the Pareto front, models that no other model beats at their cost or less. "
+        "Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)
 
 
-def _share_axis(axes: Axes) -> None:
-    """Label the horizontal axis in per cent, and widen it to NARROWEST, as a narrower one would
-    exaggerate small differences."""
+def _format_share_axis(axes: Axes) -> None:
+    """Label the horizontal axis in per cent, and widen it to at least NARROWEST, because a narrower
+    axis would exaggerate small differences."""
     axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
@@ -273,22 +275,25 @@ def _share_axis(axes: Axes) -> None:
 
 
 def _recovered(recovery: str) -> str:
+    """Display name of a recovery in the legend."""
     return names.RECOVERIES.get(recovery, recovery) or "not recovered"
 
 
 def _recoveries(pruned: pd.DataFrame) -> list[str]:
-    """The recoveries of these cells as `_recovered` spells them, none first."""
+    """Display names of the recoveries of these cells, in the order of tables."""
     return names.in_order(pruned["recovery"], map(_recovered, names.RECOVERIES))
 
 
 def _mark(kind: str, shade: str) -> dict[str, Any]:
-    """The mark of a kind of pruned model; hollow where whole experts are gone."""
+    """Style of the marks of a kind of cells; hollow where whole experts are removed."""
     face = style.SURFACE if kind == "expert" else shade
     look = {"linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.0}
     return {**look, "marker": SHAPES[kind], "color": shade, "markerfacecolor": face}
 
 
-def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
+def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
+    """Draw pruned cells at their cost `axis` and Avg, with intervals, and lines that join the
+    ratios of a method."""
     ordered = pruned.sort_values(axis, kind="stable")
     bars = ordered[axis], ordered["low"], ordered["high"]
     axes.vlines(
@@ -303,12 +308,12 @@ def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str
         style.draw(axes, mark, cells[axis], cells["avg"])
 
 
-def _number(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:
-    """Write the numbers of the models on a front to the upper left of their marks, where the front
-    leaves room."""
-    for _, same in groups(front, [axis, "avg"]):
-        text = ", ".join(str(numbers[cell]) for cell in same["cell"])
-        point = same[axis].iloc[0], same["avg"].iloc[0]
+def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:
+    """Write the numbers of the cells on a front to the upper left of their marks, where the steps
+    of the front do not pass."""
+    for _, same_point in groups(front, [axis, "avg"]):
+        text = ", ".join(str(numbers[cell]) for cell in same_point["cell"])
+        point = same_point[axis].iloc[0], same_point["avg"].iloc[0]
         offset: Any = {
             "textcoords": "offset points",
             "xytext": (-3, 2),
@@ -324,8 +329,8 @@ BOTH = (
 
 
 def both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells without recovery, if these include both channels and whole experts; empty
-    otherwise."""
+    """The pruned cells without recovery, if they include both channels and whole experts; otherwise
+    an empty frame."""
     cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
     ]
@@ -347,9 +352,9 @@ def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[B
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` of `both_granularities` on `names.COMMON_SENSE`, with columns label (the
-    method), granularity and front (whether the cell is on the Pareto front of storage and
-    score)."""
+    """`storage_points` on `names.COMMON_SENSE` of the cells of `both_granularities`, with the
+    columns label (the method), granularity and front (whether the cell is on the Pareto front of
+    storage and score)."""
     cells = both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
@@ -369,11 +374,11 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         return None
     drawing = style.drawing(style.PAGE, 3.0)
     axes = drawing.add_subplot()
-    for at, (key, line) in enumerate(groups(points, ["label", "granularity"])):
-        line = line.sort_values("storage", kind="stable")
-        look = style.cycled(at)
+    for number, (key, line) in enumerate(groups(points, ["label", "granularity"])):
+        ordered = line.sort_values("storage", kind="stable")
+        look = style.cycled(number)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
-        draw_storage(axes, line, label=key["label"], markerfacecolor=face, **look)
+        draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
     best = points[points["front"]].sort_values("storage", kind="stable")
     axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
     axes.set_ylabel("mean of six benchmarks")

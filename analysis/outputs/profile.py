@@ -31,8 +31,8 @@ def token_variance(results: Results, name: str) -> list[Item]:
 
 @per_model("pruned")
 def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Draw the token variance by layer: a panel per ratio and calibration set, a line per method.
-    None without profiles."""
+    """The token variance by layer: a panel per ratio and calibration set, a line per method. None
+    without profiles."""
     profiles = results.study.profiles.dropna(subset=["variance"])
     by_cell = {
         int(str(cell)): of_cell.sort_values("layer") for cell, of_cell in profiles.groupby("cell")
@@ -42,8 +42,8 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
         return None
     lines = method_lines(comparison)
     drawn: set[str] = set()
-    across = min(style.WIDE, len({panel.calibration for panel in panels}))
-    drawing, grid = style.panels(len(panels), across, 1.9, sharey="row")
+    columns = min(style.WIDE, len({panel.calibration for panel in panels}))
+    drawing, grid = style.panels(len(panels), columns, 1.9, sharey="row")
     for axes, panel in zip(grid, panels, strict=True):
         for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
             if cell in by_cell:
@@ -53,11 +53,10 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
         axes.set_title(f"{calibration}, {panel.pruned} pruned", fontsize=7.5)
         style.layer_axis(axes)
         axes.grid(axis="y")
-    for axes in grid[::across]:
+    for axes in grid[::columns]:
         axes.set_ylabel("token variance")
-    style.legend(
-        drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn - {"none"}))]
-    )
+    methods = ("none", *names.methods_in_order(drawn - {"none"}))
+    style.legend(drawing, [lines[method] for method in methods])
     caption = (
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
         "its coordinates; dashed: the unpruned model."
@@ -67,8 +66,8 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Hidden states and routing of every layer of the profiled models, with variance relative to
-    the unpruned model."""
+    """Hidden states and routing of every layer of the profiled models, with the variance as a share
+    of the unpruned model's."""
     study = results.study
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
@@ -99,7 +98,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Load entropy": ("load_entropy", "{:.3f}"),
         "Experts": ("experts", "{:.0f}"),
     }
-    frame = spelled(rows, text | {shown: source for shown, (source, _) in numbers.items()})
+    frame = spelled(rows, text | {column: source for column, (source, _) in numbers.items()})
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",
@@ -111,7 +110,7 @@ def profile_table(results: Results, name: str) -> Table:
         frame=frame.assign(
             Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
         ),
-        formats={shown: form for shown, (_, form) in numbers.items()},
+        formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
         optional=tuple(numbers),
     )
@@ -121,19 +120,19 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
-    """QUANTILES of router entropies over tokens, from histograms: model, calibration, layer and a
-    column per quantile.
+    """Quantiles of router entropy over tokens: model, calibration, layer and a column for each of
+    QUANTILES.
 
-    Tokens are taken to be spread evenly within a bin."""
+    entropies: histograms, see `passes.router_entropies`; tokens are assumed to be spread evenly
+    within a bin."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
-        reached = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
-        if reached[-1] > 0:
+        cumulated = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
+        if cumulated[-1] > 0:
             ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
-            rows.append(
-                (*key.values(), *np.interp(np.array(QUANTILES) * reached[-1], reached, ends))
-            )
+            quantile_tokens = np.array(QUANTILES) * cumulated[-1]
+            rows.append((*key.values(), *np.interp(quantile_tokens, cumulated, ends)))
     return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
 
 
@@ -155,7 +154,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
                 (entropies["model"] == model) & (entropies["calibration"] == calibration)
             ]
             axes.set_visible(len(panel) > 0)
-            _boxes(axes, panel)
+            _draw_boxes(axes, panel)
             axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
         row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
     caption = (
@@ -167,21 +166,25 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
     return Figure(name, "Router entropy across texts, layers and models", caption, drawing)
 
 
-def _boxes(axes: Axes, layers: pd.DataFrame) -> None:
-    low, first, middle, third, high = (layers[share].to_numpy(float) for share in QUANTILES)
-    where = np.arange(len(layers))
-    axes.vlines(where, low, high, color=style.INK, linewidth=0.7)
+def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
+    """Draw a box for each layer: a row of `quantiles`."""
+    low, first_quartile, median, third_quartile, high = (
+        layers[quantile].to_numpy(float) for quantile in QUANTILES
+    )
+    positions = np.arange(len(layers))
+    axes.vlines(positions, low, high, color=style.INK, linewidth=0.7)
     axes.bar(
-        where,
-        third - first,
-        bottom=first,
+        positions,
+        third_quartile - first_quartile,
+        bottom=first_quartile,
         width=0.6,
         color="#66aadd",
         edgecolor=style.INK,
         linewidth=0.6,
     )
-    axes.hlines(middle, where - 0.3, where + 0.3, color=style.INK, linewidth=1.6)
+    axes.hlines(median, positions - 0.3, positions + 0.3, color=style.INK, linewidth=1.6)
     step = max(1, -(-len(layers) // 12))
-    style.ticks(axes.xaxis, where[::step], layers["layer"].iloc[::step].map(str), labelsize=6.5)
+    labels = layers["layer"].iloc[::step].map(str)
+    style.ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))
     axes.grid(axis="y")

@@ -41,12 +41,11 @@ def artefact_table(results: Results, name: str) -> Table:
 
 @output("gaps", chapter="gaps")
 def gap_table(results: Results, name: str) -> Table:
-    """Missing results: each reason once, with all places where it applies."""
-    study = results.study
-    places_by_reason: dict[str, list[str]] = {}
-    for gap in study.gaps:
-        places_by_reason.setdefault(gap.reason, []).append(gap.where)
-    rows = [(what, len(where), "; ".join(where)) for what, where in places_by_reason.items()]
+    """Missing results: a row per reason, with all folders and cells to which it applies."""
+    where_by_reason: dict[str, list[str]] = {}
+    for gap in results.study.gaps:
+        where_by_reason.setdefault(gap.reason, []).append(gap.where)
+    rows = [(reason, len(where), "; ".join(where)) for reason, where in where_by_reason.items()]
     return Table(
         name=name,
         title="Gaps",

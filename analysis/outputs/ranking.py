@@ -23,8 +23,8 @@ from analysis.stats.cell_scores import means_in_words, not_averaged
 from analysis.stats.ranking import ABOVE, BEST, TIED, Ranking, overview, plan_name
 from analysis.stats.winners import CAPTION
 
-DRAWN, PANELS = 40, 6
-"""Most plans in a panel, and most panels of a model; the table has all."""
+MOST_PLANS, MOST_PANELS = 40, 6
+"""Most plans in a panel of a figure, and most panels in a figure; the table lists all plans."""
 
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
@@ -46,31 +46,32 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """Every ranking as rows: rank, average, its share of the unpruned model's, distance to the best
-    method, status."""
+    """All rankings in one table: rank, average and its share of the unpruned model's, distance to
+    the best method, status."""
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean for ranking in rankings))
-    frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True).dropna(
-        axis="columns", how="all"
+    frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True)
+    frame = frame.dropna(axis="columns", how="all")
+    rows = pd.concat(
+        [ranking.rows.assign(mean=ranking.mean) for ranking in rankings], ignore_index=True
     )
-    rows = pd.concat([ranking.rows for ranking in rankings], ignore_index=True)
     formats = {
         "Rank": "{:.0f}",
         **dict.fromkeys(averages, SCORE),
         "Of unpruned": PERCENT,
         "Spread": SCORE,
+        "Behind": SCORE,
+        "p": "{:.4f}",
     }
-    formats |= {"Behind": SCORE, "p": "{:.4f}"}
-    mean = pd.Series([ranking.mean for ranking in rankings for _ in ranking.rows.index])
     low, high = (
         pd.DataFrame(
-            {name: rows[end].where(mean == name) for name in averages}
+            {name: rows[end].where(rows["mean"] == name) for name in averages}
             | {"Behind": rows[f"behind_{end}"]}
         )
         for end in ("low", "high")
     )
     spread = "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
-    notes = (
+    sentences = (
         means_in_words(results.comparisons),
         _EQUAL,
         spread,
@@ -80,7 +81,7 @@ def ranking_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Plans by average",
-        caption=" ".join(filter(None, notes)),
+        caption=" ".join(filter(None, sentences)),
         frame=frame,
         formats={column: form for column, form in formats.items() if column in frame},
         best={ranking.mean: ranking.quantity.best for ranking in rankings},
@@ -96,7 +97,7 @@ _EQUAL = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
-    """What a status means, as far as the rankings have one, and what they say together."""
+    """Sentences that explain the statuses of the rankings, then the overview of all rankings."""
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
@@ -114,6 +115,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 
 def _rows(ranking: Ranking) -> pd.DataFrame:
+    """The rows of one ranking in the table."""
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
     text = {
         "Model": "model",
@@ -127,45 +129,43 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
-    """One figure for each model, with at most PANELS of its rankings."""
+    """A figure for each model, with at most MOST_PANELS of the model's rankings."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
-    drawn = []
+    figures = []
     for model in models:
         rankings = [ranking for ranking in results.rankings if ranking.model == model]
-        shown = rankings[:: -(-len(rankings) // PANELS)]
+        drawn = rankings[:: -(-len(rankings) // MOST_PANELS)]
         notes = not_averaged(results.comparisons)
-        if len(shown) < len(rankings):
-            notes.append(f"Drawn: {len(shown)} of {len(rankings)} ratios.")
+        if len(drawn) < len(rankings):
+            notes.append(f"Drawn: {len(drawn)} of {len(rankings)} ratios.")
         file_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
-        drawn.append(_figure(shown, file_name, notes))
-    return drawn
+        figures.append(_figure(drawn, file_name, notes))
+    return figures
 
 
 def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Figure:
-    """Draw rankings of one model: a panel each."""
-    heights = [max(0.155 * min(len(ranking.scored), DRAWN), 0.6) for ranking in rankings]
+    """A figure with a panel for each of `rankings`, which are of one model; notes: sentences at the
+    end of its caption."""
+    heights = [max(0.155 * min(len(ranking.scored), MOST_PLANS), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
     grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
         :, 0
     ]
     for axes, ranking in zip(grid, rankings, strict=True):
-        _axes(axes, ranking)
+        _draw_ranking(axes, ranking)
     first = rankings[0]
     grid[-1].set_xlabel(f"{first.mean} ({first.quantity.direction})")
     keys: list[Artist] = [style.key(f"unpruned {first.unpruned:.3f}", **style.DASHED)]
     chance = any(ranking.chance for ranking in rankings)
-    if any(_filled(row) for ranking in rankings for row in records(ranking.scored)):
+    if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
         look: dict[str, Any] = {
             "marker": "o",
             "linestyle": "none",
             "color": style.INK,
             "markersize": 4.5,
         }
-        keys.append(
-            style.key(
-                "above chance" if chance else "the best method, or not separated from it", **look
-            )
-        )
+        label = "above chance" if chance else "the best method, or not separated from it"
+        keys.append(style.key(label, **look))
         keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
         f"{first.mean} of every plan with its 95 % interval, best first.",
@@ -180,23 +180,25 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     )
 
 
-def _filled(row: Mapping[str, Any]) -> bool:
-    """Whether a plan's mark is filled: it is above chance, or without random plans at the top of
-    the methods."""
+def _is_filled(row: Mapping[str, Any]) -> bool:
+    """Whether the mark of a plan is filled: the plan is above chance, or, without random plans, the
+    best method or not separated from it."""
     return str(row["status"]).startswith((ABOVE, BEST, TIED))
 
 
-def _axes(axes: Axes, ranking: Ranking) -> None:
+def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
+    """Draw a panel: the first MOST_PLANS plans of a ranking with their intervals, and limits of
+    chance."""
     for chance in ranking.chance.values():
         low, high = chance.limits(ranking.plans_tested)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
     if not np.isnan(ranking.unpruned):
         axes.axvline(ranking.unpruned, **style.DASHED)
     scored = ranking.scored
-    shown = records(scored.iloc[:DRAWN])
-    for y, row in enumerate(shown):
+    plans = records(scored.iloc[:MOST_PLANS])
+    for y, row in enumerate(plans):
         shade = style.colour(str(row["method"]))
-        face = shade if _filled(row) else style.SURFACE
+        face = shade if _is_filled(row) else style.SURFACE
         axes.plot(
             [row["low"], row["high"]],
             [y, y],
@@ -206,9 +208,9 @@ def _axes(axes: Axes, ranking: Ranking) -> None:
             solid_capstyle="butt",
         )
         axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
-    style.ticks(axes.yaxis, range(len(shown)), [plan_name(row) for row in shown], labelsize=6.5)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
-    more = f", the best {DRAWN} of {len(scored)} plans" if len(scored) > DRAWN else ""
-    axes.set_title(f"{ranking.pruned} pruned{more}", fontsize=8)
+    style.ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
+    axes.set_ylim(len(plans) - 0.4, -0.6)
+    part = f", the best {MOST_PLANS} of {len(scored)} plans" if len(scored) > MOST_PLANS else ""
+    axes.set_title(f"{ranking.pruned} pruned{part}", fontsize=8)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)

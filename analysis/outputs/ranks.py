@@ -26,8 +26,8 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
     """Scores, averages and ranks of all criteria.
 
     One block per model, ratio and calibration set: displayed columns, Avg (with 95 % intervals) and
-    Avg Rank of the unpruned model and every criterion. Average ranks are among the criteria shown,
-    the unpruned model excluded.
+    Avg Rank of the unpruned model and every method, or of the methods `criteria`. Ranks are among
+    the pruned models of the block.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -60,10 +60,11 @@ def loss_table(results: Results, name: str) -> Table | None:
 
 
 def _table(
-    comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **about: Any
+    comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **fields: Any
 ) -> Table | None:
-    """Make a table with a block for each panel: displayed columns, then their mean and average
-    ranks."""
+    """A table with a block for each panel: displayed columns, then their mean and average rank.
+
+    fields: name, title, caption etc. of the table."""
     blocks = [
         rank_block(comparison, panel, criteria)
         for comparison in comparisons
@@ -74,32 +75,30 @@ def _table(
         return None
     text = [*PANEL, "Criterion"]
     last = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
-    shown = [str(column) for column in rows.frame if column not in (*text, *last)]
-    return numbers_table(rows, [*text, *shown, *last], {"Avg Rank": RANK}, blocks=PANEL, **about)
+    columns = [str(column) for column in rows.frame if column not in (*text, *last)]
+    return numbers_table(rows, [*text, *columns, *last], {"Avg Rank": RANK}, blocks=PANEL, **fields)
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for every column that lacks benchmarks; one per group of models when models
-    differ."""
+    """A sentence for every displayed column that lacks benchmarks; several if models lack different
+    benchmarks."""
+    # column -> its benchmarks that were run, () for all of them -> models
     models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        for column in comparison.benchmarks_of:
-            run = (
-                comparison.benchmarks_of[column]
-                if column in ranks.partial(comparison.benchmarks_of)
-                else ()
-            )
+        partial = ranks.partial(comparison.benchmarks_of)
+        for column, benchmarks in comparison.benchmarks_of.items():
+            run = benchmarks if column in partial else ()
             models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
     sentences = []
     for column, by_run in models_by_run.items():
-        benchmarks = names.COLUMNS.get(column, ())
+        published = names.COLUMNS.get(column, ())
         for run, models in by_run.items():
             if run:
-                of = f" for {names.listing(models)}" if len(by_run) > 1 else ""
-                missing = names.not_run(name for name in benchmarks if name not in run)
+                for_models = f" for {names.listing(models)}" if len(by_run) > 1 else ""
+                missing = names.not_run(name for name in published if name not in run)
                 sentences.append(
-                    f"{column} is the mean of {len(run)} of its {len(benchmarks)} benchmarks{of}: "
-                    f"{missing}."
+                    f"{column} is the mean of {len(run)} of its {len(published)} benchmarks"
+                    f"{for_models}: {missing}."
                 )
     return sentences
 
@@ -111,8 +110,7 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     needs="three criteria with several seeds, three columns",
 )
 def rank_test_table(results: Results, name: str) -> Table:
-    """Average ranks with their critical difference, over columns and over benchmarks: a row per
-    method."""
+    """Average ranks of methods with their critical difference, over columns and over benchmarks."""
     rows = []
     incomplete = []
     for comparison in results.comparisons:
@@ -160,5 +158,5 @@ def rank_test_table(results: Results, name: str) -> Table:
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
     """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
-    run = set(results.study.cells["method"]) & set(names.RANKED)
-    return rank_table(results, name, names.RANKED) if run else None
+    any_run = set(results.study.cells["method"]) & set(names.RANKED)
+    return rank_table(results, name, names.RANKED) if any_run else None

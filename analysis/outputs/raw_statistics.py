@@ -39,7 +39,8 @@ SOURCES = {
 
 
 def first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The experts of `model` with an ablation, in the first calibration set that has one."""
+    """The experts of `model` with an ablation, of the first calibration set (in the papers' order)
+    with ablations."""
     ablated = experts[(experts["model"] == model) & experts["ablation"].notna()]
     sets = names.calibrations_in_order(ablated["calibration"])
     return ablated[ablated["calibration"] == sets[0]] if sets else ablated
@@ -59,19 +60,19 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     if experts.empty:
         return None
     drawing = style.drawing(style.PAGE, 4.6)
-    for at, (axes, (measure, label)) in enumerate(
-        zip(drawing.subplots(2, 1), RANKED.items(), strict=True)
-    ):
+    panels = zip("ab", drawing.subplots(2, 1), RANKED.items(), strict=True)
+    for letter, axes, (measure, label) in panels:
         top = top_experts(experts, measure)
-        where = np.arange(len(top))
-        _loss_bars(axes, top["ablation"])
+        positions = np.arange(len(top))
+        _draw_loss_bars(axes, top["ablation"])
         labels = [f"{expert.layer}.{expert.expert}" for expert in top.itertuples()]
-        style.ticks(axes.xaxis, where, labels, labelrotation=90, labelsize=5)
-        right = _second_axis(axes, label)
-        right.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
+        style.ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
+        _second_axis(axes, label).plot(
+            positions, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9
+        )
         rank = correlations(experts, measure, "ablation")["rank"]
         axes.set_title(
-            f"({'ab'[at]}) by {label}; rank correlation over all experts {rank:.2f}", fontsize=7.5
+            f"({letter}) by {label}; rank correlation over all experts {rank:.2f}", fontsize=7.5
         )
     axes.set_xlabel("layer.expert")
     style.legend(drawing, _keys("router weight, tokens"))
@@ -89,10 +90,12 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _texts(experts: pd.DataFrame) -> str:
+    """Display names of the calibration sets of these experts."""
     return names.listing(map(names.calibration, experts["calibration"].unique()))
 
 
-def _loss_bars(axes: Axes, losses: pd.Series) -> None:
+def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
+    """Draw a bar per expert: the rise of the loss without it."""
     shades = [GAIN if loss >= 0 else HARM for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
@@ -102,6 +105,7 @@ def _loss_bars(axes: Axes, losses: pd.Series) -> None:
 
 
 def _second_axis(axes: Axes, label: str = "") -> Axes:
+    """Add a y axis on the right of a panel; returns axes that draw on it."""
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
@@ -110,6 +114,7 @@ def _second_axis(axes: Axes, label: str = "") -> Axes:
 
 
 def _keys(line: str) -> list[Artist]:
+    """Legend entries of bars, and of a line with this label."""
     return [
         Patch(facecolor=GAIN, label="the loss rises without it"),
         Patch(facecolor=HARM, label="the loss falls without it"),
@@ -118,14 +123,14 @@ def _keys(line: str) -> list[Artist]:
 
 
 def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
-    """Pool one statistic by layer: layer, mean and std over all weights or channels of the layer's
-    experts, and ablation, the mean over its experts."""
+    """One raw statistic pooled by layer: layer, mean and std over all weights or channels of the
+    layer's experts, and ablation, the mean over its experts."""
     rows = []
     for key, of_layer in groups(statistics.sort_values("layer"), ["layer"]):
         share = of_layer["count"] / of_layer["count"].sum()
         mean = float((share * of_layer["mean"]).sum())
-        square = float((share * (of_layer["std"] ** 2 + of_layer["mean"] ** 2)).sum())
-        std = max(square - mean**2, 0.0) ** 0.5
+        mean_square = float((share * (of_layer["std"] ** 2 + of_layer["mean"] ** 2)).sum())
+        std = max(mean_square - mean**2, 0.0) ** 0.5
         rows.append((key["layer"], mean, std, of_layer["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
@@ -142,31 +147,30 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     """Weights, activations and gradients of experts with their ablation losses, by depth and in one
     layer."""
     experts = first_set(results.study.raw_statistics, comparison.model)
-    shown = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
-    if not shown:
+    measured = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
+    if not measured:
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
     drawing = style.drawing(style.PAGE, 4.4)
-    above, below = drawing.subplots(2, len(shown), squeeze=False)
-    for at, statistic in enumerate(shown):
+    upper, lower = drawing.subplots(2, len(measured), squeeze=False)
+    for above, below, statistic in zip(upper, lower, measured, strict=True):
+        label = STATISTICS[statistic]
         of_statistic = experts[experts["statistic"] == statistic]
-        _over_depth(above[at], by_layer(of_statistic), STATISTICS[statistic])
-        _over_experts(
-            below[at], of_statistic[of_statistic["layer"] == middle], STATISTICS[statistic]
-        )
-        above[at].set_title(f"(a) {STATISTICS[statistic]}", fontsize=7.5)
-        below[at].set_title(f"(b) {STATISTICS[statistic]}, layer {middle}", fontsize=7.5)
-    for axes in (*above[1:], *below[1:]):
+        _draw_over_depth(above, by_layer(of_statistic), label)
+        _draw_over_experts(below, of_statistic[of_statistic["layer"] == middle], label)
+        above.set_title(f"(a) {label}", fontsize=7.5)
+        below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
+    for axes in (*upper[1:], *lower[1:]):
         axes.set_ylabel(None)
     mean = style.key(
         "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
     )
     style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
     missing = [
-        f"{STATISTICS[name_of]} ({SOURCES[name_of]})"
-        for name_of in STATISTICS
-        if name_of not in shown
+        f"{label} ({SOURCES[statistic]})"
+        for statistic, label in STATISTICS.items()
+        if statistic not in measured
     ]
     absent = f" Not in this store: {names.listing(missing)}." if missing else ""
     caption = (
@@ -181,7 +185,8 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     return Figure(name, title, caption, drawing)
 
 
-def _over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
+def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
+    """Draw a panel (a): rows of `by_layer` against the layer."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
     style.scientific(axes.yaxis)
@@ -195,9 +200,10 @@ def _over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
     )
 
 
-def _over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
+def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
+    """Draw a panel (b): the statistic of each expert of a layer, with its ablation."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
-    _loss_bars(axes, ordered["ablation"])
+    _draw_loss_bars(axes, ordered["ablation"])
     style.ticks(axes.xaxis, [], [])
     axes.set_xlabel("experts")
     look: Any = {
@@ -224,7 +230,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     sets = names.calibrations_in_order(experts["calibration"])
     drawing = style.drawing(style.PAGE, 2.6)
     for axes, layer in zip(drawing.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
-        _distributions(axes, activations_of(experts, layer, sets))
+        _draw_distributions(axes, activations_of(experts, layer, sets))
         axes.set_title(f"Layer {layer}")
         labels = map(names.calibration, sets)
         style.ticks(axes.xaxis, range(len(sets)), labels, labelrotation=0 if len(sets) < 4 else 30)
@@ -240,7 +246,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 
 def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
-    """The activation magnitudes of the experts of a layer, for each calibration set."""
+    """For each calibration set, a list of the activation magnitudes of the experts of a layer."""
     of_layer = experts[experts["layer"] == layer]
     return [
         of_layer.loc[of_layer["calibration"] == calibration, "size"].tolist()
@@ -248,7 +254,8 @@ def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> li
     ]
 
 
-def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
+def _draw_distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
+    """Draw a box for each list of activation magnitudes, and a point for each expert."""
     line = {"color": style.INK, "linewidth": 0.9}
     looks: Any = {
         "medianprops": {**line, "linewidth": 1.6},
@@ -262,6 +269,6 @@ def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
         manage_ticks=False,
         **looks,
     )
-    for at, values in enumerate(sizes):
-        aside = np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
-        axes.plot(at + aside, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)
+    for position, values in enumerate(sizes):
+        x = position + np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
+        axes.plot(x, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)

@@ -46,36 +46,34 @@ def recovery(name: str) -> str:
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """Sweeps with several recoveries, each the cells of one method (ratio 0 included), sorted by
-    ratio and recovery."""
+    """The sweeps with several recoveries. A sweep has the cells of one method (ratio 0 included),
+    sorted by ratio and recovery."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
-    order = list(names.RECOVERIES)
-    position = cells["recovery"].map(
-        lambda name: order.index(name) if name in order else len(order)
-    )
+    order = names.in_order(cells["recovery"], names.RECOVERIES)
+    position = cells["recovery"].map(order.index)
     cells = (
-        cells.assign(place=position)
-        .sort_values(["ratio", "place"], kind="stable")
-        .drop(columns="place")
+        cells.assign(position=position)
+        .sort_values(["ratio", "position"], kind="stable")
+        .drop(columns="position")
     )
-    by_setting = [cells for _, cells in groups(cells, SWEPT)] if len(cells) else []
-    return [cells for cells in by_setting if cells["recovery"].nunique() > 1]
+    return [sweep for _, sweep in groups(cells, SWEPT) if sweep["recovery"].nunique() > 1]
 
 
 def labels(comparison: Comparison) -> pd.Series:
-    """A label for each cell of `sweeps`: its recovery, after the method where there are several
-    sweeps."""
+    """Label of each cell of `sweeps`: its recovery; if there are several sweeps, its method and
+    recovery."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
     recoveries = cells["recovery"].map(recovery)
-    return (
-        cells["method"].map(_unrecovered) + ", " + recoveries if len(all_sweeps) > 1 else recoveries
-    )
+    if len(all_sweeps) > 1:
+        return cells["method"].map(_unrecovered) + ", " + recoveries
+    return recoveries
 
 
 def _unrecovered(method: str) -> str:
     """Display name of a method without its recovery."""
-    return names.method(names.key(*names.parts(method)[:2]))
+    criterion, allocation, _ = names.parts(method)
+    return names.method(names.key(criterion, allocation))
 
 
 @output("coverage.table11", chapter="recovery", needs=f"cells with a recovery, and {SLIMMING}")
@@ -101,7 +99,8 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy against the storage of pruned and quantised models.
 
-    Scores with intervals against bytes on a logarithmic axis, each labelled with its ratio.
+    Scores with intervals against bytes on a logarithmic axis; points are labelled with the removed
+    share. None if no recovery changes the size of a model.
     """
     label_of_cell = labels(comparison)
     points = storage_points(
@@ -114,13 +113,13 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         .groupby([*SWEPT, "ratio"], sort=False)["storage"]
         .nunique()
     )
-    if (sizes < 2).all():  # no recovery changes the size of a model
+    if (sizes < 2).all():
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
     lines = list(groups(points.assign(label=label_of_cell), ["label"]))
-    for at, (key, line) in enumerate(lines):
-        draw_storage(axes, line, label=key["label"], **style.cycled(at))
+    for number, (key, line) in enumerate(lines):
+        draw_storage(axes, line, label=key["label"], **style.cycled(number))
     _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
@@ -138,10 +137,11 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the share removed beside each point; of points with one ratio and about as many bytes,
-    beside the first."""
-    labelled = points.assign(bits=np.log2(points["storage"]).round(1))
-    labelled = labelled.dropna(subset=["storage", "score"]).drop_duplicates(["ratio", "bits"])
+    """Write the removed share next to points. Of several points with the same ratio and about the
+    same storage, only the first gets a label."""
+    labelled = points.assign(log_storage=np.log2(points["storage"]).round(1))
+    labelled = labelled.dropna(subset=["storage", "score"])
+    labelled = labelled.drop_duplicates(["ratio", "log_storage"])
     look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
     for point in records(labelled):
         position = (point["storage"], point["score"])
@@ -149,14 +149,12 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
 
 
 def recovered(comparison: Comparison) -> Iterator[Block]:
-    """Blocks of pruned models with and without recovery, at each ratio that has a recovery."""
+    """Blocks of pruned models with and without recovery: one for each ratio at which a model has a
+    recovery."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
-            position = (
-                cells["method"]
-                .map(names.methods_in_order(cells["method"]).index)
-                .sort_values(kind="stable")
-            )
+            order = names.methods_in_order(cells["method"])
+            position = cells["method"].map(order.index).sort_values(kind="stable")
             yield ratio_block(comparison, ratio, settings.method_labels(cells)[position.index])
 
 
@@ -200,8 +198,8 @@ def top_k_table(results: Results, name: str) -> Table | None:
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for ratio, at_ratio in by_ratio(cells):
-                labels = settings.method_labels(at_ratio) + f", top-{top_k}"
+            for ratio, same_ratio in by_ratio(cells):
+                labels = settings.method_labels(same_ratio) + f", top-{top_k}"
                 blocks.append(ratio_block(comparison, ratio, labels))
     return block_table(
         study,
@@ -217,14 +215,17 @@ def top_k_table(results: Results, name: str) -> Table | None:
 def _families(
     study: Study, comparisons: Sequence[Comparison]
 ) -> list[list[tuple[Comparison, int]]]:
-    """Families of models that differ only in the experts per token: (model, that number), the
-    largest first."""
+    """Families of models that differ only in the number of experts per token. A family is a list of
+    (comparison of a model, experts per token), with the largest number first."""
     families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         trained, top_k = names.routed(comparison.model)
-        layers = study.models.get(comparison.model, {}).get("layers", {}).values()
-        number = max((layer["top_k"] for layer in layers), default=0) if top_k is None else top_k
-        families.setdefault(trained, []).append((comparison, number))
+        if top_k is None:
+            layers = study.models.get(comparison.model, {}).get("layers", {}).values()
+            top_k = max((layer["top_k"] for layer in layers), default=0)
+        families.setdefault(trained, []).append((comparison, top_k))
     return [
-        sorted(family, key=lambda pair: -pair[1]) for family in families.values() if len(family) > 1
+        sorted(family, key=lambda member: -member[1])
+        for family in families.values()
+        if len(family) > 1
     ]

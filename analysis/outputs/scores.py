@@ -26,6 +26,7 @@ from analysis.stats.comparison import Comparison, Panel, Target
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
 """The methods of AIMER's tables, which a radar plot draws after the best two of all."""
 RADAR_BEST = 2
+"""Number of methods that are drawn first, by Avg."""
 RADAR_LINES = len(RADAR_METHODS)
 """Largest number of methods in a radar plot."""
 
@@ -35,8 +36,8 @@ RADAR_LINES = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    Benchmarks as spokes; the unpruned model and the methods of a panel as lines. None with fewer
-    than 3 benchmarks.
+    A spoke per benchmark; a line for the unpruned model and for each method of a panel. None with
+    fewer than three benchmarks.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -46,7 +47,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     drawn: list[str] = []
     for axes, panel in zip(grid, panels, strict=True):
         assert isinstance(axes, PolarAxes)
-        drawn += _radar_axes(axes, comparison, panel, lines)
+        drawn += _draw_radar(axes, comparison, panel, lines)
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
     most = names.count(RADAR_LINES, "method")
     caption = (
@@ -76,10 +77,8 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel to draw: the best RADAR_BEST by Avg, those of AIMER's tables, then the
-    others by Avg.
-
-    At most RADAR_LINES; methods without any score are left out."""
+    """The methods that a radar plot draws: the best RADAR_BEST by Avg, those of AIMER's tables,
+    then the other methods by Avg; at most RADAR_LINES. Methods without any score are left out."""
     average = comparison.score(panel.averaged(comparison)).fillna(-1)
     run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
     scored = [method for method in panel.cells if run[panel.cells[method]]]
@@ -88,19 +87,20 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     return list(dict.fromkeys([*scored[:RADAR_BEST], *published, *scored]))[:RADAR_LINES]
 
 
-def _radar_axes(
+def _draw_radar(
     axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
 ) -> list[str]:
+    """Draw one panel; returns the methods that it draws. lines: method -> style of its line."""
     benchmarks = list(radar_benchmarks(comparison, panel))
     methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
-    closed = np.append(angles, angles[0])
+    closed_angles = np.append(angles, angles[0])
     cells = {"none": comparison.unpruned, **{method: panel.cells[method] for method in methods}}
     for method, cell in cells.items():
         if cell is None:
             continue
         values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
-        style.draw(axes, lines[method], closed, np.append(values, values[0]))
+        style.draw(axes, lines[method], closed_angles, np.append(values, values[0]))
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
     style.ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
@@ -118,11 +118,11 @@ BOTH_TASKS = "a calibration set about code and one about mathematics"
 def task_specific_table(
     results: Results, name: str, criteria: Sequence[str] | None = None
 ) -> Table | None:
-    """All criteria, calibrated on the task that they are evaluated on.
+    """All criteria, calibrated on the task on which they are evaluated.
 
-    Coding columns are of the model pruned with code calibration, mathematics columns of the one
-    pruned with mathematics calibration; Avg Rank is over the four. None when one of the two
-    calibration sets was not run.
+    Scores in coding columns are those of the model pruned with code calibration, scores in
+    mathematics columns those of the model pruned with mathematics calibration; Avg Rank is over
+    these four columns. None when one of the two calibration sets was not run.
     """
     columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
     best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
@@ -202,6 +202,7 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _metrics(study: Study) -> str:
+    """Sentences that list the benchmarks of each metric: `acc: ARC-C and PIQA.`"""
     by_metric: dict[str, list[str]] = {}
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
@@ -214,5 +215,6 @@ def _metrics(study: Study) -> str:
 
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific(results: Results, name: str) -> Table | None:
-    """The criteria of Unified Expert Pruning, calibrated on the task that they are evaluated on."""
+    """The criteria of Unified Expert Pruning, calibrated on the task on which they are
+    evaluated."""
     return task_specific_table(results, name, names.TASK_SPECIFIC)

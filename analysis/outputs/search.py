@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
@@ -37,14 +36,15 @@ from analysis.stats.uncertainty import LEVEL
 
 TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
+"""Format of the name of a column with differences, from the name of the column of scores."""
 SIGNIFICANT = "Significant"
 _PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
-    """Cell of a searched allocation -> the same cell with uniform allocation, in the order of
-    tables."""
+    """Cell with a searched allocation -> the cell with uniform allocation that is otherwise the
+    same; in the order of tables."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -58,8 +58,8 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """Those of `searched_pairs` that were calibrated on general text; the search may have used
-    another text."""
+    """Those of `searched_pairs` that were calibrated on general text, whatever text their search
+    used."""
     sets = comparison.cells["calibration"].map(names.domain)
     return {
         cell: uniform
@@ -94,8 +94,12 @@ def allocation_table(
 
     For each criterion with uniform and searched allocation, those of `columns` that were run and
     their paired differences, with intervals. Holm's correction covers all differences of one model.
+    what: end of the title; pairs: function from a model's comparison to its pairs (searched cell ->
+    uniform cell).
     """
-    rows = stacked(_rows(each, pairs(each), columns) for each in results.comparisons)
+    rows = stacked(
+        _rows(comparison, pairs(comparison), columns) for comparison in results.comparisons
+    )
     if rows is None:
         return None
     numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
@@ -117,11 +121,10 @@ def allocation_table(
 
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
-    """Rows of each criterion's uniform cell, followed by its searched ones; None when none of
-    `columns` was run."""
-    cells = list(
-        dict.fromkeys(cell for searched, uniform in pairs.items() for cell in (uniform, searched))
-    )
+    """Rows of `allocation_table` for one model: each uniform cell, followed by its searched cells;
+    None when none of `columns` was run. pairs: searched cell -> uniform cell."""
+    ordered = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
+    cells = list(dict.fromkeys(ordered))
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
@@ -154,12 +157,12 @@ def _significant(
     several seeds.
 
     gains: column -> its `differences`. Holm's correction covers all columns and pairs."""
-    tested = [cell for cell, other in pairs.items() if comparison.have_several_seeds((cell, other))]
-    p_values = np.array([gain["p"][tested].to_numpy(float) for gain in gains.values()])
-    below = uncertainty.holm(p_values.ravel()).reshape(p_values.shape) < LEVEL
+    tested = [pair[0] for pair in pairs.items() if comparison.have_several_seeds(pair)]
+    p_values = pd.DataFrame({column: gain["p"][tested] for column, gain in gains.items()})
+    corrected = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
     significant = {}
-    for cell, of_cell in zip(tested, below.T, strict=True):
-        columns = [column for column, is_below in zip(gains, of_cell, strict=True) if is_below]
+    for cell, of_cell in zip(tested, corrected, strict=True):
+        columns = [column for column, p in zip(gains, of_cell, strict=True) if p < LEVEL]
         significant[cell] = names.listing(columns) or "none"
     return significant
 
@@ -191,8 +194,8 @@ def searched_multiple_choice(results: Results, name: str) -> Table | None:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with
-    the cell's axes."""
+    """Share of its experts that each layer retains (column share): one row per layer and cell of
+    whole experts, with axes of the cell."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
@@ -203,16 +206,15 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
 @per_model()
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Share of experts kept in each layer, by allocation.
+    """Share of experts retained in each layer, by allocation.
 
     EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel
     per ratio. The criterion is the one that was run with most allocations. None when no criterion
-    was run with two.
+    was run with several allocations, one of them searched.
     """
     shares = densities(results.study, comparison)
-    shares = shares[
-        shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1
-    ]
+    panels = shares.groupby(["criterion", "ratio", "calibration"])
+    shares = shares[panels["allocation"].transform("nunique") > 1]
     if not shares["allocation"].map(is_searched).any():
         return None
     allocations = shares.groupby("criterion")["allocation"].nunique()
@@ -220,12 +222,11 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     criterion = "reap" if "reap" in most else most[0]
     shares = shares[shares["criterion"] == criterion]
     keys = {}
-    for at, allocation in enumerate(
-        names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
-    ):
-        shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[at % 6]
-        pattern = "-" if at else style.DASHED["linestyle"]
-        look: Any = {"color": shade, "marker": "sD^ov"[at % 5], "linestyle": pattern}
+    ordered = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
+    for number, allocation in enumerate(ordered):
+        shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[number % 6]
+        pattern = "-" if number else style.DASHED["linestyle"]
+        look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
         keys[allocation] = style.key(
             names.allocated(allocation), markersize=3.8, linewidth=1.3, **look
         )
@@ -240,20 +241,20 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 @output("evoesap.fig3", chapter="search", needs=SEARCHES)
 @per_model()
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Share of experts kept in each layer by searched allocations, by criterion.
+    """Share of experts retained in each layer by searched allocations, by criterion.
 
     EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a
-    search.
+    searched allocation.
     """
     shares = densities(results.study, comparison)
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
     if shares.empty:
         return None
     keys = {}
-    for at, criterion in enumerate(names.in_order(shares["criterion"], names.CRITERIA)):
+    for number, criterion in enumerate(names.in_order(shares["criterion"], names.CRITERIA)):
         look: Any = {
             "color": style.colour(criterion),
-            "marker": style.MARKERS[at % len(style.MARKERS)],
+            "marker": style.MARKERS[number % len(style.MARKERS)],
         }
         keys[criterion] = style.key(
             names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
@@ -267,20 +268,23 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """Draw a panel per ratio and calibration set: a line per value of `by`, and the uniform density
-    if not in keys."""
+    """A drawing with a panel per ratio and calibration set: the densities of each cell as a line.
+
+    keys: value of the column `by` -> legend entry with the style of its lines. If `uniform` is not
+    in keys, the mean density is drawn as a uniform allocation."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     several = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
     uniform = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
-    for axes, (panel, cells) in zip(grid, panels, strict=True):
-        for _ in uniform:
-            axes.axhline(cells["share"].mean(), **style.DASHED)
+    for axes, (panel, of_panel) in zip(grid, panels, strict=True):
+        if uniform:
+            axes.axhline(of_panel["share"].mean(), **style.DASHED)
         for value, key in keys.items():
-            for _, cell in groups(cells[cells[by] == value].sort_values("layer"), ["cell"]):
-                style.draw(axes, key, cell["layer"], cell["share"])
-        data = f", {names.calibration(panel['calibration'])}" if several else ""
-        axes.set_title(f"{cells['removed_words'].iloc[0]} pruned{data}", fontsize=8)
+            lines = groups(of_panel[of_panel[by] == value].sort_values("layer"), ["cell"])
+            for _, line in lines:
+                style.draw(axes, key, line["layer"], line["share"])
+        calibration = f", {names.calibration(panel['calibration'])}" if several else ""
+        axes.set_title(f"{of_panel['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
         style.layer_axis(axes)
         style.percent(axes.yaxis)
         axes.grid(axis="y")

@@ -22,7 +22,7 @@ from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, means_in
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
-SAME = ["ratio", "criterion", "calibration", "recovery", "gate"]
+SAME_BUT_SEARCH = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in the settings of their search."""
 COMPARED = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
@@ -45,6 +45,7 @@ _SETTINGS = {
     "Generations": ("generations", "{:,.0f}"),
     "Population": ("population", "{:,.0f}"),
 }
+"""Displayed column -> (column of `Study.searches`, format)."""
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
@@ -53,23 +54,20 @@ def cost_table(results: Results, name: str) -> Table:
     pruning."""
     study = results.study
     steps = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
-    peaks = (
-        time_and_memory(steps, study.reader).set_index("folder")[["peak", "gpu_peak"]] / MEBIBYTE
-    )
+    measured = time_and_memory(steps, study.reader).set_index("folder")
+    peaks = measured[["peak", "gpu_peak"]] / MEBIBYTE
     rows = (
         study.searches.join(study.cells, on="cell")
         .drop_duplicates("plan_folder")
         .join(peaks, on="plan_folder")
     )
     costs = study.costs.set_index("cell").reindex(rows["cell"])
-    whole = (
-        rows["model"]
-        .map(lambda model: study.models.get(model, {}).get("parameters", np.nan))
-        .astype(float)
+    parameters = rows["model"].map(
+        lambda model: study.models.get(model, {}).get("parameters", np.nan)
     )
     rows = rows.assign(
         fitness=rows["fitness"].map(_spelled),
-        before=BYTES * whole / MEBIBYTE,
+        before=BYTES * parameters.astype(float) / MEBIBYTE,
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
     numbers = {
@@ -104,16 +102,14 @@ def settings_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples,
     generations or candidates."""
 
-    def chosen(cells: pd.DataFrame) -> pd.DataFrame:
+    def select(cells: pd.DataFrame) -> pd.DataFrame:
         cells = cells[cells["recovery"] == "none"]
         searched = cells["allocation"].map(is_searched).astype(bool)
-        return (
-            cells[searched | (cells["allocation"] == "uniform")]
-            if searched.sum() > 1
-            else cells[:0]
-        )
+        if searched.sum() < 2:
+            return cells[:0]
+        return cells[searched | (cells["allocation"] == "uniform")]
 
-    return _table(results, name, chosen, GROUPS, "What the settings of a search change")
+    return _table(results, name, select, GROUPS, "What the settings of a search change")
 
 
 @output(
@@ -125,11 +121,11 @@ def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
     fitness = results.study.searches.set_index("cell")["fitness"]
 
-    def chosen(cells: pd.DataFrame) -> pd.DataFrame:
+    def select(cells: pd.DataFrame) -> pd.DataFrame:
         fitnesses = fitness.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
-    return _table(results, name, chosen, COMPARED, "Searched by ESAP and by speculative decoding")
+    return _table(results, name, select, COMPARED, "Searched by ESAP and by speculative decoding")
 
 
 @output(
@@ -138,43 +134,40 @@ def fitness_table(results: Results, name: str) -> Table | None:
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
 def competitor_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not built
-    here."""
+    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not
+    implemented here."""
 
-    def chosen(cells: pd.DataFrame) -> pd.DataFrame:
-        return cells[
-            cells["allocation"].map(is_searched).astype(bool) & (cells["recovery"] == "none")
-        ]
+    def select(cells: pd.DataFrame) -> pd.DataFrame:
+        searched = cells["allocation"].map(is_searched).astype(bool)
+        return cells[searched & (cells["recovery"] == "none")]
 
-    measured = _table(results, name, chosen, COMPARED, "Searched allocations beside DiEP")
+    measured = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
     if measured is None or measured.low is None or measured.high is None:
         return measured
-    shown = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
-    frame = measured.frame[[*TEXT, "Allocation", *shown]].assign(Source="measured")
-    rows = pd.concat(
-        [frame, pd.DataFrame([_printed()]).reindex(columns=frame.columns)], ignore_index=True
-    )
+    numbers = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
+    frame = measured.frame[[*TEXT, "Allocation", *numbers]].assign(Source="measured")
+    published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
+    rows = pd.concat([frame, published], ignore_index=True)
     return replace(
         measured,
         caption=f"DiEP: {NOT_BUILT}; its row was measured on two L40S. {measured.caption}",
-        frame=rows[[*TEXT, "Allocation", "Source", *shown]],
-        formats={column: measured.formats[column] for column in shown},
+        frame=rows[[*TEXT, "Allocation", "Source", *numbers]],
+        formats={column: measured.formats[column] for column in numbers},
         best={},
         blocks=("Model", "Pruned"),
-        optional=tuple(shown),
+        optional=tuple(numbers),
         low=measured.low.reindex(rows.index),
         high=measured.high.reindex(rows.index),
     )
 
 
-def _printed() -> dict[str, object]:
+def _published_row() -> dict[str, object]:
     """The published row of DiEP."""
-    printed = ("evoesap", "4", COMPETITOR)
-    by_benchmark = {
-        number.benchmark: number
-        for number in numbers()
-        if (number.paper, number.table, number.key[2]) == printed
-    }
+    by_benchmark = {}
+    for number in numbers():
+        _, _, criterion, *_ = number.key
+        if (number.paper, number.table, criterion) == ("evoesap", "4", COMPETITOR):
+            by_benchmark[number.benchmark] = number
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {
         "Model": model,
@@ -193,44 +186,46 @@ def _printed() -> dict[str, object]:
 def _table(
     results: Results,
     name: str,
-    chosen: Callable[[pd.DataFrame], pd.DataFrame],
+    select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
     title: str,
 ) -> Table | None:
-    """Make a table of settings, scores and seconds, one row per cell.
+    """A table of settings, scores and seconds, one row per cell.
 
-    chosen: selects cells of each group whose cells differ only in their search."""
-    parts = [
-        _rows(results.study, comparison, chosen, columns) for comparison in results.comparisons
-    ]
-    rows = stacked(parts)
+    select: function that selects the cells to list, from cells that differ only in their search;
+    columns: the averages to list."""
+    rows = stacked(
+        _rows(results.study, comparison, select, columns) for comparison in results.comparisons
+    )
     if rows is None:
         return None
-    forms = {**{column: form for column, (_, form) in _SETTINGS.items()}, SECONDS: "{:,.1f}"}
-    settings = {column: form for column, form in forms.items() if column in rows.frame}
+    formats = {column: form for column, (_, form) in _SETTINGS.items()}
+    formats[SECONDS] = "{:,.1f}"
     return numbers_table(
         rows,
         list(map(str, rows.frame)),
-        settings,
+        formats,
         name=name,
         title=title,
         caption=f"{means_in_words(results.comparisons)} Code and Math are means of their two "
         "columns. Samples: rows of the search set; search: seconds of the process that finished "
         f"it. {score_setup(results.study)}",
         blocks=list(TEXT),
-        optional=tuple(settings),
+        optional=tuple(formats),
     )
 
 
 def _rows(
     study: Study,
     comparison: Comparison,
-    chosen: Callable[[pd.DataFrame], pd.DataFrame],
+    select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
 ) -> Numbers | None:
-    """Rows of one model for `_table`; None when nothing is chosen or none of `columns` was run."""
+    """Rows of one model for `_table`; None when no cell is selected or none of `columns` was
+    run."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
-    cells = pd.concat([pruned[:0], *(chosen(cells) for _, cells in groups(pruned, SAME))])
+    selected = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
+    cells = pd.concat([pruned[:0], *selected])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
         return None
@@ -239,7 +234,7 @@ def _rows(
         fitness=searches["fitness"].reindex(cells.index).map(_spelled)
     )
     measured = scores(comparison, list(cells.index), targets)
-    settings = {shown: rows[column].astype(float) for shown, (column, _) in _SETTINGS.items()}
+    settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}
     text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
     frame = pd.concat([text.assign(**settings), measured.frame], axis=1)
     frame[SECONDS] = rows["seconds"].astype(float)

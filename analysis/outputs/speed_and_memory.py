@@ -25,49 +25,51 @@ from analysis.stats.comparison import Comparison
 PREFILL = "Prefill (tokens/s)"
 DECODE = "Decode (tokens/s)"
 FIRST = "First token (ms)"
-EACH = "Per token (ms)"
+PER_TOKEN = "Per token (ms)"
 WEIGHTS = "Weights (MiB)"
 PEAK = "Peak memory (MiB)"
 SPEEDS: Mapping[str, str] = {
     PREFILL: "{:,.1f}",
     DECODE: "{:,.1f}",
     FIRST: "{:,.2f}",
-    EACH: "{:,.2f}",
+    PER_TOKEN: "{:,.2f}",
 }
+"""Displayed column with a speed or duration -> its format."""
 REQUEST = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
+"""Columns that identify a kind of request."""
 QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
+"""Suffix of a column -> its quantile over repeated requests."""
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Summarize timings, a row per cell and kind of request.
+    """Summarize timings, one row per cell and kind of request.
 
     Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`),
     WEIGHTS, PEAK."""
+    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
     rows = []
     for key, of_request in groups(study.timings, REQUEST):
         speeds = _speeds(of_request)
-        measured = {
-            f"{name}{end}": speeds[name].quantile(at)
-            for name in SPEEDS
-            for end, at in QUARTILES.items()
-        }
+        row = dict(key)
+        for end, quantile in QUARTILES.items():
+            for name in SPEEDS:
+                row[f"{name}{end}"] = speeds[name].quantile(quantile)
         weights = float(of_request["weight_bytes"].iloc[0])
         peak = weights + float(of_request["working_bytes"].iloc[0])
-        rows.append({**key, **measured, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
-    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
+        rows.append({**row, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
     return pd.DataFrame(rows, columns=columns)
 
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """SPEEDS of each request."""
-    read = timings["batch_size"] * timings["prompt_length"]
-    written = timings["batch_size"] * timings["new_tokens"]
+    """The columns SPEEDS of each request."""
+    prompt_tokens = timings["batch_size"] * timings["prompt_length"]
+    new_tokens = timings["batch_size"] * timings["new_tokens"]
     return pd.DataFrame(
         {
-            PREFILL: read / timings["prefill_seconds"],
-            DECODE: written / timings["decode_seconds"],
+            PREFILL: prompt_tokens / timings["prefill_seconds"],
+            DECODE: new_tokens / timings["decode_seconds"],
             FIRST: 1000 * timings["prefill_seconds"],
-            EACH: 1000 * timings["decode_seconds"] / timings["new_tokens"],
+            PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
         }
     )
 
@@ -93,17 +95,17 @@ def speed_table(results: Results, name: str) -> Table:
     }
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
     frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
-    ends = [
-        rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]) for end in (" low", " high")
-    ]
-    low, high = (end.set_axis(list(SPEEDS), axis=1) for end in ends)
+    low, high = (
+        rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]).set_axis(list(SPEEDS), axis=1)
+        for end in (" low", " high")
+    )
     return Table(
         name=name,
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
         formats={**SPEEDS, **sizes},
-        best={PREFILL: "max", DECODE: "max", FIRST: "min", EACH: "min"},
+        best={PREFILL: "max", DECODE: "max", FIRST: "min", PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
         high=high,
@@ -112,22 +114,21 @@ def speed_table(results: Results, name: str) -> Table:
 
 
 def conditions(study: Study) -> str:
-    """Sentences for captions on how requests were timed; "" without timings."""
+    """Sentences for captions on the conditions under which requests were timed; "" without
+    timings."""
     timings = study.timings
     if timings.empty:
         return ""
-    several = {
-        name: " / ".join(str(value) for value in timings[name].dropna().unique())
-        for name in ("device", "dtype")
-    }
+    devices = " / ".join(map(str, timings["device"].dropna().unique()))
+    dtypes = " / ".join(map(str, timings["dtype"].dropna().unique()))
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
     repeats = timings["repeat"].max() + 1
-    written = " / ".join(map(str, timings["new_tokens"].unique()))
+    new_tokens = " / ".join(map(str, timings["new_tokens"].unique()))
     return (
-        f"{repeats} requests each, {written} new tokens after the first one, {several['dtype']} on "
-        f"{several['device']}, {threads} threads, load of the machine up to "
-        f"{timings['load'].max():.1f}; run by transformers on prompts from a text. Peak memory: "
-        "the weights and the working memory of a request."
+        f"{repeats} requests each, {new_tokens} new tokens after the first one, {dtypes} on "
+        f"{devices}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; run "
+        "by transformers on prompts from a text. Peak memory: the weights and the working memory "
+        "of a request."
     )
 
 
@@ -136,7 +137,7 @@ def conditions(study: Study) -> str:
 def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Memory of every timed model.
 
-    Weights and working memory at the largest request.
+    Weights and working memory of the model's largest request.
     """
     largest = _largest(results.study, comparison)
     if largest.empty:
@@ -147,12 +148,12 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     weights = axes.barh(positions, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
     working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
     look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
-    beyond = axes.barh(positions, working, left=largest[WEIGHTS], **look)
+    working_bars = axes.barh(positions, working, left=largest[WEIGHTS], **look)
     style.ticks(axes.yaxis, positions, largest["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
-    drawing.legend(handles=[weights, beyond], loc="outside lower center", ncols=2, fontsize=7)
+    drawing.legend(handles=[weights, working_bars], loc="outside lower center", ncols=2, fontsize=7)
     size = int(largest["batch_size"].iloc[0])
     length = int(largest["prompt_length"].iloc[0])
     caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
@@ -160,7 +161,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
-"""Quantities in the maps of the published figure, by block size and smallest expert."""
+"""Column of a map in Fig. 10 -> its title."""
 
 
 @output(
@@ -185,20 +186,19 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     if len(by_block) < 2:
         return None
-    full = timed[timed["cell"] == comparison.unpruned]
-    panels = list(groups(by_block, ["ratio", "recovery", "device"]))
-    heights = [0.22 * part["smallest"].nunique() + 0.85 for _, part in panels]
+    unpruned = timed[timed["cell"] == comparison.unpruned]
+    rows = list(groups(by_block, ["ratio", "recovery", "device"]))
+    heights = [0.22 * of_row["smallest"].nunique() + 0.85 for _, of_row in rows]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
-    grid = drawing.subplots(len(panels), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
-    for row, (key, part) in zip(grid, panels, strict=True):
+    grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
+    for panels, (key, of_row) in zip(grid, rows, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
         pruned = settings.comma_joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
-        for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
-            _heat(axes, part, column)
-            unpruned = (
-                f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
-            )
-            axes.set_title(f"{pruned}\n{what}{unpruned}", fontsize=7.5)
+        for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
+            _draw_map(axes, of_row, column)
+            if unpruned[column].notna().any():
+                title += f"; unpruned {unpruned[column].iloc[0]:,.0f}"
+            axes.set_title(f"{pruned}\n{title}", fontsize=7.5)
     caption = (
         "a: block size, of which an expert's number of channels is a multiple; m: experts with "
         "fewer channels lose all. Tokens per second are medians. The unpruned model is in 16 bits. "
@@ -210,10 +210,11 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Each cell's request with the most tokens, with the cell's label; only on the first device."""
+    """The row of `requests` with most prompt tokens of each cell, on the first device, with a
+    column label."""
     timings = requests(study)
     timings = timings[timings["cell"].isin(comparison.cells.index)]
-    timings = timings[timings["device"] == timings["device"].iloc[0]] if len(timings) else timings
+    timings = timings[timings["device"].isin(timings["device"].iloc[:1])]
     tokens = timings["batch_size"] * timings["prompt_length"]
     timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
     ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
@@ -223,19 +224,18 @@ def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
     )
 
 
-def _heat(axes: Axes, timings: pd.DataFrame, column: str) -> None:
-    """Draw squares shaded by `column`, with – where it was not measured; combinations that did not
-    run stay empty."""
-    blocks, smallest = (sorted(timings[axis].unique()) for axis in ("block", "smallest"))
+def _draw_map(axes: Axes, timings: pd.DataFrame, column: str) -> None:
+    """Draw a square for each block size and smallest expert that was run, shaded by `column`; a
+    dash where this was not measured."""
+    blocks = sorted(timings["block"].unique())
+    smallest = sorted(timings["smallest"].unique())
     least = float(timings[column].min())
     most = float(timings[column].max())
     for row in records(timings):
         value = row[column]
-        share = (
-            0.1
-            if np.isnan(value) or most == least
-            else 0.1 + 0.8 * (value - least) / (most - least)
-        )
+        share = 0.1
+        if most > least and not np.isnan(value):
+            share += 0.8 * (value - least) / (most - least)
         text = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
         style.square(axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, text)
     style.squares(

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import names
 from analysis.load import settings
-from analysis.load.reader import groups, records
+from analysis.load.reader import groups, records, stacked
 from analysis.load.study import Study
 from analysis.outputs.score_rows import (
     Block,
@@ -40,8 +40,8 @@ SHADES = colormaps["viridis"]
 def weights_table(
     what: str, columns: Sequence[str]
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
-    """Make a table of `columns` that compares criteria that read weights alone with those that read
-    a text."""
+    """Decorator for functions that yield blocks: make a `score_table` of `columns` that compares
+    criteria that read weights alone with criteria that read a text. what: end of the title."""
     title = f"Scores from weights alone and from text: {what}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
@@ -87,19 +87,20 @@ def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator
 PROFILED = ("magnitude", "aimer")
 """The two criteria of the published figure."""
 NEGATED = ("aimer",)
-"""Criteria whose scores have the opposite sign in the store, where higher always means keep."""
+"""Criteria with the opposite sign in the store, in which the lowest scores are always pruned
+first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
-ACROSS = 3
-"""Largest number of models side by side."""
+MODELS_IN_ROW = 3
+"""Largest number of models side by side in the figure."""
 LAYERS = 8
 """Largest number of layers labelled on an axis."""
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of those criteria among PROFILED that the study has: model, criterion, layer, expert,
+    """Scores by the criteria PROFILED, if the study has them: model, criterion, layer, expert,
     score.
 
-    The sign is that of the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2), which prunes the highest."""
+    Scores have the sign of the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2) prunes the highest."""
     cells = study.cells[
         study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()
     ]
@@ -112,25 +113,21 @@ def weight_scores(study: Study) -> pd.DataFrame:
             if row["criterion"] in NEGATED:
                 scores["score"] = -scores["score"]
             frames.append(scores)
-    return (
-        pd.concat(frames, ignore_index=True)[list(COLUMNS)]
-        if frames
-        else pd.DataFrame(columns=COLUMNS)
-    )
+    return stacked(frames, COLUMNS)
 
 
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
-    """Add to `scores` the columns profile and place.
+    """`scores` with the columns profile and position.
 
     profile: the score, min-max normalised in each layer of a model and criterion (0: lowest, 1:
-    highest); NaN when all experts of a layer have the same score. place: the expert's rank in its
-    layer from 0 (lowest)."""
+    highest); NaN when all experts of a layer have the same score. position: the rank of the expert
+    in its layer, from 0 (lowest score)."""
     layer = scores.groupby(["model", "criterion", "layer"])["score"]
     low = layer.transform("min")
     high = layer.transform("max")
     rank = layer.rank(method="first") - 1
     return scores.assign(
-        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), place=rank
+        profile=(scores["score"] - low) / (high - low).replace(0, np.nan), position=rank
     )
 
 
@@ -146,17 +143,17 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     scaled = profiles(scores)
     models = list(dict.fromkeys(scaled["model"]))
     criteria = names.in_order(scaled["criterion"], PROFILED)
-    across = min(ACROSS, len(models))
-    down = -(-len(models) // across) * len(criteria)
-    drawing = style.drawing(style.PAGE, 1.9 * down + 0.5)
-    grid = drawing.subplots(down, across, squeeze=False)
+    columns = min(MODELS_IN_ROW, len(models))
+    rows = -(-len(models) // columns) * len(criteria)
+    drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
+    grid = drawing.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
     for key, panel in groups(scaled, ["model", "criterion"]):
-        row, column = divmod(models.index(key["model"]), across)
+        row, column = divmod(models.index(key["model"]), columns)
         axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
         axes.set_visible(True)
-        _profile_axes(axes, panel, first=column == 0)
+        _draw_profile(axes, panel, first=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
     ends = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
     handles = [Patch(facecolor=SHADES(share), label=label) for share, label in ends.items()]
@@ -170,13 +167,15 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
 
 
-def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> None:
-    shown = panel.pivot_table(index="layer", columns="place", values="profile", dropna=False)
+def _draw_profile(axes: Axes, panel: pd.DataFrame, *, first: bool) -> None:
+    """Draw a map of `profiles`: a row per layer, experts by position; first: whether the panel is
+    the first of its row."""
+    image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
-        shown, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
+        image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
     )  # fmt: skip
-    named = range(0, len(shown), -(-len(shown) // LAYERS))
-    style.ticks(axes.yaxis, named, [str(shown.index[at]) for at in named])
+    step = -(-len(image) // LAYERS)
+    style.ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)
     if first:

@@ -1,13 +1,14 @@
 """Winner maps by scores and by losses on right answers.
 
-An item's loss is in bits per byte of its right answer; lower is better. Every item has a loss that
-differs between two plans, whereas right or wrong only differs on items that one plan solves and the
-other does not.
+An item's loss is in bits per byte of its right answer; lower is better. The losses of two plans
+differ on every item, whereas their outcomes (right or wrong) differ only on items that one plan
+solves and the other does not.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,9 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
-    if win_rows.empty or win_rows["column"].nunique() < 2:  # of one column, the ranking says it all
+    """The figure and the table of a winner map; [] for a map of one column, which would repeat the
+    ranking."""
+    if win_rows.empty or win_rows["column"].nunique() < 2:
         return []
     return [
         winner_figure(win_rows, name, title),
@@ -68,8 +71,8 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
 
 
 def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table: the best method in each column, its lead, and whether it is a proved
-    win."""
+    """A winner map as a table: the best method in each column, its lead over the second, and a
+    verdict."""
     rows = win_rows.assign(
         winner=[
             label(tied, score)
@@ -115,7 +118,8 @@ NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = (
 
 
 def verdict(win: Mapping[str, Any]) -> str:
-    """Verdict on a cell of the winner map; not tested where a criterion has one seed."""
+    """Verdict on a row of `winner_map`: NO_RESULT, TIE, UNTESTED (where a criterion has one seed),
+    PROVED or NOT_PROVED."""
     winners = win["winners"]
     if not winners:
         return NO_RESULT
@@ -138,35 +142,35 @@ _P_MEANS = (
 
 
 def _tested(win_rows: pd.DataFrame) -> bool:
+    """Whether some win is tested."""
     return bool(win_rows["p"].notna().any())
 
 
 def proved_wins(win_rows: pd.DataFrame) -> str:
-    """How many cells of a winner map are proved wins, how many are tied and how many are not
-    tested."""
-    counts = pd.Series([verdict(row) for row in records(win_rows)]).value_counts()
-    rest = [
-        f"{counts[verdict]} {phrase}" for verdict, phrase in _OTHERS.items() if verdict in counts
-    ]
-    more = f" ({names.listing(rest)})" if rest else ""
-    return f"Proved wins: {counts.get(PROVED, 0)} of {len(win_rows)} cells{more}."
+    """A sentence with the number of cells of a winner map that are proved wins, tied, not tested
+    and without a result."""
+    counts = Counter(verdict(row) for row in records(win_rows))
+    phrases = [f"{counts[kind]} {phrase}" for kind, phrase in _PHRASES.items() if kind in counts]
+    more = f" ({names.listing(phrases)})" if phrases else ""
+    return f"Proved wins: {counts[PROVED]} of {len(win_rows)} cells{more}."
 
 
-_OTHERS = {
+_PHRASES = {
     TIE: "tied",
     UNTESTED: "not tested",
     NO_RESULT: "without a result",
 }
+"""Verdict -> its description in `proved_wins`."""
 
 
 def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
-    """Draw the rows of `winner_map`, columns x calibration sets per model and ratio; hatched unless
-    a win is proved."""
+    """Figure of the rows of `winner_map`: a map of displayed columns and calibration sets for each
+    model, ratio and gate; wins that are not proved are hatched."""
     maps = list(groups(win_rows, SETTINGS))
     rows = max(len(group["column"].unique()) for _, group in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
     for axes, (key, group) in zip(grid, maps, strict=True):
-        _winner_axes(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
+        _draw_map(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
         axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned")
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),
@@ -196,7 +200,8 @@ _LABELS = 0.8
 """Inches for the labels of the rows."""
 
 
-def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
+def _draw_map(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
+    """Draw one map, whose cells are `inches` wide together."""
     columns = list(dict.fromkeys(win_rows["column"]))
     sets = names.calibrations_in_order(win_rows["calibration"])
     for win in records(win_rows):
@@ -204,11 +209,10 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
         y = columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
         if len(winners) == 1:
-            noise = not win["proved"]
             square = Rectangle(
                 (x, y), 1, 1, facecolor=style.colour(winners[0]), edgecolor=style.MUTED, linewidth=0
             )
-            square.set(alpha=0.3, hatch=style.HATCH if noise else None)
+            square.set(alpha=0.3, hatch=None if win["proved"] else style.HATCH)
             axes.add_patch(square)
         text, size = _fitted(winners, win["score"], inches / len(sets))
         axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
@@ -220,18 +224,21 @@ def _winner_axes(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
 
 
 def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
-    """The text of a map's cell that is `inches` wide, and its font size; at most three names, the
-    others counted."""
-    small = int(inches / SMALL_LETTER)
+    """The text in a cell of a map that is `inches` wide, and its font size in points.
+
+    Tied winners are named on two lines, at most three of them, with the number of the others:
+    `A = B =` and `C +2`; if this does not fit, only their number is given."""
+    letters = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
-        shown = [names.method(name) for name in winners[:3]]
+        displayed = [names.method(name) for name in winners[:3]]
         more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
-        text = (" =\n" if len(winners) == 2 else " = ").join(shown[:2]) + (
-            f" =\n{shown[2]}{more}" if shown[2:] else ""
-        )
-        fits = max(map(len, text.splitlines())) <= small
+        if len(winners) == 2:
+            text = " =\n".join(displayed)
+        else:
+            text = f"{displayed[0]} = {displayed[1]} =\n{displayed[2]}{more}"
+        fits = max(map(len, text.splitlines())) <= letters
         return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
     text = label(winners, score)
     if len(text) > inches / LETTER:
-        return textwrap.fill(text, small), 5.6
+        return textwrap.fill(text, letters), 5.6
     return text, 7.5 if len(winners) == 1 else 6.5
