@@ -21,24 +21,25 @@ from benchmarks.measure import timed
 from moe_lab.start import command
 
 REBUILD, LOAD = 60, 5
-"""CPU seconds allowed for each."""
-FEW = ("frequency", "reap", "man", "ean")
+"""Bars in CPU seconds: of making a report, and of loading results."""
+CRITERIA = ("frequency", "reap", "man", "ean")
+"""Criteria of the store with 10,000 results."""
 
 
 def report_seconds(store: Path, study: str, out: Path) -> tuple[float, float]:
-    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, its start
-    included."""
-    about = [f"store={store}", f"study={study}", f"out={out}"]
-    code, clock, processor = timed(
-        lambda: subprocess.call(command("analysis", "report", *about), stdout=DEVNULL)
+    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, including the
+    start of the process."""
+    arguments = [f"store={store}", f"study={study}", f"out={out}"]
+    code, wall, cpu = timed(
+        lambda: subprocess.call(command("analysis", "report", *arguments), stdout=DEVNULL)
     )
     if code == 2 or not (out / report.PAGE).exists():
         raise RuntimeError(f"no report of study={study} in {store}")
-    return clock, processor
+    return wall, cpu
 
 
-def _seconds(clock: float, processor: float, allowed: int) -> str:
-    return f"{clock:.1f} s ({processor:.1f} s of the processor; {allowed} allowed)"
+def _seconds(wall: float, cpu: float, allowed: int) -> str:
+    return f"{wall:.1f} s ({cpu:.1f} s of the processor; {allowed} allowed)"
 
 
 def main() -> int:
@@ -50,14 +51,14 @@ def main() -> int:
         root = Path(folder)
         study = write_store(root / "study", ratios=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75))
         cells = len(load(study, "made_up").cells)
-        _, clock, processor = timed(lambda: report.write(study, "made_up", root / "out"))
+        _, wall, rebuild_cpu = timed(lambda: report.write(study, "made_up", root / "out"))
         files = sum(path.is_file() for path in (root / "out").rglob("*"))
-        print(f"rebuild: {cells} cells, {files} files: {_seconds(clock, processor, REBUILD)}")
-        ratios = [place / 128 for place in range(1, 53)]
-        many = write_store(root / "many", criteria=FEW, ratios=ratios, items=10, overlap=False)
-        found, loading, counted = timed(lambda: load(many, "made_up"))
-        print(f"load: {len(found.results):,} results: {_seconds(loading, counted, LOAD)}")
-    return int(processor > REBUILD or counted > LOAD)
+        print(f"rebuild: {cells} cells, {files} files: {_seconds(wall, rebuild_cpu, REBUILD)}")
+        ratios = [number / 128 for number in range(1, 53)]
+        many = write_store(root / "many", criteria=CRITERIA, ratios=ratios, items=10, overlap=False)
+        loaded, wall, load_cpu = timed(lambda: load(many, "made_up"))
+        print(f"load: {len(loaded.results):,} results: {_seconds(wall, load_cpu, LOAD)}")
+    return int(rebuild_cpu > REBUILD or load_cpu > LOAD)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""How often equal methods are told apart, in simulated studies:
+"""False positive rate of the comparison with the best method, in simulated studies:
 `python -m benchmarks.best_of_many [--studies 1000]`.
 
-Methods have the same true score, and several seeds; some are called separated from the best by
-mistake. Bars: at most 7 % of studies with such a method where all methods vary alike between seeds,
-and 10 % where a quarter of them varies twice as much, or not at all. The share of studies in which
-one truly better method is named is printed too.
+All methods of a simulated study have the same true score and several seeds. A false positive is a
+study in which some method is called separated from the best one. Bars: at most 7 % of studies if
+all methods have the same spread between seeds, and 10 % if a quarter of them has twice this spread,
+or none. The power is printed too: the share of studies in which some method is separated when one
+method is truly better.
 
-`--plans STORE STUDY` asks the same of real answers: random plans of one model are given out anew as
-plans of methods, as often as there are studies.
+`--plans STORE STUDY` measures the same rate on real answers: in each simulated study, random plans
+of one model are assigned at random to methods.
 """
 
 from __future__ import annotations
@@ -32,28 +33,30 @@ from benchmarks.measure import misses, parser
 BAR_EQUAL = 0.07
 BAR_UNEQUAL = 0.10
 ITEMS = {"equal": [40] * 11, "unequal": [10, 10, 20, 20, 20, 40, 40, 80, 80, 160, 160]}
-"""Items of the benchmarks."""
+"""Numbers of items of the benchmarks."""
 SEEDS = {"1": [1], "2": [2], "3": [3], "5": [5], "2 to 5": [2, 3, 5]}
-"""Seeds of the methods, in turn."""
-OF_ITEM = 0.4
-"""Standard deviation of item x method; items differ by 1, and so does the rest."""
+"""Numbers of seeds of the methods, repeated in this order."""
+ITEM_METHOD_SPREAD = 0.4
+"""Standard deviation of the effects of item x method; those of items and the residuals have 1."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated."""
+    """Parameters of a simulated study."""
 
     methods: int
     seeds: str
-    of_seed: float
+    """Key of SEEDS."""
+    seed_spread: float
     """Standard deviation between seeds."""
     kind: str = "answers"
-    """answers: right or wrong, by the sign of a normal variable; losses: its exponential."""
+    """answers: right or wrong, by the sign of a normal variable; losses: exp of the variable."""
     benchmarks: str = "equal"
+    """Key of ITEMS."""
     unequal: float = 1.0
-    """A quarter of the methods vary by so many times `of_seed`."""
+    """Factor of `seed_spread` for a quarter of the methods."""
     better: float = 0.0
-    """How much better one method truly is."""
+    """True lead of the first method."""
 
     @property
     def bar(self) -> float:
@@ -83,11 +86,11 @@ POWER = [Setting(14, seeds, spread, better=better)
 
 
 def main() -> int:
-    """Simulate, print, compare with the bars."""
+    """Simulate, print, compare with the bars; returns 1 when a bar fails."""
     arguments = _arguments()
     if arguments.plans:
         store, study = arguments.plans
-        return int(_relabelled(Path(store), study, arguments.studies))
+        return int(_real_answers_fail(Path(store), study, arguments.studies))
     failed = False
     for setting in SETTINGS:
         studies = simulated(setting, arguments.studies)
@@ -95,10 +98,8 @@ def main() -> int:
         failed |= misses(str(setting), share, "<=", setting.bar)
     for setting in POWER:
         studies = simulated(setting, arguments.studies)
-        named = [separated(study) > 0 for study in studies]
-        print(
-            f"{setting}: some method is separated from the best in {np.mean(named):.2f}", flush=True
-        )
+        share = float(np.mean([separated(study) > 0 for study in studies]))
+        print(f"{setting}: some method is separated from the best in {share:.2f}", flush=True)
     return int(failed)
 
 
@@ -112,20 +113,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def simulated(setting: Setting, studies: int, seed: int = 1) -> Iterator[Comparison]:
-    """Studies of `setting` as comparisons, whose first method may be better."""
+    """Yield simulated studies as comparisons. `setting.better` is the lead of the first method."""
     rng = np.random.default_rng(seed)
     seeds = list(itertools.islice(itertools.cycle(SEEDS[setting.seeds]), setting.methods))
-    methods = np.repeat(np.arange(setting.methods), seeds)
+    methods = np.repeat(np.arange(setting.methods), seeds)  # (plans,)
     for _ in range(studies):
-        of_seed = rng.normal(0, setting.of_seed, len(methods))
-        of_seed[methods < setting.methods // 4] *= setting.unequal
-        effects = of_seed + setting.better * (methods == 0)
+        seed_effects = rng.normal(0, setting.seed_spread, len(methods))
+        seed_effects[methods < setting.methods // 4] *= setting.unequal
+        effects = seed_effects + setting.better * (methods == 0)
         outcomes = {}
         for number, items in enumerate(ITEMS[setting.benchmarks]):
-            of_item = (
-                rng.normal(0, 1, items) + rng.normal(0, OF_ITEM, (setting.methods, items))[methods]
-            )
-            latent = of_item + effects[:, None] + rng.normal(0, 1, (len(methods), items))
+            item_effects = rng.normal(0, 1, items)
+            interactions = rng.normal(0, ITEM_METHOD_SPREAD, (setting.methods, items))[methods]
+            residuals = rng.normal(0, 1, (len(methods), items))
+            latent = item_effects + interactions + effects[:, None] + residuals
             outcomes[f"b{number}"] = (
                 (latent > 0).astype(float) if setting.kind == "answers" else np.exp(-latent / 2)
             )
@@ -135,7 +136,8 @@ def simulated(setting: Setting, studies: int, seed: int = 1) -> Iterator[Compari
 def comparison(
     methods: np.ndarray, outcomes: dict[str, np.ndarray], losses: bool = False
 ) -> Comparison:
-    """Plans with these outcomes (plans, items) by benchmark as plans of numbered methods."""
+    """A comparison of plans with the given outcomes: benchmark -> (plans, items); methods (plans,):
+    the number of each plan's method."""
     labels = [f"method {number}" for number in methods]
     cells = pd.DataFrame({"criterion": labels, "method": labels}).rename_axis("cell")
     cells["seed"] = cells.groupby("criterion").cumcount()
@@ -156,32 +158,32 @@ def comparison(
 
 
 def separated(study: Comparison) -> int:
-    """How many methods are separated from the best one of a study by their mean over all
+    """Number of methods that are separated from the best method of a study, by the mean over all
     benchmarks."""
     target = tuple(study.benchmarks_of)
     order = study.quantity(target).best_first(study.score(target)).index
     return sum(lead.p < LEVEL for lead in study.leads(target, [int(cell) for cell in order]))
 
 
-def _relabelled(store: Path, name: str, studies: int) -> bool:
-    """Print how often random plans are told apart when they are given out as plans of methods;
-    whether a bar fails."""
+def _real_answers_fail(store: Path, name: str, studies: int) -> bool:
+    """Print the false positive rate for random plans of a real study that are assigned at random to
+    methods; True when a bar fails."""
     [plans] = Results(load(store, name)).comparisons
     rows = np.flatnonzero(plans.all_cells["criterion"] == "random")
     rng = np.random.default_rng(1)
     failed = False
     for seeds in (2, 3, 5):
         methods = np.repeat(np.arange(len(rows) // seeds), seeds)
-        found = []
+        false_positives = []
         for _ in range(studies):
             drawn = rng.permutation(rows)[: len(methods)]
             outcomes = {benchmark: values[drawn] for benchmark, values in plans.outcomes.items()}
-            found.append(separated(comparison(methods, outcomes)) > 0)
-        about = (
+            false_positives.append(separated(comparison(methods, outcomes)) > 0)
+        what = (
             f"{len(rows)} random plans of {plans.model} as {methods[-1] + 1} methods of {seeds} "
             "seeds"
         )
-        failed |= misses(about, float(np.mean(found)), "<=", BAR_EQUAL)
+        failed |= misses(what, float(np.mean(false_positives)), "<=", BAR_EQUAL)
     return failed
 
 

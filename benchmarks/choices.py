@@ -1,7 +1,7 @@
 """Reference implementation of multiple choice and perplexity: explicit prompts, one unpadded
 forward pass per answer.
 
-Adapters are compared with it. It imports neither lm-eval nor moe_lab.
+benchmarks/evaluation.py compares the adapters with it. It imports neither lm-eval nor moe_lab.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A question with its answers, of which the one at `label` is right."""
+    """A question with its answers."""
 
     contexts: list[str]
     """Text before each answer."""
     endings: list[str]
     """Scored text of each answer."""
     label: int
+    """Index of the right answer."""
     lengths: list[int]
     """Characters of each answer, by which acc_norm divides."""
 
@@ -123,30 +124,30 @@ CHOICES: Mapping[str, Callable[[Row], Choice]] = {
 def likelihoods(model: Any, tokenizer: Any, choice: Choice) -> list[float]:
     """Log-likelihood of each answer; answers of one token after the same text share a forward
     pass."""
-    found: list[float] = []
-    seen: list[int] = []
+    log_likelihoods: list[float] = []
+    read: list[int] = []  # tokens of the last forward pass
     logits = torch.empty(0)
     for context, ending in zip(choice.contexts, choice.endings, strict=True):
-        kept = context.rstrip()  # a space at the end belongs to the answer
-        start = len(tokenizer(kept).input_ids)
-        whole = tokenizer(context + ending).input_ids
-        if whole[:-1] != seen:
-            seen = whole[:-1]
+        # a space at the end of the context belongs to the answer
+        start = len(tokenizer(context.rstrip()).input_ids)
+        ids = tokenizer(context + ending).input_ids
+        if ids[:-1] != read:
+            read = ids[:-1]
             with torch.inference_mode():
-                logits = model(torch.tensor([seen])).logits[0]
-        ending_logits = logits[start - 1 :].double().log_softmax(-1)
-        found.append(
+                logits = model(torch.tensor([read])).logits[0]
+        log_probabilities = logits[start - 1 :].double().log_softmax(-1)
+        log_likelihoods.append(
             sum(
-                float(ending_logits[place - start, whole[place]])
-                for place in range(start, len(whole))
+                float(log_probabilities[position - start, ids[position]])
+                for position in range(start, len(ids))
             )
         )
-    return found
+    return log_likelihoods
 
 
 def outcome(scores: list[float], choice: Choice, metric: str) -> float:
-    """1 if the right answer is the most likely (acc) or most likely per character (acc_norm); ties
-    go to the first."""
+    """1 if the right answer has the highest score (acc), or the highest score per character
+    (acc_norm), else 0; of equal scores the first counts as highest."""
     lengths = choice.lengths if metric == "acc_norm" else [1] * len(scores)
     shares = [score / length for score, length in zip(scores, lengths, strict=True)]
     return float(shares.index(max(shares)) == choice.label)
@@ -155,8 +156,8 @@ def outcome(scores: list[float], choice: Choice, metric: str) -> float:
 def perplexity(
     model: Any, tokenizer: Any, text: str, length: int, windows: int | None = None
 ) -> float:
-    """exp of the mean loss of all tokens except the first of each window of `length` tokens, in the
-    first `windows`."""
+    """exp of the mean loss per token, over the first `windows` windows (all if None) of `length`
+    tokens; the first token of a window has no loss."""
     tokens = tokenizer(text, verbose=False).input_ids
     starts = list(range(0, len(tokens), length))[:windows]
     total = 0.0
@@ -164,7 +165,7 @@ def perplexity(
     for window in (tokens[start : start + length] for start in starts):
         with torch.inference_mode():
             logits = model(torch.tensor([window])).logits[0].double().log_softmax(-1)
-        losses = [-float(logits[place - 1, window[place]]) for place in range(1, len(window))]
+        losses = [-float(logits[k - 1, window[k]]) for k in range(1, len(window))]
         total = total + math.fsum(losses)
         count = count + len(losses)
     return math.exp(total / count)
@@ -173,16 +174,16 @@ def perplexity(
 def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], length: int) -> float:
     """exp of the loss per word of whole documents.
 
-    pages: pairs of the text that is scored and the text whose words are counted. A document begins
-    with the end-of-text token and is read in windows of `length` tokens, each of which predicts
-    `length` tokens. The last window starts earlier, so that it is full, and predicts only the
-    remaining tokens.
+    pages: pairs (text that is scored, text whose words are counted), one per document. A document
+    begins with the end-of-text token and is read in windows of `length` tokens, each of which
+    predicts `length` tokens. The last window starts earlier, so that it is full, and predicts only
+    the remaining tokens.
     """
     total = 0.0
     words = 0
-    for text, counted in pages:
-        tokens = [tokenizer.eos_token_id, *tokenizer(text, verbose=False).input_ids]
-        done = 1
+    for scored_text, counted_text in pages:
+        tokens = [tokenizer.eos_token_id, *tokenizer(scored_text, verbose=False).input_ids]
+        done = 1  # tokens before this one are predicted
         while done < len(tokens):
             end = min(done + length, len(tokens))
             start = max(0, end - 1 - length)
@@ -193,9 +194,7 @@ def word_perplexity(model: Any, tokenizer: Any, pages: list[tuple[str, str]], le
                     .double()
                     .log_softmax(-1)
                 )
-            total -= math.fsum(
-                float(logits[place - 1 - start, tokens[place]]) for place in range(done, end)
-            )
+            total -= math.fsum(float(logits[k - 1 - start, tokens[k]]) for k in range(done, end))
             done = end
-        words += len(re.split(r"\s+", counted))
+        words += len(re.split(r"\s+", counted_text))
     return math.exp(total / words)

@@ -1,7 +1,7 @@
 """Contest programs, judged by EvalScope's own function and by moe_lab's replacement.
 
-benchmarks/evaluation_evalscope.py runs it in the interpreter that has EvalScope. Bar: the same
-tests pass in both.
+benchmarks/evaluation_evalscope.py runs this in the interpreter that has EvalScope. Bar: both pass
+the same number of tests.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def main() -> int:
-    """Judge each program both ways and print where another number of tests is passed."""
+    """Judge each program both ways and print the numbers of passed tests; returns 1 when they
+    differ for a program."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from moe_lab.evaluation.adapters.evalscope_code import Programs
 
@@ -117,15 +118,18 @@ def main() -> int:
     differing = 0
     for name, (tests, program) in PROGRAMS.items():
         tests = {"fn_name": None, **tests}
-        of_all, _ = evaluate_utils.evaluate_generations_by_problem(
+        by_program, _ = evaluate_utils.evaluate_generations_by_problem(
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
         programs = Programs(confined="namespaces" in sys.argv)
         results, _ = programs.judge(program, tests)
         programs.close()
-        own, ours = (sum(result is True for result in found) for found in (of_all[0], results))
-        differing += own != ours
-        print(f"{name}: {own}{'' if own == ours else f' by EvalScope, {ours} here'}", flush=True)
+        by_evalscope = sum(result is True for result in by_program[0])
+        here = sum(result is True for result in results)
+        differs = by_evalscope != here
+        differing += differs
+        note = f" by EvalScope, {here} here" if differs else ""
+        print(f"{name}: {by_evalscope}{note}", flush=True)
     print(f"{len(PROGRAMS)} programs, {differing} of them judged differently")
     return int(differing > 0)
 

@@ -2,11 +2,11 @@
 `python -m benchmarks.cuda --out FOLDER`.
 
 Each row is a separate program, whose output is kept in FOLDER. FOLDER/table.md has all results so
-far, with the device and the versions. A row starts only if its estimated minutes are left of
-`--minutes`; running the same command again continues with the missing rows. It needs torch,
-transformers, pytest and this repository; the last row also needs what tests/ imports. `--dry-run`
-runs every row at a small size on the CPU, which takes minutes: its figures have their bars, but
-none counts. Exit code 1 when a bar failed, 2 when rows are missing.
+far, with the device and the versions. A row starts only if `--minutes` leaves its estimated time;
+running the same command again continues with the missing rows. Needed are torch, transformers,
+pytest and this repository, and for the last row the packages that tests/ imports. `--dry-run` runs
+every row at a small size on the CPU, which takes minutes; its bars do not count. Exit code 1 when a
+bar failed, 2 when rows are missing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.measure import describe, parser
 
 ROOT = Path(__file__).parents[1]
 FIGURE = re.compile(r": (ok|FAILED|absent)$|\d (passed|failed|skipped)\b.* in ")
-"""Matches output lines with a figure and its verdict, what could not be measured, or the number of
-passed tests."""
+"""Pattern of output lines to keep: a figure with its verdict (or absent, if it could not be
+measured), or the number of passed tests."""
 
 UNCOUNTED = re.compile(r": FAILED$")
-"""Matches the verdict on a bar that a dry run misses: bars are those of a GPU at full size."""
+"""Pattern of a failed bar, which does not count in a dry run: bars are for a GPU and full size."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Row:
     command: str
     """Arguments of python. {scratch} stands for a folder with room for a checkpoint."""
     small: str
-    """Arguments added in a dry run."""
+    """Further arguments in a dry run."""
     minutes: float
-    """Estimated time on an H100, including loading; it was not measured yet."""
+    """Estimated time on an H100, including loading; not measured yet."""
 
     @property
-    def file(self) -> str:
-        """Stem of the names of its files."""
+    def stem(self) -> str:
+        """Stem of the names of the row's files."""
         return self.name.replace(", ", "-").replace(" ", "_")
 
 
@@ -105,19 +105,19 @@ ROWS = [
 
 
 def main() -> int:
-    """Run the missing rows and write the table."""
+    """Run the missing rows and write the table; returns the exit code."""
     arguments = _arguments()
     end = time.monotonic() + 60 * arguments.minutes
     for folder in (arguments.out, arguments.scratch):
         folder.mkdir(parents=True, exist_ok=True)
     for row in ROWS:
-        left = end - time.monotonic()
+        remaining = end - time.monotonic()
         if result(row, arguments) is not None:
             print(f"{row.name}: measured before", flush=True)
-        elif left < 60 * row.minutes:
+        elif remaining < 60 * row.minutes:
             print(f"{row.name}: not begun, as it may take {row.minutes:g} minutes", flush=True)
         else:
-            run(row, arguments, left)
+            run(row, arguments, remaining)
         (arguments.out / "table.md").write_text(table(arguments), encoding="utf-8")
     results = [result(row, arguments) for row in ROWS]
     if None in results:
@@ -127,9 +127,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     options = parser("cuda", __doc__)
-    options.add_argument(
-        "--minutes", type=float, default=9, help="after which no row runs any more"
-    )
+    options.add_argument("--minutes", type=float, default=9, help="time limit of all rows together")
     options.add_argument(
         "--out", type=Path, required=True, help="folder of the outputs and of table.md"
     )
@@ -142,14 +140,14 @@ def _arguments() -> argparse.Namespace:
 
 def command(row: Row, arguments: argparse.Namespace) -> list[str]:
     """Arguments of python for a row."""
-    words = [word.format(scratch=arguments.scratch) for word in row.command.split()]
-    return words + row.small.split() if arguments.dry_run else words
+    parts = [part.format(scratch=arguments.scratch) for part in row.command.split()]
+    return parts + row.small.split() if arguments.dry_run else parts
 
 
 def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Figures, exit code, seconds and conditions of a row that was measured with this command; else
-    None."""
-    file = arguments.out / f"{row.file}.json"
+    """Figures, exit code, seconds and conditions of a row that was measured with the same command;
+    None for any other row."""
+    file = arguments.out / f"{row.stem}.json"
     if not file.exists():
         return None
     measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -157,15 +155,15 @@ def result(row: Row, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
-    """Run a row for at most `limit` seconds. When it is stopped or crashes, its output is kept
-    without a result."""
-    words = command(row, arguments)
-    print(f"{row.name}: python {' '.join(words)}", flush=True)
-    log = arguments.out / f"{row.file}.txt"
+    """Run a row for at most `limit` seconds, and write its output and its result. A row that is
+    stopped or crashes has output, but no result."""
+    parts = command(row, arguments)
+    print(f"{row.name}: python {' '.join(parts)}", flush=True)
+    log = arguments.out / f"{row.stem}.txt"
     start = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *parts],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -180,40 +178,36 @@ def run(row: Row, arguments: argparse.Namespace, limit: float) -> None:
             process.wait()
             print(f"    stopped after {limit:.0f} seconds: {log} has what it printed", flush=True)
             return
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    shown = (
-        [UNCOUNTED.sub(": does not count", line) for line in lines] if arguments.dry_run else lines
-    )
-    print(textwrap.indent("\n".join(shown), "    "), flush=True)
-    figures = [
-        to_show.strip() for line, to_show in zip(lines, shown, strict=True) if FIGURE.search(line)
-    ]
+    figures = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = UNCOUNTED.sub(": does not count", line) if arguments.dry_run else line
+        print(textwrap.indent(text, "    "), flush=True)
+        if FIGURE.search(line):
+            figures.append(text.strip())
     if not figures:
         print(f"    broke with exit code {code}: {log} has what it printed", flush=True)
         return
     measured = {
-        "command": words,
+        "command": parts,
         "figures": figures,
         "code": code,
         "seconds": round(time.monotonic() - start),
         "conditions": describe("cpu" if arguments.dry_run else "cuda"),
     }
-    (arguments.out / f"{row.file}.json").write_text(
+    (arguments.out / f"{row.stem}.json").write_text(
         json.dumps(measured, indent=1), encoding="utf-8"
     )
 
 
 def table(arguments: argparse.Namespace) -> str:
-    """The conditions, and a Markdown table of all results so far."""
+    """Text of table.md: the conditions, and a Markdown table of all results so far."""
     results = {row: result(row, arguments) for row in ROWS}
     conditions = sorted({measured["conditions"] for measured in results.values() if measured})
     lines = [*conditions, "", "| what | command | measured |", "|---|---|---|"]
     for row, measured in results.items():
-        figures = (
-            "; ".join(measured["figures"]) + f" ({measured['seconds']} s)"
-            if measured
-            else "missing"
-        )
+        figures = "missing"
+        if measured:
+            figures = "; ".join(measured["figures"]) + f" ({measured['seconds']} s)"
         lines.append(f"| {row.name} | `python {row.command}` | {figures} |")
     return "\n".join(lines) + "\n"
 

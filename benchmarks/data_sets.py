@@ -1,4 +1,5 @@
-"""Published data sets in plain files, as a folder that is laid out like a data set on the hub."""
+"""Convert published data sets from plain files to folders in the layout of a data set on the
+hub."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ FILES = {
     "wikitext2_word": "wikitext2_test",
     "gsm8k_8shot": "gsm8k_test",
 }
-"""Names of files, where they are not those of benchmark and split."""
+"""Benchmark -> stem of its file, where this is not BENCHMARK_SPLIT."""
 
 
 def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
-    """Write the rows of each subset and split as JSON lines, with the card that lists the files.
-    Returns `folder`."""
+    """Write the rows of each (subset, split) as JSON lines, and the card README.md that lists the
+    files; returns `folder`."""
     configs: dict[str, str] = {}
     for (subset, split), rows in parts.items():
         file = folder / subset / f"{split}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        listed = configs.get(subset, f"- config_name: {subset}\n  data_files:\n")
-        configs[subset] = f"{listed}  - split: {split}\n    path: {subset}/{split}.jsonl\n"
+        config = configs.get(subset, f"- config_name: {subset}\n  data_files:\n")
+        configs[subset] = f"{config}  - split: {split}\n    path: {subset}/{split}.jsonl\n"
     (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs.values())}---\n")
     return folder
 
@@ -43,7 +44,8 @@ def file_name(benchmark: BenchmarkConfig) -> str:
 
 
 def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
-    """Make the mirror of a benchmark's evaluated split from its file in `data`."""
+    """Make the mirror of a benchmark's evaluated split from its file in the folder `data`;
+    temporary files go to `scratch`."""
     split = str(benchmark.split)
     file = data / file_name(benchmark)
     is_text = file.suffix == ".txt"
@@ -62,8 +64,8 @@ def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
 
 
 def _text_rows(benchmark: BenchmarkConfig, file: Path) -> Iterator[dict[str, Any]]:
-    """Rows of WikiText as on the hub: its lines, those that are not blank with their end; or its
-    documents."""
+    """Yield the rows of WikiText as on the hub: lines for wikitext2, documents for
+    wikitext2_word."""
     text = file.read_text(encoding="utf-8")
     if benchmark.name == "wikitext2":
         yield from ({"text": line} for line in lines(text))

@@ -1,13 +1,15 @@
 """Cost of a step of distillation:
 `python -m benchmarks.distillation [--model olmoe_7b --layers 1]`.
 
-Half of the experts of each layer, chosen at random, are removed. Ratios, each the median over pairs
-that ran one after the other in this process, are those of a forward and backward pass with the
-unpruned model as the teacher to a forward and backward pass of the pruned model with frozen
-weights, whose gradients go to the embeddings:
-- routers: of the routers' weights (recovery=router_kd);
-- adapters: of DoRA adapters on all experts and routers (recovery=distill). Experts with adapters
-  run one after the other, so their bar is higher.
+A random half of the experts of each layer is removed. A ratio is the median over pairs of runs in
+this process: the time of a training step with the unpruned model as the teacher, divided by that of
+a forward and backward pass of the pruned model with frozen weights, whose gradients go to the
+embeddings. The step trains
+
+- routers: the routers' weights (recovery=router_kd);
+- adapters: DoRA adapters on all experts and routers (recovery=distill). Experts with adapters run
+  one after the other, so their bar is higher.
+
 Exit code 1 when a bar fails.
 """
 
@@ -29,10 +31,11 @@ from moe_lab.pruning.prune import prune
 from moe_lab.recovery.finetune import distillation_loss, student
 
 BARS = {"routers": 2.00, "adapters": 8.00}
+"""Trained part -> its largest ratio."""
 
 
 def main() -> int:
-    """Measure, print, compare with the bars."""
+    """Measure, print, compare with the bars; returns 1 when a bar fails."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     print(describe(arguments.device), flush=True)
@@ -41,16 +44,17 @@ def main() -> int:
     )
     plan = random_half(model)
     text = batch(arguments.rows, arguments.length)
-    took = functools.partial(device_seconds, model.device.type)
+    seconds = functools.partial(device_seconds, model.device.type)
     plain = functools.partial(plain_gradients, prune(model, plan), text)
     failed = False
     for name in arguments.parts:
         settings = RecoveryConfig(distill="text", train=name)
         with student(model, plan, settings, seed=0) as trained:
             step = functools.partial(_step, trained.model, model, text)
-            took(step)
-            took(plain)
-            ratios = [took(step) / took(plain) for _ in range(arguments.pairs)]
+            # the first runs are slower and not measured
+            seconds(step)
+            seconds(plain)
+            ratios = [seconds(step) / seconds(plain) for _ in range(arguments.pairs)]
         what = f"step with a teacher, {name} / forward and backward, {text[0].numel()} tokens"
         failed |= median_misses(what, ratios, "<=", BARS[name])
     return int(failed)
@@ -75,6 +79,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _step(model: Any, teacher: Any, text: Batch) -> None:
+    """Forward and backward pass of the distillation loss."""
     ids, valid = (tensor.to(model.device) for tensor in text)
     distillation_loss(model, ids, valid, valid, teacher=teacher, temperature=1.0).backward()
 

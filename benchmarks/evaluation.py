@@ -1,16 +1,17 @@
-"""Real benchmarks through the adapters: `python -m benchmarks.evaluation --data FOLDER`.
+"""Correctness and speed of lm-eval's adapter on real benchmarks:
+`python -m benchmarks.evaluation --data FOLDER`.
 
 FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files
 (`benchmarks.data_sets`). A mirror is made from them, and lm-eval's own tasks run from it on a
 random model of OLMoE's architecture with a context of 4,096 tokens.
 
-1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per
-   answer (benchmarks/choices.py). Bar: no item differs. Perplexities of WikiText-2: within 1e-4 of
-   an independent computation.
+1. equal: acc and acc_norm of every item of the six benchmarks are compared with one unpadded
+   forward pass per answer (benchmarks/choices.py). Bar: no item differs. Perplexities of WikiText-2
+   are compared with an independent computation. Bar: 1e-4.
 2. speed: CPU seconds of the same tasks through the adapter and through lm-eval's own evaluate() on
    the same loaded model, one after the other in each round; the ratio is the median over rounds.
-   Bar: 1.05. The second line includes building the tasks, which lm-eval does from the same mirror
-   by its `dataset_path`.
+   Bar: 1.05. The second ratio includes building the tasks, which lm-eval builds from the same
+   mirror by its `dataset_path`.
 
 Exit code 1 when a bar fails.
 """
@@ -51,30 +52,30 @@ BAR_PERPLEXITY = 1e-4
 
 
 def main() -> int:
-    """Make the mirror, measure, print, compare with the bars."""
+    """Make the mirror, measure, print, compare with the bars; returns 1 when a bar fails."""
     arguments = _arguments()
     torch.set_num_threads(1)
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    subject = LoadedModel(
+    engine = LoadedModel(
         random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
     )
     failed = False
     with tempfile.TemporaryDirectory() as root:
-        wanted = benchmarks([*CHOICES, *TEXTS], root)
-        for benchmark in wanted:
+        configs = benchmarks([*CHOICES, *TEXTS], root)
+        for benchmark in configs:
             mirror_files(benchmark, arguments.data, Path(root, "source"))
-        chosen = [replace(benchmark, limit=arguments.limit, batch_size=16) for benchmark in wanted]
+        configs = [replace(config, limit=arguments.limit, batch_size=16) for config in configs]
         if "equal" in arguments.parts:
-            for benchmark in chosen:
-                compare = _same_text if benchmark.name in TEXTS else _same_items
-                failed |= compare(subject, benchmark)
+            for benchmark in configs:
+                differs = _text_differs if benchmark.name in TEXTS else _items_differ
+                failed |= differs(engine, benchmark)
         if "speed" in arguments.parts:
-            few = [
+            limited = [
                 replace(benchmark, limit=arguments.items)
-                for benchmark in chosen
+                for benchmark in configs
                 if benchmark.name in CHOICES
             ]
-            failed |= _speed(subject, few, arguments.rounds)
+            failed |= _is_slower(engine, limited, arguments.rounds)
     return int(failed)
 
 
@@ -97,64 +98,65 @@ def _arguments() -> argparse.Namespace:
 # 1. Equality.
 
 
-def _same_items(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
+def _items_differ(engine: LoadedModel, benchmark: BenchmarkConfig) -> bool:
+    """Print the number of items whose outcome differs from the reference; True when one does."""
     metrics = ["acc"] if benchmark.name in ("mmlu", "winogrande") else ["acc", "acc_norm"]
-    graded = _graded(subject, replace(benchmark, reports={metric: metric for metric in metrics}))
-    found = [
-        {s["item"]: s["outcome"] for s in graded.samples if s["benchmark"] == metric}
-        for metric in metrics
-    ]
-    asked = [choices.CHOICES[benchmark.name](row) for row in _rows(benchmark)]
-    scores = [choices.likelihoods(subject.model, subject.tokenizer, choice) for choice in asked]
-    differing = 0
-    for metric, outcomes, result in zip(metrics, found, graded.results, strict=True):
-        naive = [
+    graded = _graded(engine, replace(benchmark, reports={metric: metric for metric in metrics}))
+    questions = [choices.CHOICES[benchmark.name](row) for row in _rows(benchmark)]
+    scores = [choices.likelihoods(engine.model, engine.tokenizer, choice) for choice in questions]
+    failed = False
+    for metric, result in zip(metrics, graded.results, strict=True):
+        outcomes = {
+            sample["item"]: sample["outcome"]
+            for sample in graded.samples
+            if sample["benchmark"] == metric
+        }
+        references = [
             choices.outcome(score, choice, metric)
-            for score, choice in zip(scores, asked, strict=True)
+            for score, choice in zip(scores, questions, strict=True)
         ]
-        different = sum(own != other for own, other in zip(outcomes.values(), naive, strict=True))
-        differing += different
+        pairs = zip(outcomes.values(), references, strict=True)
+        differing = sum(outcome != reference for outcome, reference in pairs)
+        failed |= differing > 0
         print(
-            f"{benchmark.name} {metric}: {len(naive)} items, {result['score']:.4f}, {different} "
-            "differ",
+            f"{benchmark.name} {metric}: {len(references)} items, {result['score']:.4f}, "
+            f"{differing} differ",
             flush=True,
         )
-    return differing > 0
+    return failed
 
 
-def _graded(subject: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
-    return harness_of(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
+def _graded(engine: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
+    """Answer and grade a benchmark through its adapter."""
+    return harness_of(benchmark).grade(run.answer(engine, benchmark), benchmark, Policy())
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     """Rows in the order in which the adapter reports them: by subset, each up to the limit."""
-    counts = {name: len(numbers) for name, numbers in _numbers(benchmark).items()}
+    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
+
+    items_of_tasks = first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
     by_subset = mirror.subsets(benchmark)
-    rows = []
-    for task, count in counts.items():
+    rows: list[dict[str, Any]] = []
+    for task, items in items_of_tasks.items():
         subset = benchmark.subset or (
             task.removeprefix("mmlu_") if len(by_subset) > 1 else "default"
         )
-        rows += [
-            row
-            for file in by_subset[subset][str(benchmark.split)]
-            for row in mirror.read_rows(file)
-        ][:count]
+        of_subset: list[dict[str, Any]] = []
+        for file in by_subset[subset][str(benchmark.split)]:
+            of_subset += mirror.read_rows(file)
+        rows += of_subset[: len(items)]
     return rows
 
 
-def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
-    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
-
-    return first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
-
-
-def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
-    model = subject.model
-    tokenizer = subject.tokenizer
+def _text_differs(engine: LoadedModel, benchmark: BenchmarkConfig) -> bool:
+    """Print a perplexity and the reference; True when their ratio differs from 1 by more than
+    BAR_PERPLEXITY."""
+    model = engine.model
+    tokenizer = engine.tokenizer
     if benchmark.harness == "perplexity":
         text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
-        naive = choices.perplexity(
+        reference = choices.perplexity(
             model, tokenizer, text, benchmark.parameters["length"], benchmark.limit
         )
     else:
@@ -164,56 +166,63 @@ def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
             (wikitext_detokenizer(row), row["page"])
             for row in mirror.rows(benchmark)[: benchmark.limit]
         ]
-        naive = choices.word_perplexity(model, tokenizer, pages, subject.max_length or 0)
-    (result,) = _graded(subject, benchmark).results
-    apart = abs(result["score"] / naive - 1)
+        reference = choices.word_perplexity(model, tokenizer, pages, engine.max_length or 0)
+    (result,) = _graded(engine, benchmark).results
+    deviation = abs(result["score"] / reference - 1)
     print(
-        f"{benchmark.name}: {result['score']:.6f}, independently {naive:.6f}, {apart:.1e} apart",
+        f"{benchmark.name}: {result['score']:.6f}, independently {reference:.6f}, "
+        f"{deviation:.1e} apart",
         flush=True,
     )
-    return apart > BAR_PERPLEXITY
+    return deviation > BAR_PERPLEXITY
 
 
 # 2. Speed.
 
 
-def _speed(subject: LoadedModel, few: Sequence[BenchmarkConfig], count: int) -> bool:
-    ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-        ("evaluating", lambda: _adapter(subject, few), lambda: _plain(subject, few)),
+def _is_slower(engine: LoadedModel, configs: Sequence[BenchmarkConfig], count: int) -> bool:
+    """Print the ratios of CPU seconds of the adapter to those of lm-eval's evaluate(); True when
+    one is above BAR_SPEED. count: number of rounds."""
+    comparisons: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+        (
+            "evaluating",
+            lambda: _run_adapter(engine, configs),
+            lambda: _run_lm_eval(engine, configs),
+        ),
         (
             "building the tasks and evaluating",
-            lambda: _fresh(subject, few),
-            lambda: _plain_fresh(subject, few),
+            lambda: _build_and_run_adapter(engine, configs),
+            lambda: _build_and_run_lm_eval(engine, configs),
         ),
     ]
     failed = False
-    for name, own, other in ways:
-        pair = {"adapter": own, "lm-eval": other}
+    for name, adapter, lm_eval in comparisons:
+        pair = {"adapter": adapter, "lm-eval": lm_eval}
         with contextlib.redirect_stderr(io.StringIO()):
             rounds(pair, 1)  # the first round is slower
             seconds = rounds(pair, count)
         ratio = statistics.median(ratios(seconds["adapter"], seconds["lm-eval"]))
-        first, second = (statistics.median(times) for times in seconds.values())
+        medians = {way: statistics.median(times) for way, times in seconds.items()}
         print(
-            f"{name}: adapter {first:.2f} s, lm-eval's own {second:.2f} s, ratio {ratio:.3f} (bar "
-            f"{BAR_SPEED})"
+            f"{name}: adapter {medians['adapter']:.2f} s, lm-eval's own "
+            f"{medians['lm-eval']:.2f} s, ratio {ratio:.3f} (bar {BAR_SPEED})"
         )
         failed |= ratio > BAR_SPEED
     return failed
 
 
-def _adapter(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
-    for benchmark in few:
-        _graded(subject, benchmark)
+def _run_adapter(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
+    for benchmark in configs:
+        _graded(engine, benchmark)
 
 
-def _plain(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
-    """lm-eval's evaluate() on the same tasks and items."""
-    for benchmark in few:
-        _evaluate(subject, lm_eval_tasks.tasks(benchmark), benchmark)
+def _run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
+    """Run lm-eval's evaluate() on the same tasks and items."""
+    for benchmark in configs:
+        _evaluate(engine, lm_eval_tasks.tasks(benchmark), benchmark)
 
 
-def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
+def _evaluate(engine: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
@@ -221,7 +230,7 @@ def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkC
 
     evaluator.evaluate(
         lm=HFLM(
-            pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size
+            pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=benchmark.batch_size
         ),
         task_dict={
             "tasks": {name: tasks[name] for name in first_items(tasks, benchmark.limit)},
@@ -232,19 +241,19 @@ def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkC
     )
 
 
-def _fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
+def _build_and_run_adapter(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
     lm_eval_tasks._built.clear()
-    _adapter(subject, few)
+    _run_adapter(engine, configs)
 
 
-def _plain_fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
-    """lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all its
-    task definitions."""
+def _build_and_run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
+    """Run lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all
+    its task definitions."""
     from lm_eval.tasks import TaskManager
 
-    for benchmark in few:
+    for benchmark in configs:
         manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
-        place = {
+        data = {
             "dataset_path": str(mirror.folder(benchmark)),
             "training_split": None,
             "fewshot_split": None,
@@ -252,10 +261,10 @@ def _plain_fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
         split = {"test_split": benchmark.split, "validation_split": None, "num_fewshot": 0}
         built = manager._factory.build(
             manager.task_index[benchmark.task],
-            overrides={**place, **split},
+            overrides={**data, **split},
             registry=manager.task_index,
         )
-        _evaluate(subject, manager.load([built])["tasks"], benchmark)
+        _evaluate(engine, manager.load([built])["tasks"], benchmark)
 
 
 if __name__ == "__main__":

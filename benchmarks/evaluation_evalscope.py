@@ -1,15 +1,16 @@
-"""EvalScope's grading, through the adapter:
+"""Correctness of EvalScope's grading through the adapter:
 `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
 answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is
-made. EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of
-answers, each in \\boxed{} as the prompt demands: the data's own answer, the answer plus one, and
-the answer to another question. Bars: own answers all right, answers plus one all wrong. Another
-question's answer may mean the same (x=5 and 5); all that are judged right are listed.
+made. EvalScope's process formats all 1,319 and 500 questions. It then grades three sets of answers,
+each in \\boxed{} as the prompt demands: the reference answer, the reference answer plus one, and
+the reference answer of another question. Bars: all reference answers are right, all answers plus
+one are wrong. The answer of another question may mean the same (x=5 and 5), so those that are
+judged right are only listed.
 
-programs: benchmarks/contest_programs.py in EvalScope's interpreter: programs judged by EvalScope's
-own function, which runs them in the process that holds the expected outputs, and by moe_lab's
-sandbox. Bar: the same tests pass.
+programs: benchmarks/contest_programs.py runs in EvalScope's interpreter. Programs are judged by
+EvalScope's own function, which runs them in the process that holds the expected outputs, and by
+moe_lab's sandbox. Bar: the same number of tests passes.
 
 Exit code 1 when a bar fails.
 """
@@ -38,11 +39,11 @@ from moe_lab.machine import interpreter
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")
 Change = Callable[[Sequence[str], int], str]
-"""The data's answers and the index of one of them -> the answer to grade in its place."""
+"""Function (reference answers, number of a question) that returns the answer to grade."""
 
 
 def main() -> int:
-    """Ask, answer, grade, print."""
+    """Run the parts and print their results; returns 1 when a bar fails."""
     arguments = _arguments()
     failed = False
     if "programs" in arguments.parts:
@@ -51,16 +52,17 @@ def main() -> int:
         program = Path(__file__).with_name("contest_programs.py")
         failed |= subprocess.run([python, "-s", str(program), sandbox], check=False).returncode != 0
     if "answers" in arguments.parts:
-        failed |= _check_answers(arguments)
+        failed |= _answers_fail(arguments)
     return int(failed)
 
 
-def _check_answers(arguments: argparse.Namespace) -> bool:
+def _answers_fail(arguments: argparse.Namespace) -> bool:
+    """Run the part answers; True when a bar fails."""
     failed = False
     with tempfile.TemporaryDirectory() as root:
         for benchmark in benchmarks(arguments.benchmarks, root):
             mirror_files(benchmark, arguments.data, Path(root, "source"))
-            failed |= _check(replace(benchmark, limit=arguments.limit))
+            failed |= _benchmark_fails(replace(benchmark, limit=arguments.limit))
     return failed
 
 
@@ -75,52 +77,56 @@ def _arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def _check(benchmark: BenchmarkConfig) -> bool:
-    questions, wall, used = timed(lambda: HARNESS.items(benchmark))
+def _benchmark_fails(benchmark: BenchmarkConfig) -> bool:
+    """Grade the three sets of answers of a benchmark and print the results; True when a bar
+    fails."""
+    questions, wall, cpu = timed(lambda: HARNESS.items(benchmark))
     print(
-        f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor "
+        f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {cpu:.0f} s of processor "
         "time",
         flush=True,
     )
-    own = own_answers(benchmark, questions)
-    failed = False
-    for kind, change, right in (
-        ("own answers", _own, 1.0),
+    references = reference_answers(benchmark, questions)
+    changes: tuple[tuple[str, Change, float], ...] = (
+        ("own answers", _reference, 1.0),
         ("plus one", _plus_one, 0.0),
-        ("others'", _others, 0.0),
-    ):
-        given = [change(own, number) for number in range(len(own))]
+        ("others'", _of_another_question, 0.0),
+    )
+    failed = False
+    for name, change, expected in changes:
+        texts = [change(references, number) for number in range(len(references))]
         answers = [
-            Answer(q.name, "", (Reply(boxed(text)),))
-            for q, text in zip(questions, given, strict=True)
+            Answer(question.name, "", (Reply(boxed(text)),))
+            for question, text in zip(questions, texts, strict=True)
         ]
-        graded, wall, used = timed(partial(HARNESS.grade, answers, benchmark, Policy()))
+        graded, wall, cpu = timed(partial(HARNESS.grade, answers, benchmark, Policy()))
         score = round(sum(sample["outcome"] for sample in graded.samples))
-        seconds = f"{wall:.0f} s, {used:.0f} s of processor time"
-        print(f"{benchmark.name}: {kind}: {score}/{len(questions)} right, {seconds}", flush=True)
-        for sample, wanted, text in zip(graded.samples, own, given, strict=True):
-            if sample["outcome"] != right:
-                failed |= change is not _others
+        seconds = f"{wall:.0f} s, {cpu:.0f} s of processor time"
+        print(f"{benchmark.name}: {name}: {score}/{len(questions)} right, {seconds}", flush=True)
+        for sample, reference, text in zip(graded.samples, references, texts, strict=True):
+            if sample["outcome"] != expected:
+                failed |= change is not _of_another_question
                 print(
-                    f"  {sample['item']}: answer {wanted!r}, given {text!r}, read "
+                    f"  {sample['item']}: answer {reference!r}, given {text!r}, read "
                     f"{sample['extracted']!r}",
                     flush=True,
                 )
     return failed
 
 
-def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Item]) -> list[str]:
-    """The data's answer to each question, looked up by the question's text in EvalScope's
+def reference_answers(benchmark: BenchmarkConfig, questions: Sequence[Item]) -> list[str]:
+    """The reference answer to each question, looked up by the question's text in EvalScope's
     prompt."""
-    of_text = {
+    answer_of = {
         _question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)
     }
     conversations: list[Any] = [question.requests[0].prompt for question in questions]  # type: ignore[union-attr]
-    texts = [messages[-1]["content"] for messages in conversations]
-    return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]
+    prompts = [messages[-1]["content"] for messages in conversations]
+    return [answer_of[prompt.rsplit("\nPlease reason step by step", 1)[0]] for prompt in prompts]
 
 
 def _question(row: Mapping[str, Any]) -> str:
+    """The text of the question in a row of GSM8K or MATH-500."""
     return str(row["question"] if "question" in row else row["problem"])
 
 
@@ -129,18 +135,18 @@ def boxed(answer: str) -> str:
     return f"Step by step, this is what comes out.\n\nThe answer is \\boxed{{{answer}}}."
 
 
-def _own(answers: Sequence[str], number: int) -> str:
+def _reference(answers: Sequence[str], number: int) -> str:
     return answers[number]
 
 
 def _plus_one(answers: Sequence[str], number: int) -> str:
-    """The answer plus one: the sum for a whole number, an expression with +1 for anything else."""
+    """The answer plus one: the sum for an integer, an expression with +1 for anything else."""
     text = answers[number].replace(",", "")
     return str(int(text) + 1) if text.lstrip("-").isdigit() else f"{answers[number]}+1"
 
 
-def _others(answers: Sequence[str], number: int) -> str:
-    """The next question's answer that is spelled differently."""
+def _of_another_question(answers: Sequence[str], number: int) -> str:
+    """The first answer of the following questions that is spelled differently."""
     following = [*answers[number + 1 :], *answers[:number]]
     return next(text for text in following if text != answers[number])
 

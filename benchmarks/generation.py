@@ -1,12 +1,12 @@
 """Speed of the CPU experts of loaded models in fp32: `python -m benchmarks.generation`.
 
 Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with
-transformers' eager experts: for the work of an evaluation (generation; scoring of answers, in
+transformers' eager experts: for the work of an evaluation (generation, and scoring of answers in
 batches of short rows), and for one layer with an increasing number of tokens, from which the
-constant SMALL_BATCH was chosen. Each ratio is the median over rounds in which all ways ran one
-after the other in this process; results are also compared bit by bit. Bar for generation and
-scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine disturbs
-little. Exit code 1 when a bar fails or bits differ."""
+constant experts.SMALL_BATCH was chosen. A ratio is the median over rounds, in which all variants
+run one after the other in this process; results are also compared bit by bit. Bar for generation
+and scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine
+disturbs little. Exit code 1 when a bar fails or bits differ."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.load import load_model
 
 Work = Callable[[], torch.Tensor]
+"""Function that is timed, and whose result is compared."""
 EAGER = "eager"
 BAR = 1.0
 
 
 def main() -> int:
-    """Measure, print, compare with the bar."""
+    """Measure, print, compare with the bar; returns 1 when it fails."""
     arguments = _arguments()
     model, _ = load_model(
         ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32")
@@ -47,18 +48,16 @@ def main() -> int:
     failed = False
     with torch.no_grad():
         for length, new in arguments.generate:
-            work = _both(model, _generation(model, arguments.batch, length, new))
+            variants = _both(model, _generation(model, arguments.batch, length, new))
             name = f"generation, {arguments.batch} rows of {length} + {new} tokens"
-            failed |= _compare(name, work, arguments.rounds, BAR)
+            failed |= _fails(name, variants, arguments.rounds, BAR)
         for rows, length in arguments.score:
-            work = _both(model, _scoring(model, rows, length))
-            failed |= _compare(
-                f"scoring, {rows} rows of {length} tokens", work, arguments.rounds, BAR
-            )
+            variants = _both(model, _scoring(model, rows, length))
+            name = f"scoring, {rows} rows of {length} tokens"
+            failed |= _fails(name, variants, arguments.rounds, BAR)
         for tokens in arguments.tokens:
-            failed |= _compare(
-                f"one layer, {tokens} tokens", _ways(layers[0], tokens), arguments.rounds, None
-            )
+            variants = _layer_variants(layers[0], tokens)
+            failed |= _fails(f"one layer, {tokens} tokens", variants, arguments.rounds, None)
     return int(failed)
 
 
@@ -84,8 +83,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _generation(model: Any, rows: int, length: int, new: int) -> Work:
-    """Greedy generation of exactly `new` tokens, so that all ways do the same work; returns the
-    logits of all steps."""
+    """Greedy generation of exactly `new` tokens, so that all variants do the same work. The result
+    is the logits of all steps."""
     ids = torch.randint(5, model.config.vocab_size, (rows, length))
     settings = {
         "max_new_tokens": new,
@@ -102,7 +101,7 @@ def _generation(model: Any, rows: int, length: int, new: int) -> Work:
 
 
 def _scoring(model: Any, rows: int, length: int) -> Work:
-    """One forward pass; returns the logits of all positions."""
+    """One forward pass. The result is the logits of all positions."""
     ids = torch.randint(5, model.config.vocab_size, (rows, length))
 
     def work() -> torch.Tensor:
@@ -113,21 +112,21 @@ def _scoring(model: Any, rows: int, length: int) -> Work:
 
 
 def _both(model: Any, work: Work) -> dict[str, Work]:
-    """`work` with eager experts and with the CPU experts of loaded models."""
+    """Name -> `work` with eager experts, and with the CPU experts of loaded models."""
 
-    def switched(name: str) -> Work:
+    def with_experts(implementation: str) -> Work:
         def run() -> torch.Tensor:
-            model.set_experts_implementation(name)
+            model.set_experts_implementation(implementation)
             return work()
 
         return run
 
-    return {EAGER: switched(EAGER), "loaded": switched(experts.CPU_EXPERTS)}
+    return {EAGER: with_experts(EAGER), "loaded": with_experts(experts.CPU_EXPERTS)}
 
 
-def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
-    """The experts of one layer: eager, and both code paths of the CPU experts, forced for any
-    number of tokens."""
+def _layer_variants(layer: MoELayer, tokens: int) -> dict[str, Work]:
+    """Name -> the experts of one layer: eager, and both code paths of the CPU experts, each forced
+    for this number of tokens by the constant experts.SMALL_BATCH."""
     module: Any = layer.experts
     hidden = torch.randn(tokens, layer.hidden)
     weights, index = torch.rand(tokens, layer.n_experts).topk(layer.top_k)
@@ -137,28 +136,29 @@ def _ways(layer: MoELayer, tokens: int) -> dict[str, Work]:
         module.config._experts_implementation_internal = (
             EAGER if few is None else experts.CPU_EXPERTS
         )
-        usual = experts.SMALL_BATCH
+        default = experts.SMALL_BATCH
         experts.SMALL_BATCH = few or 0
         try:
             results: list[torch.Tensor] = [module(hidden, index, weights) for _ in repeat]
             return results[-1]
         finally:
-            experts.SMALL_BATCH = usual
+            experts.SMALL_BATCH = default
 
     return {EAGER: lambda: run(None), "together": lambda: run(tokens), "one by one": lambda: run(0)}
 
 
-def _compare(name: str, ways: Mapping[str, Work], count: int, bar: float | None) -> bool:
-    """Print the ratios of CPU seconds to eager; True when one reaches the bar or bits differ."""
-    results = [work() for work in ways.values()]  # the first round is slower and not measured
-    same = all(torch.equal(result, results[0]) for result in results)
-    seconds = rounds(ways, count)
+def _fails(what: str, variants: Mapping[str, Work], count: int, bar: float | None) -> bool:
+    """Print the ratios of CPU seconds to those of the variant EAGER, over `count` rounds; True when
+    a ratio reaches the bar or bits differ."""
+    results = [work() for work in variants.values()]  # the first round is slower and not measured
+    equal = all(torch.equal(result, results[0]) for result in results)
+    seconds = rounds(variants, count)
     eager = seconds.pop(EAGER)
-    medians = {way: statistics.median(ratios(values, eager)) for way, values in seconds.items()}
-    listed = ", ".join(f"{way} / eager {ratio:.2f}" for way, ratio in medians.items())
-    bits = "equal" if same else "DIFFER"
-    print(f"{name}: {listed} (eager {statistics.median(eager):.3f} s), bits {bits}", flush=True)
-    return not same or (bar is not None and max(medians.values()) >= bar)
+    medians = {name: statistics.median(ratios(values, eager)) for name, values in seconds.items()}
+    listed = ", ".join(f"{name} / eager {ratio:.2f}" for name, ratio in medians.items())
+    bits = "equal" if equal else "DIFFER"
+    print(f"{what}: {listed} (eager {statistics.median(eager):.3f} s), bits {bits}", flush=True)
+    return not equal or (bar is not None and max(medians.values()) >= bar)
 
 
 if __name__ == "__main__":

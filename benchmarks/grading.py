@@ -1,16 +1,15 @@
 """Cost and correctness of grading: `python -m benchmarks.grading DATA`.
 
-First the programs of several plans, graded by the processes that a worker keeps, and by some that
-are started for each plan and benchmark (`kept_misses`): programs for the shipped code benchmarks,
-and the canonical solutions of HumanEval+.
-
-Then HumanEval+ and MBPP+, of which DATA is a folder with HumanEvalPlus.jsonl.gz and
-MbppPlus.jsonl.gz. Answers go through the adapter, as a model's do:
-- the canonical solutions, first with unknown expected outputs, which are computed, and again with
-  known ones, in the form of a chat model and of a base model: all right on base and plus;
-- the same, but wrong at the call of the last plus test: right on base where that has fewer tests,
-  all wrong on plus;
-- programs that raise: all wrong.
+1. Cost: the programs of several plans are graded by processes that a worker keeps between plans,
+   and by new processes for each plan and benchmark (`kept_processes_fail`): programs for the
+   shipped code benchmarks, and the canonical solutions of HumanEval+.
+2. Correctness on HumanEval+ and MBPP+; DATA is a folder with HumanEvalPlus.jsonl.gz and
+   MbppPlus.jsonl.gz. Programs are graded by the adapter in the form of a model's answers:
+   - canonical solutions, as answers of a chat model and of a base model: all right on base and plus
+     tests. At first, their expected outputs are unknown and are computed;
+   - canonical solutions with a wrong result in the last plus test: right on base tests where there
+     are fewer base than plus tests, all wrong on plus tests;
+   - programs that raise: all wrong.
 
 Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is
 CPU seconds divided by 2 cores, because wall-clock time includes other work on the machine; both are
@@ -30,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median_misses, namespaces_missing, parser, timed
+from benchmarks.measure import median_misses, namespaces_missing, parser, ratios, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
@@ -41,28 +40,30 @@ from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.paths import resolve
 
 BAR = 300.0
+"""Bar in seconds: all canonical solutions on CORES cores, expected outputs included."""
 CORES = 2
 SHIPPED_PLANS = 8
+"""Number of plans with `shipped_programs`."""
 CANONICAL_PLANS = 3
+"""Number of plans with `canonical_solutions`."""
 KEPT_BAR = 0.5
-"""Most that grading by kept processes may take of the wall-clock time with new ones for each plan
-and benchmark."""
+"""Bar: wall-clock time of grading by kept processes, divided by that with new processes."""
 SHIPPED = {"humaneval": "humaneval", "mbpp": "mbpp", "livecodebench": "humaneval"}
 """Shipped code benchmark -> data set whose rules apply."""
 Problem = Mapping[str, Any]
 
 
 def canonical(problem: Problem) -> str:
-    """The data's own solution."""
+    """The canonical solution of a problem."""
     return str(problem["prompt"] + problem["canonical_solution"])
 
 
 def wrong_at_last(problem: Problem) -> str:
-    """The data's own solution with a wrong output in the last plus test; EvalPlus's sanitizer does
-    not change it."""
+    """The canonical solution with a wrong result in the last plus test, in a form that EvalPlus's
+    sanitizer does not change."""
     return (
-        f"import collections\n_solution = {canonical(problem)!r}\n_names = dict()\n_calls = "
-        "collections.Counter()\n"
+        f"import collections\n_solution = {canonical(problem)!r}\n_names = dict()\n"
+        "_calls = collections.Counter()\n"
         f"def {problem['entry_point']}(*given):\n"
         f"    if not _names: exec(_solution, _names)\n"
         f"    _calls['all'] += 1\n"
@@ -90,11 +91,11 @@ class Count:
     base: int
     plus: int
     wall: float
-    processor: float
+    cpu: float
 
 
 def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Count:
-    """Grade one program per problem in the form of a model's answers."""
+    """Grade the program of each problem in the form of a model's answer."""
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
     answers = [_answer(item, problems[item.name], program) for item in HARNESS.items(benchmark)]
     policy = Policy(
@@ -108,27 +109,29 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
             file.verdicts.clear()  # expected outputs alone are known the next time
         return graded
 
-    graded, wall, used = timed(graded_anew)
+    graded, wall, cpu = timed(graded_anew)
     base, plus = (round(result["score"] * result["n"]) for result in graded.results)
-    return Count(base, plus, wall, used)
+    return Count(base, plus, wall, cpu)
 
 
 def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> Answer:
+    """A program as the answer to an item: a completion, or a message of a chat model."""
     prompt = item.requests[0].prompt  # type: ignore[union-attr]
     if isinstance(prompt, str):  # a completion begins where the prompt ends
         return Answer(item.name, prompt, (Reply(program(problem).removeprefix(problem["prompt"])),))
-    said = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
-    return Answer(item.name, json.dumps(prompt), (Reply(said),))
+    text = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
+    return Answer(item.name, json.dumps(prompt), (Reply(text),))
 
 
-def kept_misses(data: Path | None) -> bool:
-    """Print the ratio of wall-clock seconds of grading by kept processes to those by started ones,
-    True above KEPT_BAR.
+def kept_processes_fail(data: Path | None) -> bool:
+    """Print the ratio of the wall-clock seconds of grading by kept processes to those by new
+    processes; True when it is above KEPT_BAR.
 
-    The programs are, for each of several plans, `canonical_solutions` of `data`, or else
-    `shipped_programs`. Both ways grade those of one plan before they go on to the next, and no two
-    programs are equal. The kept ones start with the first plan. Expected outputs are known. At last
-    the kept ones get the programs of the last plan once more, for which there is no bar.
+    Each of several plans has `canonical_solutions` of the folder `data`, or `shipped_programs` if
+    `data` is None; no two programs are equal. The programs of a plan are graded by new processes
+    and by kept ones, then those of the next plan. Kept processes start at the first plan. Expected
+    outputs are known before. At the end, the kept processes grade the programs of the last plan
+    once more; this time has no bar.
     """
     plans = SHIPPED_PLANS if data is None else CANONICAL_PLANS
 
@@ -136,43 +139,46 @@ def kept_misses(data: Path | None) -> bool:
         return shipped_programs(plan) if data is None else [canonical_solutions(plan, data)]
 
     kept = Grader()
-    seconds = []
-    again = 0.0
     for request in requests_of("expected"):
-        kept.grade(request)
+        kept.grade(request)  # computes the expected outputs
     kept.close()
-    run_grader = partial(grade_by_new_processes, kept)
+    grade_by_new = partial(grade_by_new_processes, kept)
     calls = _seconds_of_calls(kept)
+    kept_seconds = []
+    new_seconds = []
+    new_cpu_seconds = []
     try:
         for plan in range(plans):
             requests = requests_of(f"plan {plan}")
-            started, processor = _seconds(requests, run_grader)
-            warm, _ = _seconds(requests, kept.grade)
-            seconds.append((warm, started, processor))
+            wall, cpu = _seconds(requests, grade_by_new)
+            new_seconds.append(wall)
+            new_cpu_seconds.append(cpu)
+            wall, _ = _seconds(requests, kept.grade)
+            kept_seconds.append(wall)
         again, _ = _seconds(requests, kept.grade)
     finally:
         kept.close()
     programs = sum(len(request.programs) for request in requests)
-    medians = [statistics.median(times) for times in zip(*seconds, strict=True)]
+    benchmark = "the shipped benchmarks" if data is None else "HumanEval+"
+    median = statistics.median
     print(
-        f"{programs} programs "
-        f"{'for the shipped benchmarks' if data is None else 'for HumanEval+'}: {medians[0]:.2f} s "
-        f"in kept processes, {again:.3f} s once more, {medians[1]:.2f} s in started ones"
+        f"{programs} programs for {benchmark}: {median(kept_seconds):.2f} s in kept processes, "
+        f"{again:.3f} s once more, {median(new_seconds):.2f} s in started ones"
     )
     print(
-        f"  processor time: {medians[2]:.1f} s in started ones; calls of all canonical solutions "
-        f"{calls:.1f} s",
+        f"  processor time: {median(new_cpu_seconds):.1f} s in started ones; calls of all "
+        f"canonical solutions {calls:.1f} s",
         flush=True,
     )
-    shares = [warm / started for warm, started, _ in seconds]
+    shares = ratios(kept_seconds, new_seconds)
     return median_misses("kept processes / started ones", shares, "<=", KEPT_BAR)
 
 
-def grade_by_new_processes(known: Grader, request: GradeRequest) -> None:
+def grade_by_new_processes(kept: Grader, request: GradeRequest) -> None:
     """Grade by processes that are started for this request alone, with the expected outputs that
-    are `known`."""
+    `kept` has computed."""
     grader = Grader()
-    grader.files |= {key: replace(file, verdicts={}) for key, file in known.files.items()}
+    grader.files |= {key: replace(file, verdicts={}) for key, file in kept.files.items()}
     grader.grade(request)
     grader.close()
 
@@ -180,38 +186,38 @@ def grade_by_new_processes(known: Grader, request: GradeRequest) -> None:
 def _seconds(
     requests: list[GradeRequest], grader: Callable[[GradeRequest], object]
 ) -> tuple[float, float]:
-    """Wall-clock seconds of grading, and CPU seconds of the processes that ended meanwhile and of
-    this one."""
-    _, wall, used = timed(lambda: [grader(request) for request in requests])
-    return wall, used
+    """Wall-clock seconds of grading, and CPU seconds of this process and of the processes that end
+    during grading."""
+    _, wall, cpu = timed(lambda: [grader(request) for request in requests])
+    return wall, cpu
 
 
 def _seconds_of_calls(grader: Grader) -> float:
-    """CPU seconds that the calls of the canonical solutions took when their outputs were
-    computed."""
+    """CPU seconds of the calls of canonical solutions by which expected outputs were computed."""
     tasks = [task for file in grader.files.values() for task in file.expected.values()]
     return float(sum(sum(part["seconds"]) for task in tasks for part in task.values()))
 
 
 def shipped_programs(plan: str) -> list[GradeRequest]:
-    """Programs for each shipped code benchmark, of which a quarter are right."""
+    """A request with a program per problem for each shipped code benchmark; a quarter of the
+    programs are right. A comment with the name of the plan makes programs of plans differ."""
     requests = []
     for name, dataset in SHIPPED.items():
         data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
         problems = [json.loads(line) for line in data.read_text().splitlines()]
         programs = {}
         for number, problem in enumerate(problems):
-            wrong = f"def {problem['entry_point']}(*given): return None\n"
-            programs[problem["task_id"]] = (
-                wrong if number % 4 else canonical(problem)
-            ) + f"\n# {plan}\n"
+            program = canonical(problem)
+            if number % 4:
+                program = f"def {problem['entry_point']}(*given): return None\n"
+            programs[problem["task_id"]] = f"{program}\n# {plan}\n"
         requests.append(_request(dataset, data, programs))
     return requests
 
 
 def canonical_solutions(plan: str, data: Path) -> GradeRequest:
-    """The canonical solutions of HumanEval+, whose file is in the folder `data`, as answers of a
-    chat model."""
+    """A request with the canonical solutions of HumanEval+, whose file is in the folder `data`, as
+    answers of a chat model. A comment with the name of the plan makes programs of plans differ."""
     file = (data / "HumanEvalPlus.jsonl.gz").resolve()
     problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     programs = {problem["task_id"]: f"{canonical(problem)}\n# {plan}\n" for problem in problems}
@@ -224,34 +230,35 @@ def _request(dataset: str, data: Path, programs: dict[str, str]) -> GradeRequest
 
 
 def main() -> int:
-    """Measure, print, compare."""
+    """Measure, print, compare with the bars; returns 1 when a count or a bar is missed."""
     options = parser("grading", __doc__)
     options.add_argument("data", type=Path)
     options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
     arguments = options.parse_args()
-    failed = kept_misses(None)
+    failed = kept_processes_fail(None)
     if "humaneval" in arguments.benchmarks:
-        failed |= kept_misses(arguments.data)
+        failed |= kept_processes_fail(arguments.data)
     with tempfile.TemporaryDirectory() as folder:
         for benchmark in benchmarks(arguments.benchmarks, folder):
             print(make(benchmark, arguments.data / Path(str(benchmark.url)).name), flush=True)
-            failed |= _check(benchmark)
+            failed |= _benchmark_fails(benchmark)
     return int(failed)
 
 
-def _check(benchmark: BenchmarkConfig) -> bool:
-    n = benchmark.expected or 0
+def _benchmark_fails(benchmark: BenchmarkConfig) -> bool:
+    """Grade all kinds of programs of a benchmark and print the counts; True when one is wrong, or
+    the bar fails."""
+    items = benchmark.expected or 0
     completed = replace(benchmark, chat=False)
     first = count(benchmark, canonical)
-    failed = _report("canonical, chat, from nothing", first, (n, n))
-    failed |= _report("canonical, chat", count(benchmark, canonical), (n, n))
-    failed |= _report("canonical, completed", count(completed, canonical), (n, n))
-    failed |= _report(
-        "wrong at the last plus test", count(benchmark, wrong_at_last), (longer_plus(benchmark), 0)
-    )
-    failed |= _report("raising", count(benchmark, raising), (0, 0))
+    failed = _misses("canonical, chat, from nothing", first, items, items)
+    failed |= _misses("canonical, chat", count(benchmark, canonical), items, items)
+    failed |= _misses("canonical, completed", count(completed, canonical), items, items)
+    wrong = count(benchmark, wrong_at_last)
+    failed |= _misses("wrong at the last plus test", wrong, longer_plus(benchmark), 0)
+    failed |= _misses("raising", count(benchmark, raising), 0, 0)
     if benchmark.name == "humaneval":
-        missed = first.processor / CORES > BAR
+        missed = first.cpu / CORES > BAR
         print(
             f"  from nothing on {CORES} cores: bar <= {BAR:.0f} s: {'FAILED' if missed else 'ok'}",
             flush=True,
@@ -260,12 +267,13 @@ def _check(benchmark: BenchmarkConfig) -> bool:
     return failed
 
 
-def _report(what: str, found: Count, wanted: tuple[int, int]) -> bool:
-    right = (found.base, found.plus) == wanted
+def _misses(what: str, result: Count, base: int, plus: int) -> bool:
+    """Print a count; True when it differs from the expected numbers on base and plus tests."""
+    right = (result.base, result.plus) == (base, plus)
     print(
-        f"  {what}: base {found.base}, plus {found.plus}, expected {wanted[0]} and {wanted[1]}: "
-        f"{'ok' if right else 'FAILED'}; {found.processor:.0f} s of processor time, "
-        f"{found.processor / CORES:.0f} s on {CORES} cores, {found.wall:.0f} s by the clock",
+        f"  {what}: base {result.base}, plus {result.plus}, expected {base} and {plus}: "
+        f"{'ok' if right else 'FAILED'}; {result.cpu:.0f} s of processor time, "
+        f"{result.cpu / CORES:.0f} s on {CORES} cores, {result.wall:.0f} s by the clock",
         flush=True,
     )
     return not right

@@ -1,16 +1,16 @@
 """Check that the shipped models distinguish criteria from random plans:
 `python -m benchmarks.instrument`.
 
-Experts are ranked on the calibration set of a skill (code, mathematics), a quarter of them is
-removed from every layer, and the loss on right answers to the benchmarks of that skill is compared
-with that of random plans. Two conditions must hold for every model and skill:
+Experts are scored on the calibration set of a skill (code, mathematics), a quarter of the experts
+is removed from every layer, and the loss on right answers to the benchmarks of the same skill is
+compared with the mean loss of random plans. For every model and skill, the loss must be below this
+mean
 
-1. The loss with the ranking by exact ablation (rise of the loss without one expert) is below the
-   mean of random plans.
-2. So is the loss with every criterion that reads the text.
+1. for plans by exact ablation, the rise of the loss without one expert;
+2. for plans by every criterion that reads the text.
 
-No settings were chosen by these results. Exit code 1 when one fails; docs/analysis.md explains the
-known failures.
+No settings were chosen by these results. Exit code 1 when a plan fails; docs/analysis.md explains
+the known failures.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ SKILLS = {"math": ("gsm8k", "math500"), "code": ("humaneval", "mbpp")}
 """Calibration set -> the benchmarks of its skill."""
 ABLATION = "ablation"
 Scores = Mapping[int, Sequence[float]]
+"""Layer -> scores of its experts; the lowest are removed."""
 
 
 def main() -> int:
-    """Measure, print, compare."""
+    """Measure, print, compare; returns 1 when a plan fails."""
     arguments = _arguments()
     torch.set_num_threads(1)
     failures: list[str] = []
     for name in arguments.models:
         model, tokenizer = load_model(ModelConfig(name=name, path=f"pocket:{name}", threads=1))
-        subject = LoadedModel(model, tokenizer)
-        chance = [random_scores(model, seed) for seed in range(arguments.seeds)]
+        engine = LoadedModel(model, tokenizer)
+        random = [random_scores(model, seed) for seed in range(arguments.seeds)]
         for skill in SKILLS:
-            failures += _skill(subject, name, skill, chance, arguments)
+            failures += _failures(engine, name, skill, random, arguments)
     print(f"{len(failures)} failed{': ' if failures else ''}{'; '.join(failures)}")
     return int(bool(failures))
 
@@ -84,28 +85,29 @@ def _arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def _skill(
-    subject: LoadedModel,
+def _failures(
+    engine: LoadedModel,
     name: str,
     skill: str,
-    chance: Sequence[Scores],
+    random: Sequence[Scores],
     arguments: argparse.Namespace,
 ) -> list[str]:
-    """Print the losses of one model on one skill; returns the criteria that are not below the
-    random plans."""
+    """Print the losses of one model on one skill; returns the criteria whose loss is not below the
+    mean of the random plans. random: the scores of these plans."""
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
-    whole = mean_loss(subject, items)
-    by_chance = [pruned_loss(subject, scores, items, arguments.ratio) for scores in chance]
-    mean = statistics.mean(by_chance)
+    unpruned = mean_loss(engine, items)
+    random_losses = [pruned_loss(engine, scores, items, arguments.ratio) for scores in random]
+    mean = statistics.mean(random_losses)
     print(
-        f"{name}, {skill}: {len(items)} items; unpruned {whole:.3f} bits per byte, "
-        f"{len(by_chance)} random plans {mean:.3f} ({min(by_chance):.3f} to {max(by_chance):.3f})",
+        f"{name}, {skill}: {len(items)} items; unpruned {unpruned:.3f} bits per byte, "
+        f"{len(random_losses)} random plans {mean:.3f} "
+        f"({min(random_losses):.3f} to {max(random_losses):.3f})",
         flush=True,
     )
     failures = []
-    for criterion, scores in rankings(subject, skill, arguments.tokens, arguments.ablation_tokens):
-        loss = pruned_loss(subject, scores, items, arguments.ratio)
-        better = sum(other < loss for other in by_chance)
+    for criterion, scores in rankings(engine, skill, arguments.tokens, arguments.ablation_tokens):
+        loss = pruned_loss(engine, scores, items, arguments.ratio)
+        better = sum(random_loss < loss for random_loss in random_losses)
         verdict = "ok" if loss < mean else "FAILED"
         print(
             f"  {criterion:13} {loss:.3f}, {better} random plans are better: {verdict}", flush=True
@@ -116,7 +118,7 @@ def _skill(
 
 
 def items_of(benchmark: str) -> list[tuple[str, str]]:
-    """Prompts and right answers of a shipped benchmark, as its harness builds them."""
+    """Pairs (prompt, right answer) of a shipped benchmark, as its harness builds them."""
     lines = (
         Path(resolve(f"pocket:benchmarks/{benchmark}.jsonl"))
         .read_text(encoding="utf-8")
@@ -126,26 +128,24 @@ def items_of(benchmark: str) -> list[tuple[str, str]]:
     return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
 
 
-def mean_loss(subject: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
-    """Mean loss on the right answers in bits per byte."""
-    asked = [
+def mean_loss(engine: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
+    """Mean loss on the right answers in bits per byte. items: pairs (prompt, right answer)."""
+    requests = [
         Item(str(number), (Text(prompt, 1, reference=answer),))
         for number, (prompt, answer) in enumerate(items)
     ]
-    losses = [
-        answer.reply.loss
-        for answer in collect_answers(subject, asked, BenchmarkConfig("losses", "lm_eval", "none"))
-    ]
+    config = BenchmarkConfig("losses", "lm_eval", "none")
+    losses = [answer.reply.loss for answer in collect_answers(engine, requests, config)]
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
 def pruned_loss(
-    subject: LoadedModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float
+    engine: LoadedModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float
 ) -> float:
-    """The same when the share `ratio` of experts with the lowest scores is masked in every
+    """`mean_loss` with the share `ratio` of experts with the lowest scores masked in every
     layer."""
-    with mask(subject.model, _plan(subject.model, scores, ratio)):
-        return mean_loss(subject, items)
+    with mask(engine.model, _plan(engine.model, scores, ratio)):
+        return mean_loss(engine, items)
 
 
 def _plan(model: Any, scores: Scores, ratio: float) -> Plan:
@@ -161,33 +161,35 @@ def random_scores(model: Any, seed: int) -> Scores:
 def _score(
     name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed: int = 42
 ) -> Scores:
+    """Scores of a criterion; inputs: layer -> the sums that the criterion reads."""
     experts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    found = criteria.score(name, inputs, experts=experts, gate="model", seed=seed)
-    return {layer: [float(value) for value in values] for layer, values in found.items()}
+    scores = criteria.score(name, inputs, experts=experts, gate="model", seed=seed)
+    return {layer: [float(score) for score in of_layer] for layer, of_layer in scores.items()}
 
 
 def rankings(
-    subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int
+    engine: LoadedModel, skill: str, tokens: int, ablation_tokens: int
 ) -> Iterable[tuple[str, Scores]]:
-    """Yield names and scores: exact ablation, then every criterion of whole experts that reads the
-    calibration set."""
-    model = subject.model
-    tokenizer = subject.tokenizer
-    few = _rows(skill, ablation_tokens, tokenizer)
-    silent = loss_rises(model, "ablation", few).layers
-    yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in silent.items()}
+    """Yield (name, scores): exact ablation, then every criterion of whole experts that reads the
+    calibration set of the skill."""
+    model = engine.model
+    tokenizer = engine.tokenizer
+    rises = loss_rises(model, "ablation", _rows(skill, ablation_tokens, tokenizer)).layers
+    yield ABLATION, {layer: sums["ablation"].tolist() for layer, sums in rises.items()}
     rows = _rows(skill, tokens, tokenizer)
     passes: dict[str, Mapping[int, Mapping[str, Any]]] = {
         "statistics": gather(model, ForwardHook, rows).layers,
         "damage": gather(model, DamageHook, rows).layers,
     }
     for need, sums in passes.items():
-        for name, about in criteria.CRITERIA.items():
-            if about.granularity == "expert" and about.needs == (need,) and name != "s_family":
+        for name, criterion in criteria.CRITERIA.items():
+            is_read = criterion.needs == (need,)
+            if criterion.granularity == "expert" and is_read and name != "s_family":
                 yield name, _score(name, sums, model)
 
 
 def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:
+    """Batches of the shipped calibration set of a skill."""
     path = f"pocket:calibration/{skill}.jsonl"
     text = CalibrationConfig(
         skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42

@@ -20,15 +20,15 @@ MAIN_JOB_BAR, REPORT_BAR = 165.0, 5.0
 
 
 def main() -> int:
-    """Measure, print, compare with the bars."""
+    """Measure, print, compare with the bars; returns 1 when a bar fails."""
     parser("main_job", __doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         job = [*command("moe_lab"), f"+experiment={MAIN_JOB}", f"store={store}"]
-        _, whole, _ = timed(lambda: subprocess.run(job, check=True, stdout=subprocess.DEVNULL))
-        failed = misses("main job with its report, seconds", whole, "<=", MAIN_JOB_BAR)
-        clock, _ = analysis.report_seconds(store, MAIN_JOB, Path(folder) / "page")
-        failed |= misses("its report again, seconds", clock, "<=", REPORT_BAR)
+        _, wall, _ = timed(lambda: subprocess.run(job, check=True, stdout=subprocess.DEVNULL))
+        failed = misses("main job with its report, seconds", wall, "<=", MAIN_JOB_BAR)
+        wall, _ = analysis.report_seconds(store, MAIN_JOB, Path(folder) / "page")
+        failed |= misses("its report again, seconds", wall, "<=", REPORT_BAR)
     return int(failed)
 
 

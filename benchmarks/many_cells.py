@@ -3,10 +3,10 @@
 
     python -m benchmarks.many_cells --store FOLDER
 
-Fills the folder, unless it is a store, with steps under their real ids and sizes, and with content
-that is made up: 12 GB for 100,000 cells, 1.2 GB with --seeds 10. The bars are seconds of the
-processor of the machine that docs/performance.md is of: where a fixed piece of Python takes longer,
-so may they. Exit code 1 when one is missed.
+If the folder does not exist, it is filled with steps that have their real ids and sizes, and random
+content: 12 GB for 100,000 cells, 1.2 GB with --seeds 10. Bars are CPU seconds on the machine of
+docs/performance.md; they are scaled by the time that a fixed piece of Python takes on this machine.
+Exit code 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from moe_lab.study.store import Store
 TEN = "ten_thousand"
 ALL = "all_cells"
 SEEDS = {TEN: 10}
-"""Studies of the store, and how many of its seeds they have; each seed is 1,020 cells."""
+"""Study -> its number of seeds, if it has fewer than the store; a seed is 1,020 cells."""
 BENCHMARKS = sorted(
     file.stem for file in (Path(__file__).parents[1] / "conf/benchmark").glob("pocket_*.yaml")
 )
-WORDS = [
+OVERRIDES = [
     *("launcher=inline", "report=false", "allow_code_execution=true", "model=pocket_olmoe"),
     f"suite.benchmarks=[{','.join(BENCHMARKS)}]",
     "criterion=frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,mone_freq",
@@ -75,54 +75,59 @@ SIZES = {
     "evaluate": {"result.json": 769, "samples.parquet": 5602},
     "grade": {"result.json": 1264, "samples.parquet": 8563},
 }
-"""Kind -> bytes of its files in the shipped study."""
+"""Kind of step -> file -> its bytes in the shipped study."""
 PIECE = 1000
-"""Bytes of noise that are repeated in a file."""
+"""Number of random bytes that are repeated in a file."""
 INODES_BAR = 1.0
+"""Most inodes per cell."""
 OPERATIONS_BAR = 1000.0
+"""Most system calls on files of the store at a start."""
 MEMORY_BAR = 2.0
+"""Most memory in GiB."""
 SECONDS_BARS = {f"start {TEN}": 15.0, f"start {ALL}": 60.0, "gc": 60.0, f"status {ALL}": 60.0}
-"""Part -> its most seconds."""
+"""Part -> most CPU seconds."""
 
 
 def main() -> int:
-    """Fill the store, run each part in a process of its own, compare with the bars."""
+    """Fill the store, run each part in its own process, compare with the bars; returns 1 when a bar
+    is missed."""
     options = parser("many_cells", __doc__)
     options.add_argument("--store", type=Path, required=True)
     options.add_argument("--seeds", type=int, default=98, help="of 1,020 cells each")
-    options.add_argument("--part", help="only this one; its figures as JSON")
-    words = options.parse_args()
-    if words.part:
-        name, *of = words.part.split()
-        print(json.dumps(PARTS[name](words, *of)))
+    options.add_argument("--part", help="run only this part, and print its figures as JSON")
+    arguments = options.parse_args()
+    if arguments.part:
+        name, *values = arguments.part.split()
+        print(json.dumps(PARTS[name](arguments, *values)))
         return 0
-    if not words.store.exists():
-        for first in range(0, words.seeds, 10):
+    if not arguments.store.exists():
+        for first in range(0, arguments.seeds, 10):
             in_own_process("many_cells", "--part", f"fill {first}")
         for study in (TEN, ALL):
             in_own_process("many_cells", "--part", f"record {study}")
-    inodes = sum(1 for _ in words.store.rglob("*"))
-    cells = 1020 * words.seeds
+    inodes = sum(1 for _ in arguments.store.rglob("*"))
+    cells = 1020 * arguments.seeds
     failed = misses(
         "inodes a cell", inodes / cells, "<=", INODES_BAR, f" ({inodes} of {cells:,} cells)"
     )
-    before = _slowness()
+    # the speed of a shared machine varies: the faster of the speeds before and after a part counts
+    slowness_before = _slowness()
     for part, bar in SECONDS_BARS.items():
-        took = in_own_process("many_cells", "--part", part)
-        after = _slowness()
-        slowness = min(before, after)
-        before = after
-        note = "".join(f", {key} {value:.2f}" for key, value in took.items() if key != "seconds")
-        failed |= misses(f"{part}, seconds", took["seconds"], "<=", bar * slowness, note)
+        figures = in_own_process("many_cells", "--part", part)
+        slowness_after = _slowness()
+        scaled_bar = bar * min(slowness_before, slowness_after)
+        slowness_before = slowness_after
+        note = "".join(f", {key} {value:.2f}" for key, value in figures.items() if key != "seconds")
+        failed |= misses(f"{part}, seconds", figures["seconds"], "<=", scaled_bar, note)
         if not part.startswith("start"):
-            failed |= misses(f"{part}, GiB of memory", took["peak"], "<=", MEMORY_BAR)
-    operations = _operations(words.store)
+            failed |= misses(f"{part}, GiB of memory", figures["peak"], "<=", MEMORY_BAR)
+    operations = _operations(arguments.store)
     return int(failed | misses(f"start {TEN}, file operations", operations, "<=", OPERATIONS_BAR))
 
 
 def _slowness() -> float:
-    """How much slower this machine is now than that of the bars. Machines that are shared change: a
-    part may take as much longer as the lesser of what is measured before it and after it."""
+    """Seconds of a fixed piece of Python, divided by its seconds on the machine of the bars; at
+    least 1."""
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from processes import YARDSTICK_SECONDS, yardstick
 
@@ -131,27 +136,32 @@ def _slowness() -> float:
     return slowness
 
 
-def _asked(
-    words: argparse.Namespace, study: str, seeds: Iterable[int]
+def _composed(
+    arguments: argparse.Namespace, study: str, seeds: Iterable[int]
 ) -> tuple[Config, list[Request]]:
+    """Config and requests of a study with these seeds."""
+    overrides = [*OVERRIDES, f"seed={','.join(map(str, seeds))}", f"study={study}"]
     with hydra_context():
-        config, requests = compose([*WORDS, f"seed={','.join(map(str, seeds))}", f"study={study}"])
-    return replace(config, store=str(words.store)), requests
+        config, requests = compose(overrides)
+    return replace(config, store=str(arguments.store)), requests
 
 
-def _study(words: argparse.Namespace, study: str) -> tuple[Config, list[Request]]:
-    return _asked(words, study, range(min(SEEDS.get(study, words.seeds), words.seeds)))
+def _study(arguments: argparse.Namespace, study: str) -> tuple[Config, list[Request]]:
+    """Config and requests of a study with all its seeds."""
+    seeds = min(SEEDS.get(study, arguments.seeds), arguments.seeds)
+    return _composed(arguments, study, range(seeds))
 
 
-def fill(words: argparse.Namespace, first: str) -> dict[str, float]:
-    """Put the steps of ten seeds into the store: small ones into a pack, others into folders."""
-    store = Store(words.store).create()
+def fill(arguments: argparse.Namespace, first: str) -> dict[str, float]:
+    """Add the steps of ten seeds, from seed `first` on, to the store: small steps to a pack, others
+    as folders."""
+    store = Store(arguments.store).create()
     noise = Random(0).randbytes(1 << 20)
-    seeds = range(int(first), min(int(first) + 10, words.seeds))
-    steps = build(*_asked(words, ALL, seeds)).steps
-    about = provenance(time.time())
+    seeds = range(int(first), min(int(first) + 10, arguments.seeds))
+    steps = build(*_composed(arguments, ALL, seeds)).steps
+    step_provenance = provenance(time.time())
     small = (step for step in steps if step.small)
-    store.packs.publish(store.packs.add(_content(step, about, noise) for step in small))
+    store.packs.publish(store.packs.add(_packed(step, step_provenance, noise) for step in small))
     for step in steps:
         if not step.small:
             _publish(store, step, noise)
@@ -159,19 +169,21 @@ def fill(words: argparse.Namespace, first: str) -> dict[str, float]:
 
 
 def _files(step: Step, noise: bytes) -> dict[str, bytes]:
+    """File -> random content, for the files of a step."""
     start = int(step.id[:4], 16)
     piece = noise[start : start + PIECE]
     return {name: (piece * (1 + size // PIECE))[:size] for name, size in SIZES[step.kind].items()}
 
 
-def _content(step: Step, about: dict[str, Any], noise: bytes) -> PackedStep:
+def _packed(step: Step, step_provenance: dict[str, Any], noise: bytes) -> PackedStep:
+    """A small step with random content, to be added to a pack."""
     files = _files(step, noise)
     hashes = {
-        name: {"bytes": len(text), "sha256": sha256(text).hexdigest()}
-        for name, text in files.items()
+        name: {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        for name, content in files.items()
     }
     document = {
-        "provenance": about,
+        "provenance": step_provenance,
         **identity_document(step),
         "files": hashes,
         "time": int(time.time()) // 2 * 2,
@@ -192,47 +204,50 @@ def _publish(store: Store, step: Step, noise: bytes) -> None:
             (scratch / name).write_bytes(content)
 
 
-def record(words: argparse.Namespace, study: str) -> dict[str, float]:
+def record(arguments: argparse.Namespace, study: str) -> dict[str, float]:
     """Write run.json and record.json of a study."""
-    config, requests = _study(words, study)
+    config, requests = _study(arguments, study)
     graph = build(config, requests)
-    store = Store(words.store).create()
-    with begin(store, study, graph.steps) as begun:
-        write_sealed(begun.folder / RECORD, record_of(Study(config, graph, store), begun, {}))
+    store = Store(arguments.store).create()
+    with begin(store, study, graph.steps) as run:
+        write_sealed(run.folder / RECORD, record_of(Study(config, graph, store), run, {}))
     return {}
 
 
-def start(words: argparse.Namespace, study: str) -> dict[str, float]:
-    """A real start that finds all done; `graph`: the seconds of it in which its steps are made."""
-    graph = 0.0
+def start(arguments: argparse.Namespace, study: str) -> dict[str, float]:
+    """Figures of the start of a study whose steps are all done; `graph`: the CPU seconds in which
+    its graph is built."""
+    graph_seconds = 0.0
 
-    def timed_build(*asked: Any) -> Graph:
-        nonlocal graph
-        begun = time.process_time()
-        made = build(*asked)
-        assert made.steps
-        graph = time.process_time() - begun
-        return made
+    def timed_build(config: Config, requests: list[Request]) -> Graph:
+        nonlocal graph_seconds
+        begin_seconds = time.process_time()
+        graph = build(config, requests)
+        assert graph.steps
+        graph_seconds = time.process_time() - begin_seconds
+        return graph
 
     with patch.object(running, "build", timed_build):
-        return _measured(lambda: running.run(*_study(words, study))) | {"graph": graph}
+        figures = _measured(lambda: running.run(*_study(arguments, study)))
+    return figures | {"graph": graph_seconds}
 
 
-def gc(words: argparse.Namespace) -> dict[str, float]:
-    """What nothing refers to."""
-    return _measured(lambda: garbage.gc(Store(words.store)))
+def gc(arguments: argparse.Namespace) -> dict[str, float]:
+    """Figures of the command `gc`, which finds nothing to delete."""
+    return _measured(lambda: garbage.gc(Store(arguments.store)))
 
 
-def status(words: argparse.Namespace, study: str) -> dict[str, float]:
-    """The state of a study."""
-    return _measured(lambda: COMMANDS["status"](*find(Store(words.store), study)))
+def status(arguments: argparse.Namespace, study: str) -> dict[str, float]:
+    """Figures of the command `status` for a study."""
+    return _measured(lambda: COMMANDS["status"](*find(Store(arguments.store), study)))
 
 
 def _measured(work: Callable[[], object]) -> dict[str, float]:
-    """Seconds and GiB of work; what it prints goes to standard error."""
+    """CPU seconds, wall-clock seconds (`clock`) and peak GiB of `work`, whose output goes to
+    standard error."""
     with redirect_stdout(sys.stderr):
-        _, clock, seconds = timed(work)
-    return {"seconds": seconds, "clock": clock, "peak": peak("cpu") / GIB}
+        _, wall, cpu = timed(work)
+    return {"seconds": cpu, "clock": wall, "peak": peak("cpu") / GIB}
 
 
 def _operations(store: Path) -> int:
@@ -241,19 +256,10 @@ def _operations(store: Path) -> int:
     if not shutil.which("strace"):
         return 0
     trace = store.with_name(f"{store.name}.trace")
-    traced = ["strace", "-f", "-y", "-e", "trace=file,desc", "-o", str(trace)]
+    strace = ["strace", "-f", "-y", "-e", "trace=file,desc", "-o", str(trace)]
+    benchmark = [sys.executable, "-m", "benchmarks.many_cells", *sys.argv[1:]]
     subprocess.run(
-        [
-            *traced,
-            sys.executable,
-            "-m",
-            "benchmarks.many_cells",
-            *sys.argv[1:],
-            "--part",
-            f"start {TEN}",
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
+        [*strace, *benchmark, "--part", f"start {TEN}"], check=True, stdout=subprocess.DEVNULL
     )
     with trace.open(errors="replace") as lines:
         count = sum(str(store.absolute()) in line and "resumed" not in line for line in lines)

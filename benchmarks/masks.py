@@ -1,11 +1,10 @@
 """Cost of masks: `python -m benchmarks.masks [--model olmoe_7b --layers 1]`.
 
-Half of the experts of each layer, chosen at random, are dropped, or replaced by constants, or
-merged into the others, two and two. Ratios, each the median over pairs that ran one after the other
-in this process, are those of the forward pass under the mask to the plain forward pass. Merged
-experts are computed one after the other, also where the model computes all experts at once
-(grouped_mm), so their bar is higher. Exit code 1 when a bar fails.
-"""
+A random half of the experts of each layer is dropped, or replaced by constants, or merged, each
+expert into one of the other half. A ratio is the time of the forward pass under the mask, divided
+by that of the plain forward pass; the median over pairs of runs in this process. Merged experts are
+computed one after the other, also where the model computes all experts at once (grouped_mm), so
+their bar is higher. Exit code 1 when a bar fails."""
 
 from __future__ import annotations
 
@@ -27,10 +26,11 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import merge_experts, replace_by_constants
 
 BARS = {"dropped": 1.10, "constants": 1.25, "merged": 2.00}
+"""Kind of plan -> its largest ratio."""
 
 
 def main() -> int:
-    """Measure, print, compare with the bars."""
+    """Measure, print, compare with the bars; returns 1 when a bar fails."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     print(describe(arguments.device), flush=True)
@@ -39,15 +39,15 @@ def main() -> int:
     )
     text = batch(arguments.rows, arguments.length)
     forward = functools.partial(plain, model, text)
-    took = functools.partial(device_seconds, model.device.type, forward)
-    took()
+    seconds = functools.partial(device_seconds, model.device.type, forward)
+    seconds()  # the first run is slower and not measured
     failed = False
     for name, plan in plans(model).items():
         ratios = []
         for _ in range(arguments.pairs):
-            without = took()
+            plain_seconds = seconds()
             with mask(model, plan):
-                ratios.append(took() / without)
+                ratios.append(seconds() / plain_seconds)
         what = f"forward under a mask, {name} / plain forward, {text[0].numel()} tokens"
         failed |= median_misses(what, ratios, "<=", BARS[name])
     return int(failed)
@@ -69,8 +69,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def plans(model: PreTrainedModel) -> dict[str, Plan]:
-    """Plans that drop half of the experts, replace them by constants, and merge each into one of
-    the others."""
+    """Key of BARS -> a plan that drops half of the experts, replaces them by constants, or merges
+    each of them into one of the other half."""
     dropping = random_half(model)
     layers = moe_layers(model)
     random = numpy.random.default_rng(0)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 GIB = 2**30
 
 
@@ -32,7 +32,8 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
 
 
 def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can."""
+    """The reason why programs cannot be confined by namespaces on this machine; None when they can
+    be."""
     from moe_lab.evaluation.sandbox.client import RunnerError, check_namespaces
 
     try:
@@ -50,18 +51,18 @@ def describe(device: str) -> str:
     import torch
 
     if device == "cpu":
-        where = f"{_processor()}, {torch.get_num_threads()} threads"
+        hardware = f"{_processor()}, {torch.get_num_threads()} threads"
     else:
         properties = torch.cuda.get_device_properties(device)
-        where = (
-            f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}"
-        )
-    return f"{where}, torch {torch.__version__}, Python {platform.python_version()}"
+        memory = properties.total_memory / GIB
+        hardware = f"{properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+    return f"{hardware}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def _processor() -> str:
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
+    """The name of the processor."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
@@ -81,16 +82,17 @@ def wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def timed(run: Callable[[], Made]) -> tuple[Made, float, float]:
-    """The result of `run`, its wall-clock seconds, and its CPU seconds including those of ended
-    child processes."""
+def timed(run: Callable[[], T]) -> tuple[T, float, float]:
+    """(result of `run`, wall-clock seconds, CPU seconds including those of ended child
+    processes)."""
     wall = time.perf_counter()
-    used = _used_seconds()
-    made = run()
-    return made, time.perf_counter() - wall, _used_seconds() - used
+    cpu = _all_cpu_seconds()
+    result = run()
+    return result, time.perf_counter() - wall, _all_cpu_seconds() - cpu
 
 
-def _used_seconds() -> float:
+def _all_cpu_seconds() -> float:
+    """CPU seconds so far, of this process and of ended child processes."""
     usages = (
         resource.getrusage(resource.RUSAGE_SELF),
         resource.getrusage(resource.RUSAGE_CHILDREN),
@@ -99,7 +101,8 @@ def _used_seconds() -> float:
 
 
 def device_seconds(device: str, run: Callable[[], object]) -> float:
-    """CPU seconds on the CPU; on CUDA wall-clock seconds until the device has finished."""
+    """CPU seconds of `run` on the CPU; on CUDA, wall-clock seconds until the device has
+    finished."""
     if device == "cpu":
         return cpu_seconds(run)
     import torch
@@ -112,18 +115,20 @@ def device_seconds(device: str, run: Callable[[], object]) -> float:
     return wall_seconds(finished)
 
 
-def rounds(ways: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
-    """CPU seconds of each way in `count` rounds; in a round all ways run one after the other."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def rounds(variants: Mapping[str, Callable[[], object]], count: int) -> dict[str, list[float]]:
+    """Name of a variant -> its CPU seconds in each of `count` rounds; in a round, all variants run
+    one after the other."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(count):
-        for name, way in ways.items():
-            seconds[name].append(cpu_seconds(way))
+        for name, run in variants.items():
+            seconds[name].append(cpu_seconds(run))
     return seconds
 
 
 def ratios(numerators: list[float], denominators: list[float]) -> list[float]:
     """Ratios of corresponding numbers."""
-    return [one / other for one, other in zip(numerators, denominators, strict=True)]
+    pairs = zip(numerators, denominators, strict=True)
+    return [numerator / denominator for numerator, denominator in pairs]
 
 
 # Memory and files.
@@ -139,8 +144,8 @@ def peak(device: str) -> int:
 
 
 def in_own_process(program: str, option: str, value: str) -> dict[str, float]:
-    """Run this program in a new process with its arguments and one more option; returns the JSON
-    that it prints."""
+    """Run a benchmark program in a new process, with the arguments of this process and one more
+    option; returns the JSON that it prints."""
     command = [sys.executable, "-m", f"benchmarks.{program}", *sys.argv[1:], option, value]
     document: dict[str, float] = json.loads(
         subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
@@ -161,9 +166,9 @@ def bytes_of(folder: Path) -> int:
 def drop_cache(folder: Path) -> None:
     """Drop a checkpoint's weights from the system's page cache."""
     os.sync()
-    for file in weight_files(folder):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def reading_seconds(folder: Path) -> float:
@@ -172,9 +177,9 @@ def reading_seconds(folder: Path) -> float:
     buffer = bytearray(8 << 20)
 
     def read() -> None:
-        for file in weight_files(folder):
-            with file.open("rb", buffering=0) as opened:
-                while opened.readinto(buffer):
+        for path in weight_files(folder):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
                     pass
 
     return wall_seconds(read)
@@ -184,16 +189,18 @@ def reading_seconds(folder: Path) -> float:
 
 
 def misses(what: str, value: float, relation: str, bar: float, note: str = "") -> bool:
-    """Print a figure with its bar, "<=" or ">="; True when it misses the bar."""
-    good = value <= bar if relation == "<=" else value >= bar
+    """Print a figure with its bar; True when it misses the bar.
+
+    relation: "<=" or ">=", between the figure and the bar; note: a text after the figure."""
+    passed = value <= bar if relation == "<=" else value >= bar
     print(
-        f"  {what}: {value:.2f}{note}, bar {relation} {bar:.2f}: {'ok' if good else 'FAILED'}",
+        f"  {what}: {value:.2f}{note}, bar {relation} {bar:.2f}: {'ok' if passed else 'FAILED'}",
         flush=True,
     )
-    return not good
+    return not passed
 
 
 def median_misses(what: str, figures: list[float], relation: str, bar: float) -> bool:
-    """Print the median of figures with its bar; True when it misses the bar."""
+    """Print the median of figures with its bar; True when it misses the bar. See `misses`."""
     spread = f" ({min(figures):.2f} to {max(figures):.2f} in {len(figures)} pairs)"
     return misses(what, statistics.median(figures), relation, bar, spread)

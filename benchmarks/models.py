@@ -1,4 +1,4 @@
-"""Models with random weights: of any size, of published configurations, and as checkpoints in the
+"""Models with random weights, of any size or of published configurations, and checkpoints in the
 layout of the hub.
 
 torch is imported late, so that programs that do not need it are measured without it.
@@ -59,14 +59,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 QWEN3_30B = CONFIGURATIONS["qwen3_30b"]
 ON_DISK = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}
-"""Further entries of config.json."""
+"""Entries of a checkpoint's config.json in addition to QWEN3_30B."""
 
 
 def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedModel:
     """A frozen model of OLMoE's architecture, with eager experts and routers that use experts
     unevenly.
 
-    `arguments`: hidden, width (channels per expert), layers and top_k.
+    arguments: has hidden, width (channels per expert), layers and top_k.
     """
     import torch
     from transformers import AutoConfig
@@ -88,10 +88,10 @@ def random_model(n_experts: int, arguments: argparse.Namespace) -> PreTrainedMod
 
 
 def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A frozen model of a configuration, with a large spread of router weights: the usual
-    initialisation uses all experts about equally.
+    """A frozen model of a configuration, with a large spread of router weights, so that routers use
+    experts unevenly.
 
-    experts: the name of transformers' experts function.
+    experts: name of transformers' experts function.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -104,8 +104,8 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
             config, dtype=dtype, experts_implementation=experts
         )
     for layer in moe_layers(model):
-        for part in layer.routing:
-            torch.nn.init.normal_(part.tensor, std=layer.hidden**-0.5)
+        for weight in layer.routing:
+            torch.nn.init.normal_(weight.tensor, std=layer.hidden**-0.5)
     model.eval().requires_grad_(False)
     return model
 
@@ -113,12 +113,12 @@ def _uneven(config: Any, experts: str, dtype: torch.dtype, device: str) -> PreTr
 def published_model(
     name: str, layers: int | None, device: str, *, vocabulary: int | None = None
 ) -> PreTrainedModel:
-    """The model `name` of CONFIGURATIONS with its first `layers` layers, all if None: frozen, in
-    eval mode.
+    """A frozen model of the configuration `name` of CONFIGURATIONS, with its first `layers` layers,
+    or all if None.
 
-    `vocabulary` reduces the vocabulary, whose cost would otherwise hide that of few layers. On the
-    CPU the model is in fp32 with eager experts; on another device it is created there in bf16, with
-    the experts function of loaded models.
+    vocabulary: a smaller size of the vocabulary, whose cost would otherwise hide that of few
+    layers. On the CPU the model is in fp32 with eager experts; on another device it is created
+    there in bf16, with the experts function of loaded models.
     """
     import torch
     from transformers import AutoConfig
@@ -137,7 +137,7 @@ def published_model(
 
 def write_checkpoint(folder: Path, layers: int) -> None:
     """Write a checkpoint of Qwen3-30B-A3B's configuration with `layers` layers: a file per layer,
-    one for the rest."""
+    and one file for embeddings, head and final norm."""
     import torch
     from safetensors.torch import save_file
 
@@ -153,7 +153,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     )
     index: dict[str, str] = {}
     for number in range(layers + 1):
-        tensors = _rest(random) if number == layers else _layer(number, random)
+        tensors = _outside_layers(random) if number == layers else _layer(number, random)
         name = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / name, {"format": "pt"})
         index |= dict.fromkeys(tensors, name)
@@ -161,22 +161,22 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def _layer(number: int, random: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of a decoder layer as on the hub. Experts are different, differently scaled parts of
-    `random`."""
+    """Name -> tensor of a decoder layer as on the hub. Tensors are different parts of `random`,
+    differently scaled."""
     hidden = int(QWEN3_30B["hidden_size"])
     width = int(QWEN3_30B["moe_intermediate_size"])
-    heads, keys, size = (
-        int(QWEN3_30B[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    head_size = int(QWEN3_30B["head_dim"])
+    queries = int(QWEN3_30B["num_attention_heads"]) * head_size
+    keys = int(QWEN3_30B["num_key_value_heads"]) * head_size
     shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (heads * size, hidden),
-        "self_attn.k_proj.weight": (keys * size, hidden),
-        "self_attn.v_proj.weight": (keys * size, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * size),
-        "self_attn.q_norm.weight": (size,),
-        "self_attn.k_norm.weight": (size,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (head_size,),
+        "self_attn.k_norm.weight": (head_size,),
         "mlp.gate.weight": (int(QWEN3_30B["num_experts"]), hidden),
     }
     for expert in range(int(QWEN3_30B["num_experts"])):
@@ -184,24 +184,25 @@ def _layer(number: int, random: torch.Tensor) -> dict[str, torch.Tensor]:
         shapes[f"mlp.experts.{expert}.up_proj.weight"] = (width, hidden)
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = (hidden, width)
     tensors = {}
-    for place, (name, shape) in enumerate(shapes.items()):
-        tensors[f"model.layers.{number}.{name}"] = _stretch(
-            random, 1009 * (number + 1) * (place + 1), shape
-        )
+    for index, (name, shape) in enumerate(shapes.items(), start=1):
+        start = 1009 * (number + 1) * index
+        tensors[f"model.layers.{number}.{name}"] = _weight(random, start, shape)
     return tensors
 
 
-def _rest(random: torch.Tensor) -> dict[str, torch.Tensor]:
+def _outside_layers(random: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name -> tensor of the embeddings, the head and the final norm."""
     shape = (int(QWEN3_30B["vocab_size"]), int(QWEN3_30B["hidden_size"]))
     return {
-        "model.embed_tokens.weight": _stretch(random, 1, shape),
-        "model.norm.weight": _stretch(random, 2, shape[1:]),
-        "lm_head.weight": _stretch(random, 3, shape),
+        "model.embed_tokens.weight": _weight(random, 1, shape),
+        "model.norm.weight": _weight(random, 2, shape[1:]),
+        "lm_head.weight": _weight(random, 3, shape),
     }
 
 
-def _stretch(random: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of numbers from `random`, from `start` on and cyclically; ones for norms."""
+def _weight(random: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A matrix of scaled numbers of `random`, cyclically from the index `start` on; ones for a
+    vector, the weight of a norm."""
     import torch
 
     if len(shape) == 1:
@@ -211,8 +212,8 @@ def _stretch(random: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
     filled = 0
     start = start % len(random)
     while filled < count:
-        part = random[start : start + count - filled]
-        numbers[filled : filled + len(part)] = part
-        filled = filled + len(part)
+        piece = random[start : start + count - filled]
+        numbers[filled : filled + len(piece)] = piece
+        filled = filled + len(piece)
         start = 0
     return numbers.view(shape) * (1 + start % 7 / 7)

@@ -6,10 +6,9 @@ masks         one engine of vLLM, a plan is a mask on its routers (backend=vllm)
 exports       an export of each plan, and an engine of vLLM that is started for it
 transformers  the loaded model, a plan is a mask (backend=hf)
 
-A plan's work is a greedy text and a log-likelihood for each prompt of GSM8K. Printed are the
-seconds of a start and the medians over plans of a plan's seconds, what the plans would take
-together, and its ratio to masks. The texts of the three ways must be equal; exit code 1 if they are
-not.
+For a plan, a greedy text and a log-likelihood are computed for each prompt of GSM8K. For each way
+are printed the seconds of a start, the median seconds of a plan, the seconds of all plans together,
+and their ratio to masks. The texts of the three ways must be equal; exit code 1 if they are not.
 """
 
 from __future__ import annotations
@@ -44,54 +43,51 @@ BACKEND = BackendConfig("vllm")
 
 
 def main() -> int:
-    """Measure, print, compare the texts."""
+    """Measure, print, compare the texts; returns 1 when they differ."""
     arguments = _arguments()
     model = ModelConfig(
         name="model", path=arguments.model, threads=1, device="cpu", dtype="float32"
     )
     folder = local_folder(model)
-    items = (
-        Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
-    )
-    prompts = [json.loads(item)["prompt"] for item in items]
+    lines = Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[: arguments.prompts]]
     (network, tokenizer), loading, _ = timed(lambda: load_model(model))
     served, starting, _ = timed(lambda: VllmModel(folder, BACKEND, model))
     loaded = LoadedModel(network, tokenizer)
-    _work(served, prompts, arguments.tokens)  # the first texts of an engine are slower
+    _texts(served, prompts, arguments.tokens)  # the first texts of an engine are slower
 
     def by_mask(plan: Plan) -> list[str]:
         served.set_plan(plan)
-        return _work(served, prompts, arguments.tokens)
+        return _texts(served, prompts, arguments.tokens)
 
     def by_export(plan: Plan) -> list[str]:
         with tempfile.TemporaryDirectory() as scratch:
             out = export(folder, plan, Path(scratch, "checkpoint"))
-            alone = VllmModel(out, BACKEND, model)
-            texts = _work(alone, prompts, arguments.tokens)
-            alone.close()
+            exported = VllmModel(out, BACKEND, model)
+            texts = _texts(exported, prompts, arguments.tokens)
+            exported.close()
         return texts
 
     def by_transformers(plan: Plan) -> list[str]:
         with mask(network, plan):
-            return _work(loaded, prompts, arguments.tokens)
+            return _texts(loaded, prompts, arguments.tokens)
 
     ways = {"masks": by_mask, "exports": by_export, "transformers": by_transformers}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     equal = True
     for plan in _plans(network, arguments.plans):
-        texts = []
+        texts_of_ways = []
         for way, evaluate in ways.items():
-            made, wall, _ = timed(partial(evaluate, plan))
-            texts.append(made)
+            texts, wall, _ = timed(partial(evaluate, plan))
+            texts_of_ways.append(texts)
             seconds[way].append(wall)
-        equal &= texts[0] == texts[1] == texts[2]
+        equal &= texts_of_ways[0] == texts_of_ways[1] == texts_of_ways[2]
     served.close()
-    _show(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
+    _print_seconds(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
-    same = "" if equal else "NOT "
+    verdict = "equal" if equal else "NOT equal"
     print(
-        f"{describe('cpu')}, vLLM {served.metadata['vllm']}; texts of all three ways are "
-        f"{same}equal"
+        f"{describe('cpu')}, vLLM {served.metadata['vllm']}; texts of all three ways are {verdict}"
     )
     return int(not equal)
 
@@ -108,6 +104,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
+    """Yield random plans that retain half of the experts of each layer."""
     generator = torch.Generator().manual_seed(0)
     counts = {layer.index: layer.n_experts for layer in moe_layers(network)}
     for _ in range(count):
@@ -118,9 +115,9 @@ def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
         yield Plan.of_experts(retained, counts)
 
 
-def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
-    """The texts that follow the prompts; also asks for a likelihood of each prompt's second
-    half."""
+def _texts(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
+    """The texts that continue the prompts, of at most `tokens` tokens. The log-likelihood of each
+    prompt's second half is computed as well, for the timing."""
     items = []
     for number, prompt in enumerate(prompts):
         half = len(prompt) // 2
@@ -131,7 +128,9 @@ def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
     ]
 
 
-def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
+def _print_seconds(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
+    """Print a line per way. seconds: way -> seconds of each plan; starts: way -> seconds of its
+    start."""
     together = {way: starts[way] + sum(times) for way, times in seconds.items()}
     for way, times in seconds.items():
         print(
