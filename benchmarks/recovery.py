@@ -1,16 +1,18 @@
 """Benefit and cost of recovery on the shipped model: `python -m benchmarks.recovery`.
 
-Half of the experts of each layer, chosen at random, are removed. Then the pruned model is
-fine-tuned on the shipped arithmetic problems, stored as NF4, or both; or its routers, or DoRA
-adapters, are trained to predict the shipped general text as the unpruned model does. Or half of the
-experts are merged into others, as in HC-SMoE and MergeMoE, and the down projections of these are
-fitted, as in the latter, on the text that the plan was made from.
+dropped: a random half of the experts of each layer is removed. The pruned model is fine-tuned on
+the shipped arithmetic problems, stored as NF4, or both; or its routers, or DoRA adapters, are
+trained on the shipped general text with the unpruned model as the teacher.
 
-Printed are bytes by part, word problems solved, the KL divergence from the unpruned model on
-general text that was not trained on, and ratios, medians over rounds that ran one after the other
-in this process: the NF4 forward against the same forward with unquantised weights, and a training
-step with adapters, or of routers with a teacher, against a forward and backward without them.
-Seconds are CPU seconds of one thread.
+merged: half of the experts are merged into others, as in HC-SMoE and MergeMoE; the down projections
+of the merged experts are fitted as in MergeMoE, on the text from which the plan was computed.
+
+ratios: of CPU seconds of one thread, medians over rounds in this process: the NF4 forward pass
+against the forward pass with unquantised weights, and a training step with adapters, or of routers
+with a teacher, against a forward and backward pass without them.
+
+For each model are printed bytes by part, solved word problems, and the KL divergence from the
+unpruned model on general text that is not in the training text.
 """
 
 from __future__ import annotations
@@ -51,22 +53,20 @@ from moe_lab.recovery.merge_fit import fit
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ("experts", "shared_experts")
 PARTS = ("dropped", "merged", "ratios")
-ERRORS = ("error_averaged", "error_fitted")
 
 
 def main() -> int:
-    """Prune, recover, print."""
+    """Run the parts and print the results."""
     arguments = _arguments()
     torch.set_num_threads(1)
     model, tokenizer = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))
     general = CalibrationConfig(**_conf("calibration/pocket_general"), seed=0)
-    held_out = batches(
-        replace(general, tokens=general.tokens + 32 * general.length), tokenizer
-    ).rows[-4:]
+    longer = replace(general, tokens=general.tokens + 32 * general.length)
+    held_out = batches(longer, tokenizer).rows[-4:]
 
-    def show(name: str, recovered_model: Any) -> None:
+    def print_model(name: str, recovered_model: Any) -> None:
         print(f"{name:23} KL {_divergence(recovered_model, model, held_out):.3f}", end=", ")
-        _print_model(recovered_model, tokenizer, arguments.limit)
+        _print_score(recovered_model, tokenizer, arguments.limit)
 
     settings = RecoveryConfig(
         instructions="pocket_math_search",
@@ -75,11 +75,11 @@ def main() -> int:
         epochs=arguments.epochs,
         rows_per_step=16,
     )
-    show("unpruned", model)
+    print_model("unpruned", model)
     if "dropped" in arguments.parts:
-        _recover_dropped(model, tokenizer, settings, general, show)
+        _recover_dropped(model, tokenizer, settings, general, print_model)
     if "merged" in arguments.parts:
-        _fit_merged(model, tokenizer, general, show)
+        _fit_merged(model, tokenizer, general, print_model)
     if "ratios" in arguments.parts:
         _print_ratios(model, random_half(model), settings, arguments)
     return 0
@@ -90,10 +90,10 @@ def _recover_dropped(
     tokenizer: Any,
     settings: RecoveryConfig,
     general: CalibrationConfig,
-    show: Callable[[str, Any], None],
+    print_model: Callable[[str, Any], None],
 ) -> None:
-    """Half of the experts are dropped at random, then the model is trained, stored in 4 bits, or
-    both."""
+    """Drop a random half of the experts, then train the model, store it in 4 bits, or both; print
+    each result."""
     plan = random_half(model)
     text = CalibrationConfig(**_conf("calibration/pocket_math_search"))
     with tempfile.TemporaryDirectory() as folder:
@@ -110,43 +110,49 @@ def _recover_dropped(
             )
             return out
 
-        out = trained("dora", settings, text)
+        def with_tuned(folder: Path) -> Any:
+            return recovered(model, plan, bits=16, modules=(), tuned=folder)
+
+        dora = trained("dora", settings, text)
         routers = trained(
             "router_kd", RecoveryConfig(**_conf("recovery/pocket_router_kd")), general
         )
         distilled = trained("distill", RecoveryConfig(**_conf("recovery/pocket_distill")), general)
-        show("pruned", pruned(model, plan))
-        show("pruned, NF4", recovered(model, plan, bits=4, modules=MODULES, tuned=None))
-        show("pruned, DoRA", recovered(model, plan, bits=16, modules=(), tuned=out))
-        show("pruned, DoRA, NF4", recovered(model, plan, bits=4, modules=MODULES, tuned=out))
-        show("pruned, Router-KD", recovered(model, plan, bits=16, modules=(), tuned=routers))
-        show(
-            "pruned, DoRA, distilled", recovered(model, plan, bits=16, modules=(), tuned=distilled)
-        )
+        print_model("pruned", pruned(model, plan))
+        print_model("pruned, NF4", recovered(model, plan, bits=4, modules=MODULES, tuned=None))
+        print_model("pruned, DoRA", with_tuned(dora))
+        quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=dora)
+        print_model("pruned, DoRA, NF4", quantised)
+        print_model("pruned, Router-KD", with_tuned(routers))
+        print_model("pruned, DoRA, distilled", with_tuned(distilled))
 
 
 def _fit_merged(
-    model: Any, tokenizer: Any, general: CalibrationConfig, show: Callable[[str, Any], None]
+    model: Any,
+    tokenizer: Any,
+    general: CalibrationConfig,
+    print_model: Callable[[str, Any], None],
 ) -> None:
-    """Half of the experts are merged into others, which are then fitted."""
+    """Merge half of the experts into others, then fit these; print each result."""
     settings = RecoveryConfig(**_conf("recovery/pocket_merge_fit"))
     path = resolve(general.path)
-    read = {name: getattr(general, name) for name in ("tokens", "length", "gap", "seed")}
+    text = {name: getattr(general, name) for name in ("tokens", "length", "gap", "seed")}
     for replacement in ("hc_smoe", "merge_moe"):
         sums = moe_lab.calibrate(
-            model, tokenizer, path, criteria=["frequency"], replacement=replacement, **read
+            model, tokenizer, path, criteria=["frequency"], replacement=replacement, **text
         )
         plan = moe_lab.plan(moe_lab.score("frequency", sums), 0.5, replacement=replacement)
-        show(replacement, pruned(model, plan))
+        print_model(replacement, pruned(model, plan))
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder)
             report = fit(model, tokenizer, plan, settings, general, out=out, partial=out)
-            show(f"{replacement}, fitted", recovered(model, plan, bits=16, modules=(), tuned=out))
-        averaged, fitted = (
-            statistics.mean(one[name] for one in report["experts"]) for name in ERRORS
-        )
+            fitted_model = recovered(model, plan, bits=16, modules=(), tuned=out)
+            print_model(f"{replacement}, fitted", fitted_model)
+        experts = report["experts"]
+        averaged = statistics.mean(expert["error_averaged"] for expert in experts)
+        fitted = statistics.mean(expert["error_fitted"] for expert in experts)
         print(
-            f"  {report['fitted']} of {len(report['experts'])} merged experts fitted in "
+            f"  {report['fitted']} of {len(experts)} merged experts fitted in "
             f"{report['seconds']} s; mean ||Y - W P||^2 / ||Y||^2 {averaged:.3f} of the average, "
             f"{fitted:.3f} of the fit",
             flush=True,
@@ -169,48 +175,49 @@ def _arguments() -> argparse.Namespace:
 
 
 def random_half(model: Any) -> Plan:
-    """A plan that keeps a random half of the experts of each layer."""
+    """A plan that retains a random half of the experts of each layer."""
     layers = {layer.index: vars(layer) for layer in moe_layers(model)}
     generator = torch.Generator().manual_seed(0)
     scores = {
-        layer: torch.rand(about["n_experts"], generator=generator).tolist()
-        for layer, about in layers.items()
+        index: torch.rand(layer["n_experts"], generator=generator).tolist()
+        for index, layer in layers.items()
     }
     return make_plan(scores, same_share(limits(layers), 0.5), layers, provenance={"ratio": 0.5})
 
 
 def _conf(name: str) -> dict[str, Any]:
-    read: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    return read
+    """The settings in a file of conf/, such as benchmark/pocket_gsm8k."""
+    settings: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    return settings
 
 
 @torch.no_grad()
 def _divergence(
     model: Any, teacher: Any, held_out: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> float:
-    """KL(teacher || model) in nats per token that follows another."""
+    """KL(teacher || model) in nats per predicted token: a valid token after a valid one."""
     total = 0.0
     count = 0
     for ids, valid in held_out:
-        learnt = valid.clone()
-        learnt[:, 1:] &= valid[:, :-1]
+        predicted = valid.clone()
+        predicted[:, 1:] &= valid[:, :-1]
         total += float(
-            distillation_loss(model, ids, valid, learnt, teacher=teacher, temperature=1.0)
+            distillation_loss(model, ids, valid, predicted, teacher=teacher, temperature=1.0)
         )
-        count += int(learnt[:, 1:].sum())
+        count += int(predicted[:, 1:].sum())
     return total / count
 
 
-def _print_model(model: Any, tokenizer: Any, limit: int | None) -> None:
+def _print_score(model: Any, tokenizer: Any, limit: int | None) -> None:
+    """Print the share of solved word problems and the bytes of a model."""
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
-        result = evaluate(LoadedModel(model, tokenizer), benchmark, Path(folder), policy=Policy())[
-            0
-        ]
-    held = storage(model)
+        results = evaluate(LoadedModel(model, tokenizer), benchmark, Path(folder), policy=Policy())
+    result = results[0]
+    sizes = storage(model)
     print(
-        f"word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} "
-        f"bytes, all {held['total']:9,} bytes",
+        f"word problems {result['score']:.3f} of {result['n']}, experts {sizes['experts']:9,} "
+        f"bytes, all {sizes['total']:9,} bytes",
         flush=True,
     )
 
@@ -218,48 +225,47 @@ def _print_model(model: Any, tokenizer: Any, limit: int | None) -> None:
 def _print_ratios(
     model: Any, plan: Plan, settings: RecoveryConfig, arguments: argparse.Namespace
 ) -> None:
+    """Run the part ratios."""
     ids = torch.randint(3, 700, (16, 128), generator=torch.Generator().manual_seed(0))
+    all_tokens = torch.ones_like(ids, dtype=torch.bool)
     plain = pruned(model, plan)
-    stored = recovered(model, plan, bits=4, modules=MODULES, tuned=None)
-    free = pruned(model, plan)
+    quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=None)
     adapted = pruned(model, plan)
-    # trainable
-    free.get_input_embeddings().weight = torch.nn.Parameter(
-        free.get_input_embeddings().weight.detach()
-    )
     attach(adapted, settings, seed=0)
+    # gradients to the embeddings alone
+    unadapted = pruned(model, plan)
+    embeddings = unadapted.get_input_embeddings()
+    embeddings.weight = torch.nn.Parameter(embeddings.weight.detach())
 
     @torch.no_grad()
     def forward(network: Any) -> None:
         network(ids)
 
     def step(network: Any) -> None:
-        everything = torch.ones_like(ids, dtype=torch.bool)
-        answer_loss(network, ids, everything, everything).backward()
+        answer_loss(network, ids, all_tokens, all_tokens).backward()
 
     with trained_routers(model, plan) as student:
 
         def distilling_step() -> None:
-            everything = torch.ones_like(ids, dtype=torch.bool)
             distillation_loss(
-                student.model, ids, everything, everything, teacher=model, temperature=1.0
+                student.model, ids, all_tokens, all_tokens, teacher=model, temperature=1.0
             ).backward()
 
-        for name, one, other in (
-            ("NF4 forward / forward", partial(forward, stored), partial(forward, plain)),
+        for name, variant, reference in (
+            ("NF4 forward / forward", partial(forward, quantised), partial(forward, plain)),
             (
                 "adapted forward and backward / without adapters",
                 partial(step, adapted),
-                partial(step, free),
+                partial(step, unadapted),
             ),
             (
                 "Router-KD forward and backward / without a teacher",
                 distilling_step,
-                partial(step, free),
+                partial(step, unadapted),
             ),
         ):
-            seconds = rounds({"one": one, "other": other}, arguments.rounds)
-            ratio = statistics.median(ratios(seconds["one"], seconds["other"]))
+            seconds = rounds({"variant": variant, "reference": reference}, arguments.rounds)
+            ratio = statistics.median(ratios(seconds["variant"], seconds["reference"]))
             print(f"{name}: {ratio:.2f} ({ids.numel()} tokens)")
 
 

@@ -1,4 +1,4 @@
-"""CPU seconds by kind of step of a study without benchmarks, with twelve criteria and one ratio.
+"""CPU seconds of each kind of step, in a study of twelve criteria and one ratio without benchmarks.
 
 python -m benchmarks.scores_alone                             # the shipped model
 python -m benchmarks.scores_alone --hidden 512 --layers 8     # random weights, 211M parameters
@@ -22,26 +22,27 @@ from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
 
 CRITERIA = "frequency,seer,ean,reap,mone,man,msan,gate_ean,gate_energy,aimer,magnitude,random"
-spent: dict[str, float] = defaultdict(float)
+seconds_of_kind: dict[str, float] = defaultdict(float)
+"""Kind of step -> CPU seconds of its steps so far."""
 
 
-def timed(kind: type[Step]) -> None:
-    """Let the work of a kind of step add its CPU seconds to `spent`."""
+def time_steps(kind: type[Step]) -> None:
+    """Patch a kind of step so that its work adds its CPU seconds to `seconds_of_kind`."""
     work = kind.work
 
-    def with_time(step: Step, files: Files) -> None:
+    def timed_work(step: Step, files: Files) -> None:
         start = time.process_time()
         work(step, files)
-        spent[kind.kind] += time.process_time() - start
+        seconds_of_kind[kind.kind] += time.process_time() - start
 
-    kind.work = with_time  # type: ignore[method-assign, assignment]
+    kind.work = timed_work  # type: ignore[method-assign, assignment]
 
 
 def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
     """Write a model with random weights and the shipped model's tokenizer: top-4 of 32 experts of
     width `hidden`.
 
-    Returns the command line words that choose it.
+    Returns the overrides that select it.
     """
     from transformers import AutoModelForCausalLM, OlmoeConfig
 
@@ -58,25 +59,26 @@ def write_model(folder: Path, hidden: int, layers: int) -> list[str]:
 
 
 def main() -> None:
+    """Run the study and print the seconds of each kind of step."""
     options = parser("scores_alone", __doc__)
     options.add_argument("--hidden", type=int)
     options.add_argument("--layers", type=int, default=8)
-    words, more = options.parse_known_args()
+    arguments, overrides = options.parse_known_args()
     for kind in KINDS.values():
-        timed(kind)
-    with tempfile.TemporaryDirectory() as place:
-        model = (
-            write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
-        )
+        time_steps(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        model: list[str] = []
+        if arguments.hidden:
+            model = write_model(Path(folder, "model"), arguments.hidden, arguments.layers)
         study = [f"criterion={CRITERIA}", "suite.benchmarks=[]", "launcher=inline", "report=false"]
-        sys.argv[1:] = [f"store={place}/store", *study, *model, *more]
+        sys.argv[1:] = [f"store={folder}/store", *study, *model, *overrides]
         try:
             moe_lab.main()
         except SystemExit as end:
             assert not end.code, end.code
-    for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+    for name, seconds in sorted(seconds_of_kind.items(), key=lambda item: -item[1]):
         print(f"{name:12} {seconds:8.2f} s")
-    print(f"cost / statistics: {spent['cost'] / spent['statistics']:.3f}")
+    print(f"cost / statistics: {seconds_of_kind['cost'] / seconds_of_kind['statistics']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How large the code is, and how much of it one cell loads: `python -m benchmarks.shape`.
 
 Counts tokens, settings, lines of the longest function, circles of imports, and the modules of
-moe_lab that one cell loads (`criterion=reap ratio=.25`, one benchmark; in the command and in its
-worker). Exit code 1 when a ceiling is exceeded. Size is counted in tokens, because a ceiling of
-lines is met by writing more on each line.
+moe_lab that one cell loads in the command and in its worker (`criterion=reap ratio=.25`, one
+benchmark). Exit code 1 when a ceiling is exceeded. Size is counted in tokens, because a ceiling on
+lines could be met by longer lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_lab.start import command
 
 ROOT = Path(__file__).parents[1]
 TOKENS = {("moe_lab", "analysis"): 320_000, ("tests",): 340_000}
-"""Folders -> most tokens in all of them together."""
+"""Folders -> most tokens of these folders together."""
 FUNCTION, MODULES, SETTINGS = 60, 90, 175
 """Most lines of a function, modules of moe_lab that one cell loads, and settings that a user can
 type."""
@@ -45,7 +45,7 @@ CELL = (
     "model=pocket_olmoe criterion=reap ratio=.25 suite=pocket_quick "
     "suite.benchmarks=[pocket_arc_easy]"
 )
-NOTES_IMPORTS = """
+LOG_IMPORTS = """
 import os, sys
 def note(event, arguments):
     if event == "import" and arguments[0].partition(".")[0] == "moe_lab":
@@ -53,12 +53,12 @@ def note(event, arguments):
             print(arguments[0], file=file)
 sys.addaudithook(note)
 """
-"""sitecustomize of the command and of all that it starts. An audit hook also sees what a process
-that is killed has imported."""
+"""Content of a sitecustomize.py that logs imports of moe_lab. An audit hook logs them at once, so
+the imports of a process that is killed are logged too."""
 
 
 def main() -> int:
-    """Count, print, compare with the ceilings."""
+    """Count, print, compare with the ceilings; returns 1 when one is exceeded."""
     parser("shape", __doc__).parse_args()
     failed = False
     for folders, most in TOKENS.items():
@@ -68,17 +68,17 @@ def main() -> int:
     failed |= misses("settings that a user can type", len(list(settings())), "<=", SETTINGS)
     length, function = max(functions(ROOT / "moe_lab"))
     failed |= misses(f"longest function ({function}), lines", length, "<=", FUNCTION)
-    found = circles()
-    failed |= misses("circles of imports", len(found), "<=", 0, f" {found}")
-    loaded = modules_of_a_cell()
-    files = [file for name in loaded if (file := source(name)) is not None]
+    import_circles = circles()
+    failed |= misses("circles of imports", len(import_circles), "<=", 0, f" {import_circles}")
+    files = [file for name in modules_of_a_cell() if (file := source(name)) is not None]
     lines = sum(len(file.read_text().splitlines()) for file in files)
     failed |= misses(f"modules that one cell loads ({lines} lines)", len(files), "<=", MODULES)
     return int(failed)
 
 
 def tokens(folder: Path) -> int:
-    """Tokens of the Python below `folder`, and words and signs of its JavaScript, CSS and HTML."""
+    """Number of tokens of the Python files below `folder`, plus the number of words and signs of
+    its JavaScript, CSS and HTML files."""
     count = sum(python_tokens(file) for file in folder.rglob("*.py"))
     for pattern in ("*.js", "*.css", "*.html"):
         for file in folder.rglob(pattern):
@@ -87,20 +87,23 @@ def tokens(folder: Path) -> int:
 
 
 def python_tokens(file: Path) -> int:
-    """Tokens of a Python file without comments, docstrings and layout."""
+    """Number of tokens of a Python file without comments, docstrings and layout."""
     docstrings = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstrings |= {(line.lineno, line.col_offset) for line in node.body if is_text(line)}
-    with file.open() as opened:
-        counted = [
-            token for token in tokenize.generate_tokens(opened.readline) if token.type not in LAYOUT
-        ]
-    return sum(token.start not in docstrings for token in counted)
+            for statement in node.body:
+                if is_docstring(statement):
+                    docstrings.add((statement.lineno, statement.col_offset))
+    count = 0
+    with file.open() as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            count += token.type not in LAYOUT and token.start not in docstrings
+    return count
 
 
-def is_text(statement: ast.stmt) -> bool:
-    """Whether a statement is a text alone: a docstring, or what a name above it means."""
+def is_docstring(statement: ast.stmt) -> bool:
+    """Whether a statement is a string alone: a docstring, or the description of the name above
+    it."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -109,7 +112,7 @@ def is_text(statement: ast.stmt) -> bool:
 
 
 def functions(folder: Path) -> Iterator[tuple[int, str]]:
-    """(lines, name) of each function below `folder`."""
+    """Yield (number of lines, file and name) of each function below `folder`."""
     for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -118,7 +121,8 @@ def functions(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def circles() -> list[list[str]]:
-    """Modules of moe_lab that import each other, inside functions too, but not for types alone."""
+    """Groups of modules of moe_lab that import each other, directly or not. Imports inside
+    functions count, imports for type checking do not."""
     graph = grimp.build_graph("moe_lab", exclude_type_checking_imports=True)
     modules = sorted(graph.modules)
     imports = [
@@ -126,37 +130,37 @@ def circles() -> list[list[str]]:
         for module in modules
     ]
     _, labels = connected_components(csr_array(imports), connection="strong")
-    groups = [
-        [name for name, own in zip(modules, labels, strict=True) if own == label]
-        for label in set(labels)
-    ]
-    return [group for group in groups if len(group) > 1]
+    components: dict[int, list[str]] = {}
+    for module, label in zip(modules, labels, strict=True):
+        components.setdefault(int(label), []).append(module)
+    return [component for component in components.values() if len(component) > 1]
 
 
 def modules_of_a_cell() -> set[str]:
-    """Names of the modules of moe_lab that the command and its workers import for `CELL`, in a new
+    """Names of the modules of moe_lab that the command and its workers import for CELL in a new
     store."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(NOTES_IMPORTS)
+        (Path(folder) / "sitecustomize.py").write_text(LOG_IMPORTS)
         names = Path(folder) / "names"
         environment = {
             **os.environ,
             "MOE_LAB_IMPORTS": str(names),
             "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
-        words = [*command("moe_lab"), *CELL.split(), "report=false", f"store={folder}/store"]
+        cell = [*command("moe_lab"), *CELL.split(), "report=false", f"store={folder}/store"]
         subprocess.run(
-            words, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            cell, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         return set(names.read_text().split())
 
 
 def source(module: str) -> Path | None:
-    """The file of a module; None when it is none of ours, such as an attribute."""
+    """The file of a module; None when the name is not a module, but an attribute of one."""
     path = ROOT.joinpath(*module.split("."))
-    return next(
-        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None
-    )
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.exists():
+            return file
+    return None
 
 
 if __name__ == "__main__":
