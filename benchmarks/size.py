@@ -1,5 +1,5 @@
-"""A checkpoint of published size on a small machine: written, scored from its weights, pruned, and
-verified.
+"""Time and memory of scoring, pruning and verifying a checkpoint of published size on a small
+machine.
 
 `python -m benchmarks.size --folder FOLDER [--layers 16]` writes a checkpoint with random weights in
 the layout of the hub, with the configuration of Qwen3-30B-A3B cut to this number of layers (1.16
@@ -25,14 +25,16 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
 
 PEAKS = {"export": 200e6 / GIB}
-"""Part -> its limit of peak memory in GiB; 8 for all others."""
+"""Part -> bar of its peak memory in GiB."""
+OTHER_PEAK = 8.0
+"""Bar of the peak memory of other parts in GiB."""
 SHARE = 0.8
-"""Least speed, as a share of that of plain reading and copying."""
+"""Bar of speed, as a share of the speed of plain reading or copying."""
 
 
 def main() -> int:
-    """Run all parts, each in its own process, print their time and memory, compare with the
-    bars."""
+    """Run all parts, each in its own process, print their time and memory, compare with the bars;
+    returns 1 when a bar fails."""
     options = parser("size", __doc__)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=16)
@@ -40,36 +42,33 @@ def main() -> int:
     arguments = options.parse_args()
     if arguments.part:
         start = time.monotonic()
-        found = PARTS[arguments.part](arguments)
-        print(json.dumps({"seconds": time.monotonic() - start, "peak": _peak(), **found}))
+        figures = PARTS[arguments.part](arguments)
+        print(json.dumps({"seconds": time.monotonic() - start, "peak": _peak(), **figures}))
         return 0
     failed = False
     for name, part in PARTS.items():
-        took = in_own_process("size", "--part", name)
-        rest = ", ".join(
-            f"{key} {value:.3g}" for key, value in took.items() if key not in ("seconds", "peak")
-        )
-        bar = PEAKS.get(name, 8.0)
-        good = took["peak"] <= bar and all(
-            value >= SHARE for key, value in took.items() if key.startswith("share")
-        )
+        figures = in_own_process("size", "--part", name)
+        seconds = figures.pop("seconds")
+        memory = figures.pop("peak")
+        bar = PEAKS.get(name, OTHER_PEAK)
+        shares = [value for key, value in figures.items() if key.startswith("share")]
+        passed = memory <= bar and all(share >= SHARE for share in shares)
+        listed = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
         print(
-            f"{part.__doc__} {took['seconds']:.0f} s, at most {took['peak']:.3f} GiB of memory; "
-            f"{rest}; bars: {bar:.3g} GiB, shares {SHARE}: {'ok' if good else 'FAILED'}",
+            f"{part.__doc__} {seconds:.0f} s, at most {memory:.3f} GiB of memory; {listed}; bars: "
+            f"{bar:.3g} GiB, shares {SHARE}: {'ok' if passed else 'FAILED'}",
             flush=True,
         )
-        failed |= not good
+        failed |= not passed
     return int(failed)
 
 
 def _peak() -> float:
-    """Peak memory of this process in GiB. Not from ru_maxrss, which starts at the parent's
-    memory."""
+    """Peak memory of this process in GiB. It is not read from ru_maxrss, which starts at the
+    parent's memory."""
     status = Path("/proc/self/status").read_text()
-    return (
-        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        / 2**20
-    )
+    [kibibytes] = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(kibibytes) / 2**20
 
 
 def write(arguments: argparse.Namespace) -> dict[str, float]:
@@ -86,9 +85,9 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"
-    # warms a cache below the system's, if there is one, for both measured reads alike
+    # not measured: fills a cache below the system's, if there is one, for both measured reads
     reading_seconds(folder)
-    raw = reading_seconds(folder)
+    plain_seconds = reading_seconds(folder)
     drop_cache(folder)
     start = time.monotonic()
     sums = weigh_experts(folder)
@@ -97,10 +96,11 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     scores = criteria.score("aimer", sums.layers, experts=experts)
     router = {"top_k": int(QWEN3_30B["num_experts_per_tok"]), "n_group": 1, "topk_group": None}
     layers = {layer: {"n_experts": count, **router} for layer, count in experts.items()}
-    listed = {layer: values.tolist() for layer, values in scores.items()}
-    plan = make_plan(listed, same_share(limits(layers), 0.5), layers, provenance={"ratio": 0.5})
+    score_lists = {layer: values.tolist() for layer, values in scores.items()}
+    budgets = same_share(limits(layers), 0.5)
+    plan = make_plan(score_lists, budgets, layers, provenance={"ratio": 0.5})
     plan.save(arguments.folder / "plan.json")
-    return {"share of the raw read speed": raw / seconds}
+    return {"share of the raw read speed": plain_seconds / seconds}
 
 
 def write_export(arguments: argparse.Namespace) -> dict[str, float]:

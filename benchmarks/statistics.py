@@ -1,15 +1,17 @@
 """Cost of a calibration pass: `python -m benchmarks.statistics [--model olmoe_7b --layers 1]`.
 
-Ratios, each the median over pairs that ran one after the other in this process:
-- forward: the pass with all forward statistics against the plain forward (bar: at most 1.10);
-- gradients: the pass with gradient statistics against a plain forward and backward, weights frozen
-  (bar: at most 1.10);
-- every: every expert run on every token, as the REAP observer does, against the pass (bar: at least
-  5 up to 64 experts, else 9);
-- similarity: the pass for groupings of similar experts against every expert run on every token
-  (bar: at most 1.10).
+Ratios of seconds, medians over pairs of runs in this process:
+
+- forward: the pass with all forward statistics / the plain forward pass (bar: at most 1.10);
+- gradients: the pass with gradient statistics / a plain forward and backward pass with frozen
+  weights (bar: at most 1.10);
+- every: a pass that runs every expert on every token, as the REAP observer does / the pass with all
+  forward statistics (bar: at least 5 up to 64 experts, else 9);
+- similarity: the pass for groupings of similar experts / a pass that runs every expert on every
+  token (bar: at most 1.10).
+
 On the CPU, seconds are CPU seconds, which other work on the machine disturbs little, and the plain
-model is eager; on CUDA it computes its experts by grouped_mm. Exit code 1 when a bar fails.
+model has eager experts; on CUDA its experts run by grouped_mm. Exit code 1 when a bar fails.
 `--model` takes a published configuration instead of the small one. benchmarks.memory measures the
 memory.
 """
@@ -37,15 +39,19 @@ from moe_lab.statistics.gradients import GradientHook, differentiable, forward_a
 from moe_lab.statistics.observe import Observer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Way = Callable[[PreTrainedModel, Batch], None]
+"""Token ids (rows, length), and booleans (rows, length) that mark valid tokens."""
+Pass = Callable[[PreTrainedModel, Batch], None]
 BAR_OBSERVE = 1.10
+"""Bar of forward, gradients and similarity."""
 FEW_EXPERTS = 64
 BAR_FEW = 5.0
+"""Bar of every, for layers of at most FEW_EXPERTS experts."""
 BAR_MANY = 9.0
+"""Bar of every, for layers of more experts."""
 
 
 def main() -> int:
-    """Measure, print, compare with the bars."""
+    """Measure, print, compare with the bars; returns 1 when a bar fails."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     print(describe(arguments.device), flush=True)
@@ -106,6 +112,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
+    """Yield the published model, or else a small model for each number of experts."""
     if arguments.model:
         yield published_model(
             arguments.model, arguments.layers, arguments.device, vocabulary=arguments.vocabulary
@@ -116,42 +123,42 @@ def _models(arguments: argparse.Namespace) -> Iterator[PreTrainedModel]:
         yield random_model(n_experts, arguments)
 
 
-def _forward(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
-    whole = batch(arguments.rows, arguments.length)
-    cost = _ratio(model, _observe, plain, whole, arguments.pairs)
-    return median_misses(
-        f"all forward statistics / plain forward, {whole[0].numel()} tokens",
-        cost,
-        "<=",
-        BAR_OBSERVE,
-    )
+def _forward_misses(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    text = batch(arguments.rows, arguments.length)
+    ratios = _ratios(model, _observe, plain, text, arguments.pairs)
+    what = f"all forward statistics / plain forward, {text[0].numel()} tokens"
+    return median_misses(what, ratios, "<=", BAR_OBSERVE)
 
 
-def _gradients(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
-    whole = batch(arguments.rows, arguments.length)
-    cost = _ratio(model, observe_gradients, plain_gradients, whole, arguments.pairs)
-    what = (
-        f"forward and backward statistics / plain forward and backward, {whole[0].numel()} tokens"
-    )
-    return median_misses(what, cost, "<=", BAR_OBSERVE)
+def _gradients_miss(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    text = batch(arguments.rows, arguments.length)
+    ratios = _ratios(model, observe_gradients, plain_gradients, text, arguments.pairs)
+    what = f"forward and backward statistics / plain forward and backward, {text[0].numel()} tokens"
+    return median_misses(what, ratios, "<=", BAR_OBSERVE)
 
 
-def _every(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
-    part = batch(arguments.every_rows, arguments.length)
-    gain = _ratio(model, _every_expert, _observe, part, arguments.every_pairs)
+def _every_misses(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    text = batch(arguments.every_rows, arguments.length)
+    ratios = _ratios(model, _every_expert, _observe, text, arguments.every_pairs)
     bar = BAR_FEW if moe_layers(model)[0].n_experts <= FEW_EXPERTS else BAR_MANY
-    what = f"every expert on every token / all forward statistics, {part[0].numel()} tokens"
-    return median_misses(what, gain, ">=", bar)
+    what = f"every expert on every token / all forward statistics, {text[0].numel()} tokens"
+    return median_misses(what, ratios, ">=", bar)
 
 
-def _similarity(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
-    part = batch(arguments.every_rows, arguments.length)
-    cost = _ratio(model, _observe_similarity, _every_expert, part, arguments.every_pairs)
-    what = f"pass for groupings / every expert on every token, {part[0].numel()} tokens"
-    return median_misses(what, cost, "<=", BAR_OBSERVE)
+def _similarity_misses(model: PreTrainedModel, arguments: argparse.Namespace) -> bool:
+    text = batch(arguments.every_rows, arguments.length)
+    ratios = _ratios(model, _observe_similarity, _every_expert, text, arguments.every_pairs)
+    what = f"pass for groupings / every expert on every token, {text[0].numel()} tokens"
+    return median_misses(what, ratios, "<=", BAR_OBSERVE)
 
 
-PARTS = {"forward": _forward, "gradients": _gradients, "every": _every, "similarity": _similarity}
+PARTS = {
+    "forward": _forward_misses,
+    "gradients": _gradients_miss,
+    "every": _every_misses,
+    "similarity": _similarity_misses,
+}
+"""Name -> function that measures and prints a ratio, and returns whether it misses its bar."""
 
 
 def batch(rows: int, length: int) -> Batch:
@@ -161,7 +168,7 @@ def batch(rows: int, length: int) -> Batch:
 
 
 def plain(model: PreTrainedModel, batch: Batch) -> None:
-    """The model's own forward pass, without a vocabulary head."""
+    """The model's own forward pass, without the head."""
     with torch.no_grad():
         run(model, *batch)
 
@@ -177,8 +184,8 @@ def _observe_similarity(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def plain_gradients(model: PreTrainedModel, batch: Batch) -> None:
-    """Forward and backward with frozen weights: the loss over all logits at once, gradients to the
-    embeddings."""
+    """Forward and backward pass with frozen weights: the loss is over all logits at once, gradients
+    go to the embeddings."""
     ids, _ = batch
     with differentiable(model):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits
@@ -195,8 +202,8 @@ def observe_gradients(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
-    """Statistics as in the REAP observer: the unchanged forward, and after each block all experts
-    on all tokens."""
+    """Statistics as in the REAP observer: the unchanged forward pass; after each MoE block, all its
+    experts run on all tokens."""
     with ExitStack() as stack, torch.no_grad():
         for layer in moe_layers(model):
             hook = functools.partial(_observe_every_expert, layer)
@@ -205,11 +212,11 @@ def _every_expert(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _observe_every_expert(
-    layer: MoELayer, module: torch.nn.Module, given: Any, mixed: torch.Tensor
+    layer: MoELayer, module: torch.nn.Module, inputs: Any, mixed: torch.Tensor
 ) -> None:
-    """Gate and norm sums of the routed tokens, from the outputs (E, T, H) of all experts on all
-    tokens."""
-    hidden, index, weights = given
+    """Hook that computes sums of gates times norms of routed tokens, from the outputs (E, T, H) of
+    all experts on all tokens."""
+    hidden, index, weights = inputs
     outputs = hidden.new_empty(layer.n_experts, *hidden.shape)
     for expert in range(layer.n_experts):
         outputs[expert] = layer.expert_output(hidden, expert)
@@ -219,18 +226,18 @@ def _observe_every_expert(
         (norms * weights[index == expert]).sum()
 
 
-def _ratio(
-    model: PreTrainedModel, first: Way, second: Way, given: Batch, pairs: int
+def _ratios(
+    model: PreTrainedModel, numerator: Pass, denominator: Pass, batch: Batch, pairs: int
 ) -> list[float]:
-    """Seconds of `first` over those of `second`, pair by pair, after one unmeasured run of
-    `second`."""
+    """Seconds of `numerator` divided by those of `denominator`, for each of `pairs` pairs of runs,
+    after one run of `denominator` that is not measured."""
     device = model.device.type
 
-    def took(way: Way) -> float:
-        return device_seconds(device, functools.partial(way, model, given))
+    def seconds(run: Pass) -> float:
+        return device_seconds(device, functools.partial(run, model, batch))
 
-    second(model, given)
-    return [took(first) / took(second) for _ in range(pairs)]
+    denominator(model, batch)
+    return [seconds(numerator) / seconds(denominator) for _ in range(pairs)]
 
 
 if __name__ == "__main__":

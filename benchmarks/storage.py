@@ -1,5 +1,5 @@
-"""Time to check finished steps when a run starts: comparing sizes and times, against hashing every
-byte.
+"""Time to check finished steps when a run starts: comparing sizes and times of files, against
+hashing every byte.
 
 python -m benchmarks.storage --gib 2
 """
@@ -18,8 +18,8 @@ from moe_lab.study.store import Store
 MIB = 2**20
 
 
-class Numbered(Step):
-    """One of many steps."""
+class NumberedStep(Step):
+    """A step that is identified by a number."""
 
     kind = "plan"
     number: int
@@ -29,24 +29,25 @@ class Numbered(Step):
 
 
 def fill(store: Store, gib: float, steps: int) -> list[Step]:
-    """Publish `steps` steps with `gib` GiB in total."""
-    made: list[Step] = [Numbered(number) for number in range(steps)]
+    """Publish `steps` steps with `gib` GiB in total; returns them."""
+    published: list[Step] = [NumberedStep(number) for number in range(steps)]
     block = os.urandom(int(gib * 2**30 / steps))
-    for step in made:
+    for step in published:
         with store.claim(step) as scratch:
             assert scratch is not None
             (scratch / "data.bin").write_bytes(block)
-    return made
+    return published
 
 
 def main() -> None:
+    """Measure and print the seconds of both, and their ratio."""
     options = parser("storage", __doc__)
     options.add_argument("--gib", type=float, default=2.0)
     options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--pairs", type=int, default=5)
-    words = options.parse_args()
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = fill(Store(folder).create(), words.gib, words.steps)
+        steps = fill(Store(folder).create(), arguments.gib, arguments.steps)
 
         def compare() -> None:
             store = Store(folder).create()
@@ -56,12 +57,12 @@ def main() -> None:
             store = Store(folder).create()
             assert not any(damage(store.path(step), hash_all=True) for step in steps)
 
-        pairs = [(wall_seconds(compare), wall_seconds(hash_all)) for _ in range(words.pairs)]
-    ratio = median(quick / slow for quick, slow in pairs)
-    quick, slow = (median(times) for times in zip(*pairs, strict=True))
+        pairs = [(wall_seconds(compare), wall_seconds(hash_all)) for _ in range(arguments.pairs)]
+    ratio = median(compared / hashed for compared, hashed in pairs)
+    compared, hashed = (median(seconds) for seconds in zip(*pairs, strict=True))
     print(
-        f"{words.gib:g} GiB in {words.steps} steps: compared in {quick:.3f} s, hashed in "
-        f"{slow:.2f} s, {ratio:.3f}"
+        f"{arguments.gib:g} GiB in {arguments.steps} steps: compared in {compared:.3f} s, hashed "
+        f"in {hashed:.2f} s, {ratio:.3f}"
     )
 
 

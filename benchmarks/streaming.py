@@ -1,18 +1,19 @@
-"""Cost of keeping only one decoder layer in memory:
+"""Cost of calibration with only one decoder layer in memory at a time:
 `python -m benchmarks.streaming --folder FOLDER --model olmoe_7b`.
 
-Writes a checkpoint with random weights in the layout of the hub into FOLDER, if it does not exist,
-and makes calibration passes with all forward statistics, each in its own process:
+If FOLDER does not exist, a checkpoint with random weights in the layout of the hub is written into
+it. Then calibration passes with all forward statistics run, each in its own process:
+
 - resident: the whole model is loaded, then reads the batches;
-- streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass
-  without loading, or, when the disk is the limit, at least 0.8 of the speed at which the files can
-  be read);
+- streamed: the same batches are read layer by layer (bar: at most 1.5 times the seconds of the
+  resident pass without loading; or, when the disk is the limit, at least 0.8 of the speed of plain
+  reading of the files);
 - short: streamed in the stored precision, with so few tokens that almost all time is reading.
-On CUDA the streamed pass may take as much memory as one layer, the memory of the resident pass
-without its weights, and 1 GiB for everything else (also a bar).
-Files are dropped from the system's cache before each pass. On the CPU, passes are compared by CPU
-seconds, which other work on the machine disturbs less; reading, and everything on CUDA, by
-wall-clock seconds. Exit code 1 when a bar fails.
+
+On CUDA, memory of the streamed pass has a bar too: the memory of one layer, plus the memory of the
+resident pass without its weights, plus 1 GiB. Files are dropped from the system's cache before each
+pass. On the CPU, passes are compared by CPU seconds, which other work on the machine disturbs less;
+reading, and everything on CUDA, by wall-clock seconds. Exit code 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -49,66 +50,63 @@ from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 BAR_SLOWER = 1.5
 BAR_READING = 0.8
 SHORT = 8
-"""Number of tokens of the pass that measures reading."""
+"""Number of tokens of the short pass."""
 
 
 def main() -> int:
-    """Run all parts, print their time and memory, compare with the bars."""
+    """Run all parts, print their time and memory, compare with the bars; returns 1 when a bar
+    fails."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.part:
         print(json.dumps(PARTS[arguments.part](arguments)))
         return 0
     print(describe(arguments.device), flush=True)
-    took = {name: _apart(name) for name in PARTS}
-    pairs = [
-        (took["read"], took["short"]),
-        *((_apart("read"), _apart("short")) for _ in range(arguments.pairs - 1)),
-    ]
-    reading = sorted(read["seconds"] / short["seconds"] for read, short in pairs)
-    spread = f"{reading[0]:.2f} to {reading[-1]:.2f} in {len(pairs)} pairs"
-    print(f"  short, share of the raw read speed: {median(reading):.2f} ({spread})")
-    measure = "CPU seconds" if arguments.device == "cpu" else "seconds"
-    slower = took["streamed"][measure] / took["resident"][measure]
-    share = took["read"]["seconds"] / took["streamed"]["seconds"]
-    good = slower <= BAR_SLOWER or share >= BAR_READING
+    figures = {name: _run_part(name) for name in PARTS}
+    shares = [figures["read"]["seconds"] / figures["short"]["seconds"]]
+    for _ in range(arguments.pairs - 1):
+        read = _run_part("read")
+        short = _run_part("short")
+        shares.append(read["seconds"] / short["seconds"])
+    spread = f"{min(shares):.2f} to {max(shares):.2f} in {len(shares)} pairs"
+    print(f"  short, share of the raw read speed: {median(shares):.2f} ({spread})")
+    streamed = figures["streamed"]
+    resident = figures["resident"]
+    unit = "CPU seconds" if arguments.device == "cpu" else "seconds"
+    slowdown = streamed[unit] / resident[unit]
+    share = figures["read"]["seconds"] / streamed["seconds"]
+    is_fast = slowdown <= BAR_SLOWER or share >= BAR_READING
     bars = f"bar <= {BAR_SLOWER} or >= {BAR_READING}"
     print(
-        f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, "
-        f"{bars}: {_says(good)}"
+        f"  streamed / resident, {unit}: {slowdown:.2f}; {share:.2f} of the raw read speed, "
+        f"{bars}: {_verdict(is_fast)}"
     )
     # no bar for memory: pages of mapped files count as memory of the process
     if arguments.device == "cpu":
-        return int(not good)
-    room = (
-        took["streamed"]["layer GiB"]
-        + 1
-        + took["resident"]["peak GiB"]
-        - took["resident"]["weights GiB"]
-    )
-    fits = took["streamed"]["peak GiB"] <= room
+        return int(not is_fast)
+    memory_bar = streamed["layer GiB"] + 1 + resident["peak GiB"] - resident["weights GiB"]
+    fits = streamed["peak GiB"] <= memory_bar
     print(
-        f"  streamed, peak: {took['streamed']['peak GiB']:.2f} GiB, bar <= {room:.2f}: "
-        f"{_says(fits)}"
+        f"  streamed, peak: {streamed['peak GiB']:.2f} GiB, bar <= {memory_bar:.2f}: "
+        f"{_verdict(fits)}"
     )
-    return int(not (good and fits))
+    return int(not (is_fast and fits))
 
 
-def _apart(name: str) -> dict[str, float]:
-    """Run a part in its own process and print its figures."""
-    took = in_own_process("streaming", "--part", name)
-    print(
-        f"  {name}: " + ", ".join(f"{key} {value:.3g}" for key, value in took.items()), flush=True
-    )
-    return took
+def _run_part(name: str) -> dict[str, float]:
+    """Run a part in its own process; prints and returns its figures."""
+    figures = in_own_process("streaming", "--part", name)
+    listed = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
+    print(f"  {name}: {listed}", flush=True)
+    return figures
 
 
-def _says(good: bool) -> str:
-    return "ok" if good else "FAILED"
+def _verdict(passed: bool) -> str:
+    return "ok" if passed else "FAILED"
 
 
 def _arguments() -> argparse.Namespace:
@@ -129,6 +127,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write(arguments: argparse.Namespace) -> dict[str, float]:
+    """Write the checkpoint if it does not exist."""
     if not arguments.folder.exists():
         model: Any = published_model(arguments.model, arguments.layers, arguments.device)
         model = model.to(torch.bfloat16)
@@ -140,12 +139,13 @@ def _write(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _read(arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds and speed of plain reading of the files."""
+    """Read the files without a model."""
     seconds = reading_seconds(arguments.folder)
     return {"seconds": seconds, "GiB/s": bytes_of(arguments.folder) / GIB / seconds}
 
 
 def _resident(arguments: argparse.Namespace) -> dict[str, float]:
+    """Load the whole model, then make the calibration pass, which alone is timed."""
     from transformers import AutoModelForCausalLM
 
     cpu = arguments.device == "cpu"
@@ -161,9 +161,9 @@ def _resident(arguments: argparse.Namespace) -> dict[str, float]:
         use_cpu_experts(model, moe_layers(model))
     loading = time.monotonic() - start
     batches = [batch(arguments.rows, arguments.length)] * arguments.batches
-    _, found = _timed(arguments.device, lambda: gather(model, ForwardHook, batches))
+    _, figures = _timed(arguments.device, lambda: gather(model, ForwardHook, batches))
     weights = sum(weight.nbytes for weight in model.parameters())
-    return {**found, "weights GiB": weights / GIB, "loading": loading}
+    return {**figures, "weights GiB": weights / GIB, "loading": loading}
 
 
 def _streamed(arguments: argparse.Namespace) -> dict[str, float]:
@@ -178,24 +178,25 @@ def _short(arguments: argparse.Namespace) -> dict[str, float]:
 def _stream(
     arguments: argparse.Namespace, precision: torch.dtype, batches: int, rows: int, length: int
 ) -> dict[str, float]:
-    given = [batch(rows, length)] * batches
+    """Make a streamed calibration pass over `batches` batches of `rows` rows of `length` tokens."""
+    text = [batch(rows, length)] * batches
     drop_cache(arguments.folder)
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
-        stream(model, ForwardHook, given, out=Path(folder))
+        stream(model, ForwardHook, text, out=Path(folder))
         return model
 
     with tempfile.TemporaryDirectory() as folder:
-        model, found = _timed(arguments.device, run)
-    layer = max(sum(weight.numel() for weight in layer.parameters()) for layer in model.layers)
-    return {**found, "layer GiB": layer * precision.itemsize / GIB}
+        model, figures = _timed(arguments.device, run)
+    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in model.layers)
+    return {**figures, "layer GiB": largest * precision.itemsize / GIB}
 
 
-def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]]:
-    """The result of `run`, and its wall-clock seconds, CPU seconds and peak memory."""
-    made, wall, used = timed(run)
-    return made, {"seconds": wall, "CPU seconds": used, "peak GiB": peak(device) / GIB}
+def _timed(device: str, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """(result of `run`, its figures: wall-clock seconds, CPU seconds and peak memory)."""
+    result, wall, cpu = timed(run)
+    return result, {"seconds": wall, "CPU seconds": cpu, "peak GiB": peak(device) / GIB}
 
 
 PARTS = {
@@ -205,6 +206,7 @@ PARTS = {
     "streamed": _streamed,
     "short": _short,
 }
+"""Name -> function that runs a part and returns its figures."""
 
 
 if __name__ == "__main__":

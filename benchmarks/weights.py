@@ -1,11 +1,11 @@
 """Cost of scoring by weights alone: `python -m benchmarks.weights [--device cuda]`.
 
 - Streamed: a checkpoint with random weights and Qwen3-30B-A3B's configuration, cut to `--layers`
-  layers (1.16 GiB each), is scored from its files, which are dropped from the system's cache
-  before, in pairs with plain reading of them (bar: at least 0.8 of the bytes per second), by the
-  CPU or a CUDA device.
-- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B in
-  bfloat16 in the device's memory (bars: 20 and 60 ms).
+  layers (1.16 GiB each), is scored from its files by the CPU or a CUDA device, in pairs with plain
+  reading of the files (bar: at least 0.8 of the bytes per second). Files are dropped from the
+  system's cache before each run.
+- Resident, with `--device cuda`: the sums of all experts of OLMoE-1B-7B and Qwen3-30B-A3B are
+  computed in bfloat16 in the device's memory (bars: 20 and 60 ms).
 
 Exit code 1 when a bar fails.
 """
@@ -26,6 +26,7 @@ from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.statistics.weights import rows_absolute_and_square, weigh_experts
 
 SHARE = 0.8
+"""Bar of the streamed speed, as a share of the speed of plain reading."""
 RESIDENT = {
     "OLMoE-1B-7B": (16, (64, 2 * 1024, 2048), (64, 2048, 1024), 20.0),
     "Qwen3-30B-A3B": (48, (128, 2 * 768, 2048), (128, 2048, 768), 60.0),
@@ -35,7 +36,7 @@ the sums."""
 
 
 def main() -> int:
-    """Measure, print, compare with the bars."""
+    """Measure, print, compare with the bars; returns 1 when a bar fails."""
     options = parser("weights", __doc__)
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument(
@@ -50,49 +51,51 @@ def main() -> int:
     failed = False
     if arguments.device != "cpu":
         for name, (layers, gate_up, down, bar) in RESIDENT.items():
-            failed |= _resident(name, layers, (gate_up, down), bar)
+            failed |= _resident_fails(name, layers, (gate_up, down), bar)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "model"
         if not folder.exists():
             write_checkpoint(folder, arguments.layers)
-        return int(failed | _streamed(folder, arguments.device, arguments.pairs))
+        return int(failed | _streamed_fails(folder, arguments.device, arguments.pairs))
 
 
-def _streamed(folder: Path, device: str, pairs: int) -> bool:
-    """Print the speed of scoring as a share of that of reading, in pairs; True when the bar
-    fails."""
+def _streamed_fails(folder: Path, device: str, pairs: int) -> bool:
+    """Print the speed of scoring as a share of the speed of reading, the median over pairs; True
+    when the bar fails."""
     if device != "cpu":  # the first use of a device is slow, so it is not measured
         rows_absolute_and_square(torch.ones(1, 1, 8, device=device))
     sizes = {name: entry.size for name, entry in open_checkpoint(folder).tensors.items()}
     scored = sum(size for name, size in sizes.items() if ".experts." in name)
-    # warms a cache below the system's, if there is one, for both measured reads alike
+    # not measured: fills a cache below the system's, if there is one, for both measured reads
     reading_seconds(folder)
-    found = []
+    shares = []
+    rates = []
     for _ in range(pairs):
-        speed = sum(sizes.values()) / reading_seconds(folder)
+        reading_speed = sum(sizes.values()) / reading_seconds(folder)
         drop_cache(folder)
         wall = time.monotonic()
-        processor = time.process_time()
+        cpu = time.process_time()
         weigh_experts(folder, device=device)
-        found.append(
-            (
-                scored / (time.monotonic() - wall) / speed,
-                scored / (time.process_time() - processor) / GIB,
-            )
-        )
-    share, rate = (statistics.median(values) for values in zip(*found, strict=True))
-    good = share >= SHARE
+        shares.append(scored / (time.monotonic() - wall) / reading_speed)
+        rates.append(scored / (time.process_time() - cpu) / GIB)
+    share = statistics.median(shares)
+    passed = share >= SHARE
     print(
         f"streamed, {device}, {scored / GIB:.1f} GiB of experts: {share:.2f} of the speed of "
-        f"reading, {rate:.1f} GiB in a second of processor time; bar >= {SHARE}: "
-        f"{'ok' if good else 'FAILED'}",
+        f"reading, {statistics.median(rates):.1f} GiB in a second of processor time; "
+        f"bar >= {SHARE}: {'ok' if passed else 'FAILED'}",
         flush=True,
     )
-    return not good
+    return not passed
 
 
-def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: float) -> bool:
-    """Print the milliseconds that the sums of all experts take; True when the bar fails."""
+def _resident_fails(
+    name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: float
+) -> bool:
+    """Print the milliseconds of the sums of all experts, the median over runs; True when the bar
+    fails.
+
+    shapes: of gate_up_proj and down_proj of a layer."""
     torch.cuda.empty_cache()  # the memory of the previous model
     needed = 2 * layers * sum(torch.Size(shape).numel() for shape in shapes)
     free = torch.cuda.mem_get_info()[0]
@@ -113,12 +116,12 @@ def _resident(name: str, layers: int, shapes: tuple[tuple[int, ...], ...], bar: 
         end = torch.cuda.Event(enable_timing=True)
         start.record()
         sums = [torch.stack(rows_absolute_and_square(tensor)) for tensor in weights]
-        found = torch.stack(sums).cpu()
+        stacked = torch.stack(sums).cpu()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    assert bool(found.isfinite().all())
-    median: float = statistics.median(times[2:])
+    assert bool(stacked.isfinite().all())
+    median: float = statistics.median(times[2:])  # the first runs are slower
     print(
         f"resident, {name}, {needed / GIB:.1f} GiB: {median:.1f} ms, "
         f"{2 * needed / 1e9 / median:.2f} TB/s; bar <= {bar:.0f} ms: "

@@ -1,17 +1,18 @@
-"""Run the tests on machines unlike the one they were written on: other users, Pythons, versions and
-folders.
+"""Run the tests in other environments: other users, Pythons, versions and folders.
 
     python3 tools/elsewhere.py [NAME ...] [--folder FOLDER] [--list]
 
 Each run clones the last commit of this checkout into FOLDER/NAME, installs it there and runs the
-tests; its output is in FOLDER/NAME/log.txt, and it ends in a row of the table in
-docs/robustness.md. As root, runs are done by an ordinary user without a name; otherwise by the user
-who starts them, and what only root can prepare is left out and named. Standard library only.
+tests. Its output is in FOLDER/NAME/log.txt; its result is printed as a row of the table in
+docs/robustness.md. If root starts this program, runs are done by an ordinary user without a name;
+otherwise they are done by the user who starts it, without the restrictions that need root, which
+are printed. Uses the standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -29,12 +30,12 @@ USER = 12345
 """An id that no user has."""
 IS_ROOT = os.geteuid() == 0
 SHARED = ("vllm", "evalscope")
-"""Environments that are interpreters of their own, so that all runs may use one copy."""
-OWN = ("llama", "older")
+"""Virtual environments with their own interpreters, of which all runs use one copy."""
+PACKAGES = ("llama", "older")
 """Folders of packages for the interpreter that runs the tests."""
 PYTEST = ".venv/bin/python -m pytest --dist loadgroup -n"
-"""The tests as `make test` starts them; the number of processes follows."""
-LACKS = "no {}: its tests are skipped"
+"""Command of the tests as in `make test`, without the number of processes at its end."""
+MISSING = "no {}: its tests are skipped"
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
     # SIOCSIFFLAGS: up and running
@@ -45,19 +46,20 @@ LOOPBACK = (
 
 @dataclass(frozen=True)
 class Run:
-    """One machine to be imitated, and what is run on it."""
+    """An environment, and the commands that are run in it."""
 
     name: str
-    about: str
+    description: str
     python: str = "3.11"
     """Version of the interpreter: major.minor."""
     clone: str = "moe_lab"
     """Folder of the clone."""
     versions: str = "pinned"
-    """Of dependencies: pinned (constraints.txt), lowest (that pyproject.toml allows) or newest."""
+    """Versions of dependencies: pinned (constraints.txt), lowest (that pyproject.toml allows) or
+    newest."""
     as_root: bool = False
     network: bool = True
-    """Whether the tests have a network; the installation does."""
+    """Whether the tests have a network; the installation always has one."""
     proc: bool = True
     """Whether there is /proc."""
     unreadable_path: bool = False
@@ -66,10 +68,9 @@ class Run:
     umask: int = 0o022
     environment: dict[str, str] = field(default_factory=dict)
     commands: tuple[str, ...] = ("make test",)
-    """What is run in the clone, after the installation."""
+    """Commands that are run in the clone, after the installation."""
     root_tests: bool = False
-    """Whether tests that need root, or that root does in another way, are run afterwards, as
-    root."""
+    """Whether the tests marked root or sandbox are run afterwards as root."""
 
 
 MAIN_JOB = (
@@ -137,7 +138,7 @@ RUNS = (
 
 
 def main() -> int:
-    """Do the runs that are named, or all; exit code 1 when one failed."""
+    """Do the requested runs, or all; returns 1 when one failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,44 +146,43 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--list", action="store_true", help="print what the runs are")
-    words = parser.parse_args()
-    if wrong := [name for name in words.names if name not in known]:
-        parser.error(f"{wrong[0]} is unknown (known: {', '.join(known)})")
-    runs = [known[name] for name in words.names] or list(RUNS)
-    if words.list:
-        print("\n".join(f"{run.name}: {run.about}" for run in runs))
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in known]:
+        parser.error(f"{unknown[0]} is unknown (known: {', '.join(known)})")
+    runs = [known[name] for name in arguments.names] or list(RUNS)
+    if arguments.list:
+        print("\n".join(f"{run.name}: {run.description}" for run in runs))
         return 0
-    results = [Place(run, words.folder).result() for run in runs]
+    results = [Environment(run, arguments.folder).result() for run in runs]
     print("| run | what | Python | result | minutes |\n|---|---|---|---|---|")
     print("\n".join(row for row, _ in results))
     return int(not all(passed for _, passed in results))
 
 
-class Place:
-    """A clone with its interpreter and its environments."""
+class Environment:
+    """The clone of a run, with its interpreter and its virtual environments."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        self.run, self.folder = run, folder / run.name
-        self.clone, self.home, self.cache = (
-            self.folder / run.clone,
-            self.folder / "home",
-            folder / "pip",
-        )
-        # CI uses nothing that was left from before
+        self.run = run
+        self.folder = folder / run.name
+        self.clone = self.folder / run.clone
+        self.home = self.folder / "home"
+        self.cache = folder / "pip"
+        # CI uses nothing from earlier runs
         self.shared = (self.folder if run is CI else folder) / "shared"
         self.log = self.folder / "log.txt"
 
     def result(self) -> tuple[str, bool]:
-        """(the run's row of the table, whether it passed)"""
+        """Do the run; returns (its row of the table, whether it passed)."""
         start = time.monotonic()
         python = interpreter(self.run.python, self.shared)
-        self.make()
-        passed = self.do([*self.installation(python)], network=True, hide_proc=False)
+        self.prepare()
+        passed = self.execute([*self.installation(python)], network=True, hide_proc=False)
         if passed:
             self.restrict()
-            passed = self.do(self.run.commands, self.run.network, not self.run.proc)
+            passed = self.execute(self.run.commands, self.run.network, not self.run.proc)
             if self.run.root_tests and IS_ROOT:
-                passed &= self.do(
+                passed &= self.execute(
                     [f"{PYTEST} 2 -m 'root or sandbox'"],
                     network=True,
                     hide_proc=False,
@@ -191,23 +191,22 @@ class Place:
         tests = re.findall(
             r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M
         )
-        said = "; ".join(tests) or ("passed" if passed else f"failed: {self.log}")
-        minutes = (time.monotonic() - start) / 60
-        return (
-            f"| {self.run.name} | {self.run.about} | {version(python)} | {said} | {minutes:.0f} |",
-            passed,
-        )
+        outcome = "; ".join(tests) or ("passed" if passed else f"failed: {self.log}")
+        minutes = f"{(time.monotonic() - start) / 60:.0f}"
+        columns = (self.run.name, self.run.description, version(python), outcome, minutes)
+        return f"| {' | '.join(columns)} |", passed
 
-    def make(self) -> None:
-        """Clone, and make what the run's environment names, all of them the user's."""
+    def prepare(self) -> None:
+        """Clone the repository and create the folders of the environment, all owned by the user who
+        runs the tests."""
         subprocess.run(["chmod", "-R", "u+rwX", self.folder], stderr=subprocess.DEVNULL)
         shutil.rmtree(self.folder, ignore_errors=True)
         folders = (self.shared, self.cache, Path(self.environment()["TMPDIR"]))
         for folder in (self.clone.parent, self.home, *folders):
             folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, self.clone], check=True)
-        data = ROOT.parent / "shared" / "data"
         # published data sets, which some tests read, in a folder that the user may enter
+        data = ROOT.parent / "shared" / "data"
         if data.is_dir():
             shutil.copytree(
                 data, self.clone.parent / "shared" / "data", copy_function=shutil.copyfile
@@ -215,11 +214,12 @@ class Place:
         if IS_ROOT and not self.run.as_root:
             for folder in (self.folder, *folders):
                 subprocess.run(["chown", "-R", f"{USER}:{USER}", folder], check=True)
-        hidden = self.folder / "unreadable"
-        hidden.mkdir(mode=0o000)
+        unreadable = self.folder / "unreadable"
+        unreadable.mkdir(mode=0o000)
 
     def installation(self, python: Path) -> Iterator[str]:
-        """The commands that install what the run needs, into .venv and beside it."""
+        """Yield the commands that install what the run needs, into .venv and its sibling
+        folders."""
         constraints = {"pinned": "constraints.txt", "lowest": "lowest.txt", "newest": "newest.txt"}[
             self.run.versions
         ]
@@ -231,38 +231,36 @@ class Place:
         docs = " .venv/.installed-docs" if "make docs" in self.run.commands else ""
         yield f"{make} .venv/.installed-dev{docs}"
         for name in SHARED:
-            kept = self.shared / f"venv-{name}"
-            own = interpreter("3.11", self.shared)
-            command = (
-                f"make {name} {name.upper()}={kept} PYTHON={own} && ln -sfn {kept} .venv-{name}"
-            )
+            venv = self.shared / f"venv-{name}"
+            venv_python = interpreter("3.11", self.shared)
+            link = f"ln -sfn {venv} .venv-{name}"
+            install = f"make {name} {name.upper()}={venv} PYTHON={venv_python} && {link}"
             yield (
-                f"test -e {kept}/.installed && ln -sfn {kept} .venv-{name} || {command} || echo "
-                f"{LACKS.format(name)}"
+                f"test -e {venv}/.installed && {link} || {install} || echo {MISSING.format(name)}"
             )
         # the plugin of this clone
         yield ".venv-vllm/bin/python -m pip install -q --no-deps -e . || true"
-        for name in OWN:
-            yield f"{make} {name} || echo {LACKS.format(name)}"
+        for name in PACKAGES:
+            yield f"{make} {name} || echo {MISSING.format(name)}"
 
     def restrict(self) -> None:
-        """Take away what the installation needed."""
+        """Apply the restrictions with which the installation would not work."""
         if self.run.readonly_home:
             self.home.chmod(0o555)
 
     def environment(self, as_root: bool = False) -> dict[str, str]:
-        """The environment of a command; root's own, where root tests in the clone of another
-        user."""
-        usual = {
+        """The environment variables of a command; as_root: of root, who keeps root's home and
+        PATH."""
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("PYTHON", "XDG_", "MAKE"))
         }
         if as_root:
-            return {**usual, "OMP_NUM_THREADS": "1"}
+            return {**inherited, "OMP_NUM_THREADS": "1"}
         path = os.environ["PATH"]
         return {
-            **usual,
+            **inherited,
             "HOME": str(self.home),
             "USER": "somebody",
             "LOGNAME": "somebody",
@@ -273,21 +271,16 @@ class Place:
             **self.run.environment,
         }
 
-    def do(
+    def execute(
         self, commands: Sequence[str], network: bool, hide_proc: bool, as_root: bool = False
     ) -> bool:
-        """Whether all commands succeed, one after another; their output goes to the log, and CI's
-        also to the terminal."""
+        """Run commands one after another, up to the first that fails; returns whether all
+        succeeded. Output goes to the log; that of CI also to the terminal."""
+        prefix = self.prefix(network, hide_proc, as_root or self.run.as_root)
         for command in commands:
-            words = [
-                *self.prefix(network, hide_proc, as_root or self.run.as_root),
-                "bash",
-                "-c",
-                command,
-            ]
             with self.log.open("ab") as log:
                 process = subprocess.Popen(
-                    words,
+                    [*prefix, "bash", "-c", command],
                     cwd=self.clone,
                     env=self.environment(as_root),
                     umask=self.run.umask,
@@ -311,7 +304,7 @@ class Place:
         return True
 
     def prefix(self, network: bool, hide_proc: bool, as_root: bool) -> list[str]:
-        """The words before a command that give it its namespaces and its user."""
+        """The start of a command line that runs the command in its namespaces and as its user."""
         if not IS_ROOT:
             if not network or hide_proc:
                 print(
@@ -319,64 +312,65 @@ class Place:
                     flush=True,
                 )
             return []
-        words = [
-            "unshare",
-            *(["--net"] if not network else []),
-            *(["--mount"] if hide_proc else []),
-        ]
-        words = [*words, "--"] if len(words) > 1 else []
+        prefix: list[str] = []
+        if not network or hide_proc:
+            prefix.append("unshare")
+            prefix += ["--net"] if not network else []
+            prefix += ["--mount"] if hide_proc else []
+            prefix.append("--")
         if not network:
-            words += [sys.executable, "-c", LOOPBACK]
+            prefix += [sys.executable, "-c", LOOPBACK]
         if hide_proc:
-            words += ["sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
-        return (
-            words
-            if as_root
-            else [*words, "setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
-        )
+            prefix += ["sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+        if not as_root:
+            prefix += ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+        return prefix
 
 
-def interpreter(wanted: str, shared: Path) -> Path:
-    """A Python of the version `wanted` that every user may run; SystemExit when there is none.
+def interpreter(python: str, shared: Path) -> Path:
+    """An interpreter of the version `python` (major.minor) that every user may run; SystemExit when
+    there is none.
 
-    One below a private folder, such as root's home, is copied into `shared`.
+    An interpreter in a private folder, such as root's home, is copied into `shared`.
     """
-    names = [Path("/usr/bin") / f"python{wanted}", Path(f"/usr/local/bin/python{wanted}")]
+    candidates = [Path(f"/usr/bin/python{python}"), Path(f"/usr/local/bin/python{python}")]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    names += sorted(pyenv.glob(f"versions/{wanted}.*/bin/python{wanted}"))
-    if found := shutil.which(f"python{wanted}"):
-        names.append(Path(found))
-    for name in names:
-        if not name.exists():
+    candidates += sorted(pyenv.glob(f"versions/{python}.*/bin/python{python}"))
+    if on_path := shutil.which(f"python{python}"):
+        candidates.append(Path(on_path))
+    for path in candidates:
+        if not path.exists():
             continue
-        real = name.resolve()
+        real = path.resolve()
         if all(folder.stat().st_mode & 0o005 == 0o005 for folder in real.parents):
-            return name
-        copy = shared / f"python-{wanted}"
+            return path
+        copy = shared / f"python-{python}"
         if not copy.exists():
             shutil.copytree(real.parents[1], copy, symlinks=True)
-            # One with a library of its own looks for it where it was installed.
+            # an interpreter with a shared library looks for it where it was installed
             subprocess.run(
                 ["patchelf", "--set-rpath", "$ORIGIN/../lib", copy / "bin" / real.name], check=True
             )
         return copy / "bin" / real.name
-    raise SystemExit(f"there is no Python {wanted} here")
+    raise SystemExit(f"there is no Python {python} here")
 
 
 def version(python: Path) -> str:
-    """Its version in full."""
+    """The full version of an interpreter, such as 3.11.7."""
     return subprocess.run(
         [python, "-V"], capture_output=True, text=True, check=True
     ).stdout.split()[1]
 
 
 def lowest(pyproject: Path) -> Iterator[str]:
-    """A constraint for each dependency in pyproject.toml, at its lower bound."""
-    about = tomllib.loads(pyproject.read_text())
-    lists = [about["project"]["dependencies"], *about["project"]["optional-dependencies"].values()]
-    for requirement in (
-        row for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows
-    ):
+    """Yield a constraint for each dependency in pyproject.toml, at its lower bound."""
+    document = tomllib.loads(pyproject.read_text())
+    requirements = [
+        *document["project"]["dependencies"],
+        *itertools.chain(*document["project"]["optional-dependencies"].values()),
+        *document["dependency-groups"]["dev"],
+    ]
+    for requirement in requirements:
         if match := re.match(r"([\w-]+)(?:\[.*\])?>=([\w.]+)", requirement):
             yield f"{match[1]}=={match[2]}"
 

@@ -1,15 +1,15 @@
-"""How many broken lines the tests notice.
+"""Mutation testing: the share of broken lines that the tests notice.
 
     python -m tools.mutate record [PYTEST ARGUMENTS]
     python -m tools.mutate break --seed 1 --lines 100
 
-`record` runs the tests once and notes which test runs which line.
+`record` runs the tests once and records which test runs which line.
 
-`break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of
-the last commit, and runs the tests that run the line, the quickest first, as many as take five
-minutes; those that `-m quick` selects come before all others. It prints each line that no test
-noticed, for a person to say whether the change is equivalent, and writes all to FOLDER/SEED.jsonl.
-A run that was interrupted resumes where it stopped.
+`break` draws lines of moe_lab and analysis by the seed. In a copy of the last commit it changes one
+expression of each line, and runs the tests that run this line: the quickest tests first, up to five
+minutes in all; first those that `-m quick` selects, then all. It prints each change that no test
+noticed, so that a person can decide whether it is equivalent, and writes all results to
+FOLDER/SEED.jsonl. A run that was interrupted resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
 SECONDS = 300
-"""What the tests of one line take together, at most; a change that makes them run three times as
-long is noticed."""
+"""Most seconds of the tests of one line together. A change with which they run three times as long
+counts as noticed."""
 TIMES = "tests.xml"
-"""File of the folder with the time that each test took."""
+"""Name of the file with the seconds of each test."""
 TEST = "MOE_LAB_TEST"
-"""Environment variable with the running test, which processes that it starts inherit."""
+"""Environment variable with the name of the running test, for the processes that it starts."""
 CONFIGURATION = f"""[run]
 source =
     moe_lab
@@ -59,6 +59,7 @@ COMPARISONS = {
     ast.Is: "is not",
 }
 COMPARISONS |= {ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+"""Comparison -> the operator that replaces it."""
 OPERATIONS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -67,22 +68,23 @@ OPERATIONS = {
     ast.FloorDiv: ast.Mult,
 }
 OPERATIONS |= {ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
+"""Arithmetic operation -> the operation that replaces it."""
 
 
 def main() -> int:
-    """Record or break; see above."""
+    """Run the requested command; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("act", choices=("record", "break"))
+    parser.add_argument("command", choices=("record", "break"))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lines", type=int, default=100)
-    options, words = parser.parse_known_args()
-    if options.act == "record":
-        return record(options.folder, words)
-    if words:
-        parser.error(f"{words[0]} is unknown")
+    options, pytest_arguments = parser.parse_known_args()
+    if options.command == "record":
+        return record(options.folder, pytest_arguments)
+    if pytest_arguments:
+        parser.error(f"{pytest_arguments[0]} is unknown")
     return break_lines(options.folder, options.seed, options.lines)
 
 
@@ -90,16 +92,16 @@ def main() -> int:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Name the test whose lines are recorded from now on, in this process and in those that it
-    starts."""
+    """Set the test to which the lines are assigned that run from now on, in this process and in
+    processes that it starts."""
     os.environ[TEST] = nodeid
-    if running := coverage.Coverage.current():
-        running.switch_context(nodeid)
+    if current := coverage.Coverage.current():
+        current.switch_context(nodeid)
 
 
-def record(folder: Path, words: Sequence[str]) -> int:
-    """Run the tests, and note in FOLDER/coverage which of them runs which line; pytest's exit
-    code."""
+def record(folder: Path, pytest_arguments: Sequence[str]) -> int:
+    """Run the tests, and record in FOLDER/coverage which test runs which line; returns pytest's
+    exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("coverage*"):
         file.unlink()
@@ -107,7 +109,8 @@ def record(folder: Path, words: Sequence[str]) -> int:
     configuration.write_text(CONFIGURATION.format(folder=folder))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={configuration}", "-m", "pytest"]
     code = subprocess.run(
-        [*command, "-p", "tools.mutate", "--junitxml", str(folder / TIMES), *words], cwd=ROOT
+        [*command, "-p", "tools.mutate", "--junitxml", str(folder / TIMES), *pytest_arguments],
+        cwd=ROOT,
     ).returncode
     combined = coverage.Coverage(config_file=str(configuration))
     combined.combine([str(folder)])
@@ -117,13 +120,13 @@ def record(folder: Path, words: Sequence[str]) -> int:
 
 
 def break_lines(folder: Path, seed: int, count: int) -> int:
-    """Break `count` lines, and print how many no test noticed."""
+    """Break `count` lines, and print how many of them tests noticed."""
     data = coverage.CoverageData(str(folder / "coverage"))
     data.read()
     results = folder / f"{seed}.jsonl"
-    done = (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
+    rows = []
+    if results.exists():
+        rows = [json.loads(line) for line in results.read_text().splitlines()]
     copy = folder / f"copy_{seed}"
     shutil.rmtree(copy, ignore_errors=True)  # a run that was killed leaves a broken line in it
     subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
@@ -133,39 +136,45 @@ def break_lines(folder: Path, seed: int, count: int) -> int:
     draw.shuffle(lines)
     for file, number, tests in lines:
         changes = list(changes_of(copy / file, number))
-        change = draw.choice(changes) if changes else None
-        if change is None or len(done) >= count:
+        if not changes:
             continue
-        if any(row["file"] == file and row["line"] == number for row in done):
+        text, changed_line = draw.choice(changes)  # also if the line is skipped, to draw the same
+        if len(rows) >= count:
             continue
-        chosen = quickest(tests, seconds)
-        if not chosen:
+        if any(row["file"] == file and row["line"] == number for row in rows):
             continue
-        row = {"file": file, "line": number, "after": change[1].strip(), "tests": len(chosen)}
-        row["quick"] = is_noticed(copy, file, change[0], chosen, "-m", "quick")
-        row["noticed"] = row["quick"] or is_noticed(copy, file, change[0], chosen)
-        done.append(row)
+        selected = quickest(tests, seconds)
+        if not selected:
+            continue
+        change = changed_line.strip()
+        quick = is_noticed(copy, file, text, selected, "-m", "quick")
+        noticed = quick or is_noticed(copy, file, text, selected)
+        row = {"file": file, "line": number, "after": change, "tests": len(selected)}
+        row |= {"quick": quick, "noticed": noticed}
+        rows.append(row)
         with results.open("a") as stream:
-            print(json.dumps(done[-1]), file=stream)
-        if not done[-1]["noticed"]:
-            print(f"{file}:{number}: no test noticed: {change[1].strip()}", flush=True)
-    quick = sum(row["quick"] for row in done)
-    print(f"noticed: {sum(row['noticed'] for row in done)} of {len(done)}, by -m quick {quick}")
+            print(json.dumps(row), file=stream)
+        if not noticed:
+            print(f"{file}:{number}: no test noticed: {change}", flush=True)
+    by_quick = sum(row["quick"] for row in rows)
+    print(f"noticed: {sum(row['noticed'] for row in rows)} of {len(rows)}, by -m quick {by_quick}")
     return 0
 
 
 def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[str]]]:
-    """(file, line, tests that run it) of each line that a test runs, not only an import."""
-    # templates are measured too
-    for measured in (file for file in data.measured_files() if file.endswith(".py")):
-        for number, contexts in data.contexts_by_lineno(measured).items():
+    """Yield (file, line number, tests that run the line) for each line of Python that a test runs;
+    lines that run only during an import are left out."""
+    for file in data.measured_files():
+        if not file.endswith(".py"):  # templates are measured too
+            continue
+        for number, contexts in data.contexts_by_lineno(file).items():
             if tests := sorted(name for name in contexts if "::" in name):
-                yield str(Path(measured).relative_to(ROOT)), number, tests
+                yield str(Path(file).relative_to(ROOT)), number, tests
 
 
 def seconds_of_tests(file: Path) -> Mapping[str, float]:
-    """`key_of_test` -> the time that the test took, for each test that passed: one that fails
-    without a broken line would notice every line."""
+    """`key_of_test` -> seconds of each test that passed. A test that fails without a broken line is
+    left out, because it would notice every line."""
     cases = ElementTree.parse(file).getroot().iter("testcase")
     return {
         key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"])
@@ -175,7 +184,8 @@ def seconds_of_tests(file: Path) -> Mapping[str, float]:
 
 
 def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
-    """The tests in order of their time, as many as take SECONDS together, and at least one."""
+    """The quickest tests, in order of their seconds: as many as take SECONDS together, and at least
+    one. Tests without known seconds are left out."""
     times = {
         test: seconds[key]
         for test in tests
@@ -186,17 +196,18 @@ def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
     return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
 
-def key_of_test(place: str, name: str) -> str:
-    """What names a test in reports of both forms: `place` is a path or a module; classes are left
-    out."""
-    parts = place.removesuffix(".py").replace("/", ".").split(".")
-    return ".".join(
-        [part for part in parts if not part.startswith("Test")] + [name.rpartition("::")[2]]
-    )
+def key_of_test(module: str, name: str) -> str:
+    """A key that is equal for the same test in coverage's contexts and in pytest's XML report.
+
+    module: a path or a dotted name; classes are left out of the key."""
+    parts = module.removesuffix(".py").replace("/", ".").split(".")
+    without_classes = [part for part in parts if not part.startswith("Test")]
+    return ".".join([*without_classes, name.rpartition("::")[2]])
 
 
 def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
-    """(text of the file, its line) for each change of an expression that is on that line alone."""
+    """Yield (changed text of the file, changed line) for each change of an expression that lies
+    within the line of this number."""
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
@@ -204,28 +215,29 @@ def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
             continue
         if node.lineno != number or node.end_lineno != number:
             continue
-        for new in replacements(node):
+        for replacement in replacements(node):
             line = lines[number - 1].encode()  # ast counts bytes
-            changed = (
-                line[: node.col_offset] + new.encode() + line[node.end_col_offset :]
-            ).decode()
+            start = line[: node.col_offset]
+            end = line[node.end_col_offset :]
+            changed_line = (start + replacement.encode() + end).decode()
+            changed_text = "".join([*lines[: number - 1], changed_line, *lines[number:]])
             try:
-                ast.parse("".join([*lines[: number - 1], changed, *lines[number:]]))
-            except SyntaxError:  # inside an f-string, say
+                ast.parse(changed_text)
+            except SyntaxError:  # for example inside an f-string
                 continue
-            yield "".join([*lines[: number - 1], changed, *lines[number:]]), changed
+            yield changed_text, changed_line
 
 
 def replacements(node: ast.AST) -> Iterator[str]:
-    """What an expression may be changed into."""
+    """Yield the code that may replace an expression or statement."""
     match node:
         case ast.Compare(left=left, ops=[operation], comparators=[right]):
             yield f"{ast.unparse(left)} {COMPARISONS[type(operation)]} {ast.unparse(right)}"
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
             yield f"({ast.unparse(ast.BinOp(left, OPERATIONS[type(operation)](), right))})"
         case ast.BoolOp(op=operation, values=values):
-            other = ast.And() if isinstance(operation, ast.Or) else ast.Or()
-            yield f"({ast.unparse(ast.BoolOp(other, values))})"
+            opposite = ast.And() if isinstance(operation, ast.Or) else ast.Or()
+            yield f"({ast.unparse(ast.BoolOp(opposite, values))})"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield f"bool({ast.unparse(operand)})"
         case ast.Constant(value=bool() as value):
@@ -241,12 +253,11 @@ def replacements(node: ast.AST) -> Iterator[str]:
 
 
 def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str], *arguments: str) -> bool:
-    """Whether one of the tests fails, or does not end, with the changed file in the copy.
-    `arguments`: more arguments of pytest.
+    """Whether one of the tests fails, or does not end, when the file in the copy has this text.
 
-    RuntimeError if there is no such test."""
+    arguments: further arguments of pytest. RuntimeError if pytest does not find a test."""
     path = copy / file
-    before = path.read_text(encoding="utf-8")
+    original = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [
@@ -261,16 +272,16 @@ def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str], *argument
         *tests,
     ]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS
         )
     except subprocess.TimeoutExpired:
         return True
     finally:
-        path.write_text(before, encoding="utf-8")
-    if b"ERROR: not found: " in done.stderr:
-        raise RuntimeError(done.stderr.decode())
-    return done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+        path.write_text(original, encoding="utf-8")
+    if b"ERROR: not found: " in result.stderr:
+        raise RuntimeError(result.stderr.decode())
+    return result.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 if __name__ == "__main__":
