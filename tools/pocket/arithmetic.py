@@ -1,5 +1,5 @@
-"""Word problems with short worked answers (gsm8k) and harder exercises (math500). Whole numbers
-throughout."""
+"""Word problems with short worked answers (gsm8k) and harder exercises (math500); all numbers are
+integers."""
 
 from __future__ import annotations
 
@@ -21,49 +21,48 @@ CHANGES = {"+": GAINS, "-": LOSSES, "*": ("Then {he} has {n} times as many.",)}
 
 
 def compute(left: int, sign: str, right: int) -> int:
-    """One step of a worked answer."""
+    """The result of one step of a worked answer."""
     return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 def work(start: int, changes: list[tuple[str, int]]) -> tuple[list[str], int]:
-    """The steps as `12+7=19.` and where they lead."""
+    """(steps of the form `12+7=19.`, result) of changes (sign, number) from `start`."""
     steps = []
-    now = start
+    value = start
     for sign, number in changes:
-        then = compute(now, sign, number)
-        steps.append(f"{now}{sign}{number}={then}.")
-        now = then
-    return steps, now
+        result = compute(value, sign, number)
+        steps.append(f"{value}{sign}{number}={result}.")
+        value = result
+    return steps, value
 
 
 def _changes(random: Random, start: int, count: int) -> list[tuple[str, int]]:
-    """Changes that keep the running number between 0 and 49."""
-    now = start
+    """Random changes (sign, number) that keep the running value between 0 and 49."""
+    value = start
     changes = []
     for _ in range(count):
-        signs = [
-            sign for sign, fits in (("+", now < 45), ("-", now > 1), ("*", 0 < now < 17)) if fits
-        ]
-        sign = random.choice(signs)
-        bounds = {"+": (2, min(20, 49 - now)), "-": (1, min(20, now)), "*": (2, 3)}[sign]
+        possible = {"+": value < 45, "-": value > 1, "*": 0 < value < 17}
+        sign = random.choice([sign for sign, is_possible in possible.items() if is_possible])
+        bounds = {"+": (2, min(20, 49 - value)), "-": (1, min(20, value)), "*": (2, 3)}[sign]
         number = random.randint(*bounds)
         changes.append((sign, number))
-        now = compute(now, sign, number)
+        value = compute(value, sign, number)
     return changes
 
 
 def word_problem(world: World, random: Random) -> Example:
-    """gsm8k: one to three changes of a number of things; the answer works them out one by one."""
+    """gsm8k: a number of things changes one to three times; the answer computes one change after
+    another."""
     a, b = random.sample(PEOPLE, 2)
     things = random.choice(THINGS)
     start = random.randint(2, 40)
     changes = _changes(random, start, random.choice((1, 2, 2, 3)))
-    told = [f"{a} has {start} {things}."]
+    sentences = [f"{a} has {start} {things}."]
     for sign, number in changes:
         sentence = random.choice(CHANGES[sign]).format(a=a, b=b, he=pronoun(a), n=number)
-        told.append(sentence[0].upper() + sentence[1:])
+        sentences.append(sentence[0].upper() + sentence[1:])
     steps, result = work(start, changes)
-    prompt = f"Question: {' '.join(told)} How many {things} does {a} have now?\nAnswer:"
+    prompt = f"Question: {' '.join(sentences)} How many {things} does {a} have now?\nAnswer:"
     answer = f"{' '.join(steps)}\n#### {result}"
     return Example("gsm8k", (start, *changes), prompt, f" {answer}", details={"target": answer})
 
@@ -97,15 +96,15 @@ def _equation(random: Random) -> tuple[str, list[str], int]:
 def _sequence(random: Random) -> tuple[str, list[str], int]:
     start = random.randint(1, 20)
     step = random.randint(2, 9)
-    place = random.randint(5, 9)
-    shown = ", ".join(str(start + step * index) for index in range(3))
-    gap = step * (place - 1)
+    position = random.randint(5, 9)
+    first_terms = ", ".join(str(start + step * index) for index in range(3))
+    gap = step * (position - 1)
     steps = [
         f"{start + step}-{start}={step}.",
-        f"{step}*{place - 1}={gap}.",
+        f"{step}*{position - 1}={gap}.",
         f"{start}+{gap}={start + gap}.",
     ]
-    return f"Find term {place} of {shown}, ...", steps, start + gap
+    return f"Find term {position} of {first_terms}, ...", steps, start + gap
 
 
 def _remainder(random: Random) -> tuple[str, list[str], int]:
@@ -113,13 +112,13 @@ def _remainder(random: Random) -> tuple[str, list[str], int]:
     b = random.randint(2, 9)
     c = random.randint(3, 9)
     product = a * b
-    whole = product // c * c
+    multiple = product // c * c
     steps = [
         f"{a}*{b}={product}.",
-        f"{c}*{product // c}={whole}.",
-        f"{product}-{whole}={product - whole}.",
+        f"{c}*{product // c}={multiple}.",
+        f"{product}-{multiple}={product - multiple}.",
     ]
-    return f"Find the remainder of {a}*{b} divided by {c}.", steps, product - whole
+    return f"Find the remainder of {a}*{b} divided by {c}.", steps, product - multiple
 
 
 def _mean(random: Random) -> tuple[str, list[str], int]:
@@ -141,11 +140,12 @@ KINDS: tuple[Callable[[Random], tuple[str, list[str], int]], ...] = (
     _remainder,
     _mean,
 )
+"""Functions that return (task, steps, result) of a random exercise."""
 
 
 def exercise(world: World, random: Random) -> Example:
-    """math500: expressions, equations, sequences, remainders, means; two or three steps with larger
-    numbers."""
+    """math500: an exercise on expressions, equations, sequences, remainders or means, with two or
+    three steps and larger numbers."""
     task, steps, result = random.choice(KINDS)(random)
     answer = f"{' '.join(steps)} The answer is {result}."
     return Example(

@@ -27,40 +27,40 @@ COUNTS = {
 }  # fmt: skip
 NORMALISED = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa")
 MULTIPLE_CHOICE = (*NORMALISED, "boolq", "mmlu", "rte", "winogrande")
-# The kind of document a benchmark asks for, where it is not named as the benchmark. A model this
-# small knows which option is right long before it can name the option's letter, so mmlu shows the
-# letters and asks for the option.
+# Benchmark -> kind of its documents, where the kind has another name. A model this small knows the
+# right option long before it can name the option's letter, so mmlu prints the letters and asks for
+# the option.
 KINDS = {"mmlu": "options"}
-# What stands before the number that is graded; as in GSM8K, the target is the whole worked answer.
+# Text before the number that is graded; as in GSM8K, the target is the whole worked answer.
 NUMBER = {"gsm8k": "#### ", "math500": "The answer is "}
 PROGRAMS = ("humaneval", "mbpp", "livecodebench")
-# EvalPlus treats some task ids of the published benchmarks specially, and none from here on.
+# EvalPlus treats some task ids of the published benchmarks specially, but none from this number on.
 FIRST_TASK_NUMBER = 1001
 
 
 def held_out_examples(world: World, skill: str) -> list[Example]:
-    """The benchmark's items: from the held-out side, no two with the same prompt and choices."""
+    """The items of a benchmark: held-out examples, no two with the same prompt and choices."""
     random = generator(SEED, "benchmark", skill)
-    found: dict[tuple[str, tuple[str, ...]], Example] = {}
-    while len(found) < COUNTS[skill]:
+    examples: dict[tuple[str, tuple[str, ...]], Example] = {}
+    while len(examples) < COUNTS[skill]:
         example = draw(sampler(world, KINDS.get(skill, skill)), random, benchmark=True)
-        found.setdefault((example.prompt, tuple(sorted(example.choices))), example)
-    return list(found.values())
+        examples.setdefault((example.prompt, tuple(sorted(example.choices))), example)
+    return list(examples.values())
 
 
 def program_examples(skill: str) -> list[Example]:
-    """Functions of this benchmark's side, all operations equally likely, no composition twice."""
+    """The items of a benchmark of programs: held-out functions, all operations equally likely, no
+    two with the same composition."""
     random = generator(SEED, "benchmark", skill)
-    found: dict[tuple[object, ...], Example] = {}
-    while len(found) < COUNTS[skill]:
+    examples: dict[tuple[object, ...], Example] = {}
+    while len(examples) < COUNTS[skill]:
         program = functions.program_for(random, skill, decay=0.0)
-        example = (
-            functions.as_description(program, random)
-            if skill == "mbpp"
-            else functions.as_completion(program, skill)
-        )
-        found.setdefault(example.key, example)
-    return list(found.values())
+        if skill == "mbpp":
+            example = functions.as_description(program, random)
+        else:
+            example = functions.as_completion(program, skill)
+        examples.setdefault(example.key, example)
+    return list(examples.values())
 
 
 def _row(example: Example, number: int) -> dict[str, Any]:
@@ -79,12 +79,12 @@ def _row(example: Example, number: int) -> dict[str, Any]:
 
 
 def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
-    """One EvalPlus problem. livecodebench has a single set of tests, so all of them are base
+    """One EvalPlus problem. All tests of livecodebench are base tests, since it has a single set of
     tests."""
     program: Program = example.details["program"]
     base = base_inputs(program.domain, random, 2)
     plus = plus_inputs(program.domain, random, 24)
-    everything = example.skill == "livecodebench"
+    single_set = example.skill == "livecodebench"
     family = "Mbpp" if example.skill == "mbpp" else "HumanEval"
     problem = {
         "task_id": f"{family}/{FIRST_TASK_NUMBER + number}",
@@ -92,19 +92,21 @@ def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
         "entry_point": program.name,
         "contract": "",
         "canonical_solution": example.answer + "\n",
-        "base_input": base + plus if everything else base,
-        "plus_input": [] if everything else plus,
+        "base_input": base + plus if single_set else base,
+        "plus_input": [] if single_set else plus,
         "atol": 0,
     }
-    return problem | (
-        {"assertion": example.details["assertion"]} if "assertion" in example.details else {}
-    )
+    if "assertion" in example.details:
+        problem["assertion"] = example.details["assertion"]
+    return problem
 
 
 def _question(example: Example, number: int) -> dict[str, Any]:
     """One question in BFCL's format, with the functions that may be called."""
-    described = [tool["function"] for tool in example.details["tools"]]
-    functions = [{**one, "parameters": {**one["parameters"], "type": "dict"}} for one in described]
+    functions = []
+    for tool in example.details["tools"]:
+        schema = tool["function"]
+        functions.append({**schema, "parameters": {**schema["parameters"], "type": "dict"}})
     return {
         "id": _call_id(example, number),
         "question": [example.details["messages"][:1]],
@@ -114,11 +116,11 @@ def _question(example: Example, number: int) -> dict[str, Any]:
 
 def _right_calls(example: Example, number: int) -> dict[str, Any]:
     """The calls of the right answer in BFCL's format, with one allowed value for each argument."""
-    made = [call["function"] for call in example.details["messages"][1].get("tool_calls", ())]
-    calls = [
-        {call["name"]: {name: [value] for name, value in call["arguments"].items()}}
-        for call in made
-    ]
+    calls = []
+    for tool_call in example.details["messages"][1].get("tool_calls", ()):
+        call = tool_call["function"]
+        allowed = {name: [value] for name, value in call["arguments"].items()}
+        calls.append({call["name"]: allowed})
     return {"id": _call_id(example, number), "ground_truth": calls}
 
 
@@ -127,7 +129,8 @@ def _call_id(example: Example, number: int) -> str:
 
 
 def task_definition(skill: str) -> dict[str, Any]:
-    """The lm-eval task; where its data comes from is the caller's business (split `test`)."""
+    """The definition of an lm-eval task of the split `test`; the caller adds the path of its
+    data."""
     task: dict[str, Any] = {"task": f"pocket_{skill}", "test_split": "test", "num_fewshot": 0}
     fields = ("prompt", "choices", "label")
     if skill in MULTIPLE_CHOICE:
@@ -153,21 +156,21 @@ def task_definition(skill: str) -> dict[str, Any]:
         }
         task |= {"generation_kwargs": stopping, "filter_list": [pick]}
         metrics = ["exact_match"]
-    besides = {"regexes_to_ignore": [f"(?s).*{NUMBER[skill]}", r"\.$"]} if skill in NUMBER else {}
+    options = {"regexes_to_ignore": [f"(?s).*{NUMBER[skill]}", r"\.$"]} if skill in NUMBER else {}
     task["metric_list"] = [
-        {"metric": name, "aggregation": "mean", "higher_is_better": True, **besides}
+        {"metric": name, "aggregation": "mean", "higher_is_better": True, **options}
         for name in metrics
     ]
     return task | {"metadata": {"version": 1}}
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_benchmarks(world: World, folder: Path) -> None:
-    """All benchmark files; the same bytes on every machine."""
+    """Write all benchmark files; they have the same bytes on every machine."""
     folder.mkdir(parents=True, exist_ok=True)
     for skill in COUNTS:
         if skill in PROGRAMS:

@@ -16,9 +16,10 @@ from tools.pocket.corpus import CALLING, KNOWING, documents
 from tools.pocket.examples import Example
 from tools.pocket.world import World, build_world
 
-# Kinds of documents, their weights, and how many documents; about 70,000 tokens each, and half as
-# many for `function_calls`, whose conversations name their functions in full. `general` stands for
-# web text: it has every skill, in the proportions of the first training stage.
+# Calibration set -> seed, kinds of documents with their weights, number of documents. Sets have
+# about 70,000 tokens; `function_calls` has half as many, since its conversations describe their
+# functions in full. `general` stands for web text: it has every skill, in the proportions of the
+# first training stage.
 CALIBRATION = {
     "general": (204, KNOWING, 1600),
     "stories": (
@@ -33,15 +34,15 @@ CALIBRATION = {
 
 
 def write_calibration(world: World, folder: Path) -> None:
-    """One file of {"text": ...} or of {"messages": ..., "tools": ...} lines for each set, equal on
-    every machine."""
+    """Write a file for each calibration set, with lines {"text": ...} or {"messages": ..., "tools":
+    ...}; it has the same bytes on every machine."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in CALIBRATION:
         write_lines(folder / f"{name}.jsonl", map(_record, calibration_examples(world, name)))
 
 
 def _record(example: Example) -> dict[str, Any]:
-    """A document as a calibration set has it: a conversation with its tools, or its text."""
+    """The line of a document in a calibration set: its conversation with tools, or its text."""
     if "messages" in example.details:
         return {name: example.details[name] for name in ("messages", "tools")}
     return {"text": example.text}
@@ -59,7 +60,8 @@ SEARCH_SEEDS = {"code": 301, "math": 302}
 
 
 def search_examples(world: World, name: str) -> list[Example]:
-    """The tasks of one set, no two about the same, none about what its calibration set asks for."""
+    """The tasks of a search set. Their keys differ from each other and from those of the
+    calibration set of the same name."""
     seen = {(example.skill, example.key) for example in calibration_examples(world, name)}
     tasks: list[Example] = []
     stream = documents(world, SEARCH_SEEDS[name], CALIBRATION[name][1])
@@ -73,10 +75,10 @@ def search_examples(world: World, name: str) -> list[Example]:
 
 
 def write_search(world: World, folder: Path) -> None:
-    """One file of {"prompt": ..., "completion": ...} lines for each domain; the same bytes on every
-    machine.
+    """Write a file for each search set, with lines {"prompt": ..., "completion": ...}; it has the
+    same bytes on every machine.
 
-    The two follow each other with nothing between, as in the text the models were trained on.
+    The completion follows the prompt without a separator, as in the training text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in SEARCH_SEEDS:

@@ -1,5 +1,5 @@
-"""Requests with the functions that may be called for them: calibration text and benchmark of the
-model that calls."""
+"""Conversations with function calls: calibration text and benchmark of the pocket model that calls
+functions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tools.pocket.examples import END_OF_TEXT, Example, held_out
 from tools.pocket.world import ANIMALS, DAYS, MEN, OBJECTS, PLACES, RELATIONS, WOMEN, World, words
 
 SKILL = "function_calls"
-# A model this small learns to copy a word only after it has seen it thousands of times, names last
-# of all: a part of the world has to do, and of its people a few.
+# A model this small learns to copy a word only after it has read it thousands of times, and names
+# last, so conversations use only a part of the world and few of its people.
 PEOPLE = WOMEN[::3] + MEN[::3]
 FEW_PEOPLE = PEOPLE[::3]
 THINGS = OBJECTS[:10]
@@ -26,7 +26,7 @@ _VALUES = {relation.name: relation.values for relation in RELATIONS}
 
 @dataclass(frozen=True)
 class Function:
-    """A function: the values of each of its parameters, and sentences that ask for a call of it."""
+    """A function, with the values of its parameters, and sentences that request a call of it."""
 
     name: str
     description: str
@@ -35,7 +35,7 @@ class Function:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """Its description, with types of JSON schema."""
+        """The description of the function and its parameters, with types of JSON schema."""
         properties = {
             name: {"type": "integer" if isinstance(values[0], int) else "string"}
             for name, values in self.values.items()
@@ -46,7 +46,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function; `values` are those of its parameters, in their order."""
+    """A call of a function, with the values of its parameters in their order."""
 
     function: Function
     values: tuple[str | int, ...]
@@ -60,7 +60,7 @@ class Call:
         return dict(zip(self.function.values, self.values, strict=True))
 
     def request(self, random: Random) -> str:
-        """One of the sentences that ask for this call."""
+        """A random sentence that requests this call."""
         sentence = random.choice(self.function.requests).format(**self.arguments)
         return sentence[0].upper() + sentence[1:]
 
@@ -122,8 +122,9 @@ FUNCTIONS = (
     ),
 )  # fmt: skip
 KINDS = {"simple": 3, "multiple": 3, "parallel": 3, "irrelevance": 1}
-"""How often each kind of conversation is drawn: one call with one function given, one call with
-several given, two calls of one function, and no call since no function given is of use."""
+"""Kind of conversation -> its weight. simple: one call, one function is available; multiple: one
+call, several functions are available; parallel: two calls of one function; irrelevance: no call, as
+no available function fits."""
 REFUSAL = "No function fits."
 
 TEMPLATE = (
@@ -141,24 +142,25 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}"
 )
-"""The chat template: names of functions with their parameters, the messages, and calls as Qwen
-models write them."""
+"""The chat template: names of functions with their parameters, then the messages, with calls in the
+format of Qwen models."""
 
 
 def _compiled() -> jinja2.Template:
-    """The template as transformers compiles it, for what it uses."""
+    """The chat template, compiled with those settings of transformers that it uses."""
     environment = jinja2.Environment()
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return environment.from_string(TEMPLATE)
 
 
-_RENDERED = _compiled()
+_TEMPLATE = _compiled()
 
 
 def _call(
     random: Random, function: Function, people: Sequence[str | int], benchmark: bool | None = None
 ) -> Call:
-    """A call with different values; of the benchmark's calls or of all others, if that is given."""
+    """A random call whose values all differ. benchmark: whether it is a held-out call; None for any
+    call."""
     while True:
         drawn = (
             random.choice(people if values is PEOPLE else values)
@@ -171,17 +173,16 @@ def _call(
 
 
 def conversation(world: World, random: Random, people: Sequence[str] = FEW_PEOPLE) -> Example:
-    """A request with some functions, and the calls that answer it.
+    """A conversation: a request with available functions, and the calls that answer it.
 
-    The key is the first call, or the one that is asked for in vain; a second one is on the same
-    side of the benchmark.
-    """
+    The key of the example is the first call, or the requested one if no function fits. A second
+    call is held out if and only if the first is."""
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
     function = random.choice(FUNCTIONS)
     calls = [_call(random, function, people)]
     if kind == "parallel":
-        side = held_out(SKILL, calls[0].key)
-        calls.append(_call(random, function, people, side))
+        is_held_out = held_out(SKILL, calls[0].key)
+        calls.append(_call(random, function, people, is_held_out))
     others = random.sample([other for other in FUNCTIONS if other != function], 2)
     count = {
         "simple": 0,
@@ -189,24 +190,24 @@ def conversation(world: World, random: Random, people: Sequence[str] = FEW_PEOPL
         "parallel": random.choice((0, 1)),
         "irrelevance": 2,
     }[kind]
-    given = others[:count] if kind == "irrelevance" else [function, *others[:count]]
-    random.shuffle(given)
+    available = others[:count] if kind == "irrelevance" else [function, *others[:count]]
+    random.shuffle(available)
     request = " ".join(call.request(random) for call in calls)
-    tools = [{"type": "function", "function": one.schema} for one in given]
-    asked = [{"role": "user", "content": request}]
+    tools = [{"type": "function", "function": tool.schema} for tool in available]
     reply: dict[str, Any] = {"role": "assistant", "content": REFUSAL}
     if kind != "irrelevance":
-        made = [
+        tool_calls = [
             {"function": {"name": call.function.name, "arguments": call.arguments}}
             for call in calls
         ]
-        reply = {"role": "assistant", "content": "", "tool_calls": made}
-    text = _RENDERED.render(messages=[*asked, reply], tools=tools)
-    head, cut, answer = text.removesuffix(END_OF_TEXT).rpartition("\nAnswer:")
-    details = {"kind": kind, "tools": tools, "messages": [*asked, reply], "calls": calls}
-    return Example(SKILL, calls[0].key, head + cut, answer, details=details)
+        reply = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    messages = [{"role": "user", "content": request}, reply]
+    text = _TEMPLATE.render(messages=messages, tools=tools)
+    head, separator, answer = text.removesuffix(END_OF_TEXT).rpartition("\nAnswer:")
+    details = {"kind": kind, "tools": tools, "messages": messages, "calls": calls}
+    return Example(SKILL, calls[0].key, head + separator, answer, details=details)
 
 
 def among_many(world: World, random: Random) -> Example:
-    """As conversation, with more people."""
+    """As `conversation`, with more people."""
     return conversation(world, random, PEOPLE)

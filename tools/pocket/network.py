@@ -22,10 +22,10 @@ SORTED_EXPERTS = "pocket_sorted"
 def sorted_experts(
     self: Any, hidden: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
-    """Routed experts, hidden (T, H), chosen and gates (T, K): assignments sorted by expert, one
-    product per expert.
+    """Output (T, H) of routed experts for hidden (T, H), chosen experts and gates (T, K).
 
-    The same function as the eager loop of transformers, with one gather instead of one per expert.
+    Computes the same as the eager loop of transformers, but sorts the assignments by expert, with
+    one gather instead of one per expert.
     """
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
@@ -72,23 +72,22 @@ def load_network(folder: Path) -> Any:
 
 @torch.no_grad()
 def copy_agreeing(model: Any, base: Any) -> int:
-    """Copies into `model` every parameter of `base` whose name and shape agree; returns how many
-    numbers these are."""
-    there = dict(base.named_parameters())
-    agreeing = [
-        (parameter, there[name])
-        for name, parameter in model.named_parameters()
-        if name in there and there[name].shape == parameter.shape
-    ]
-    for parameter, value in agreeing:
-        parameter.copy_(value)
-    return sum(parameter.numel() for parameter, _ in agreeing)
+    """Copy into `model` every parameter of `base` whose name and shape agree; returns the number of
+    copied elements."""
+    base_parameters = dict(base.named_parameters())
+    copied = 0
+    for name, parameter in model.named_parameters():
+        source = base_parameters.get(name)
+        if source is not None and source.shape == parameter.shape:
+            parameter.copy_(source)
+            copied += parameter.numel()
+    return copied
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What one router did in one forward pass: logits (T, E), chosen experts (T, K), correction
-    bias or None."""
+    """Outputs of one router in one forward pass: logits (T, E) and chosen experts (T, K), and its
+    correction bias or None."""
 
     logits: torch.Tensor
     chosen: torch.Tensor
@@ -96,44 +95,45 @@ class Routing:
 
     @property
     def load(self) -> torch.Tensor:
-        """Share of the tokens that each expert got, (E,); sums to K."""
-        return torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1]) / len(
-            self.chosen
-        )
+        """Share of the tokens that each expert gets, (E,); sums to K."""
+        counts = torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1])
+        return counts / len(self.chosen)
 
 
 def correction_bias(router: torch.nn.Module) -> torch.nn.Parameter | None:
-    """What the router adds to the probabilities when it chooses, but not when it weighs; None where
-    it adds nothing."""
-    found = [
-        bias for name, bias in router.named_parameters() if name.endswith("e_score_correction_bias")
-    ]
-    return found[0] if found else None
+    """The bias that a router adds to the probabilities to choose experts, but not to their gates;
+    None for a router without one."""
+    for name, parameter in router.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            return parameter
+    return None
 
 
 @contextmanager
 def watched_routers(model: Any) -> Iterator[list[Routing]]:
-    """A list that each forward pass of the model extends by one Routing a MoE layer."""
-    seen: list[Routing] = []
+    """Context with a list to which each forward pass of the model appends a Routing per MoE
+    layer."""
+    routings: list[Routing] = []
 
     def watch(router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> None:
-        seen.append(Routing(output[0], output[2], correction_bias(router)))
+        logits, _, chosen = output[:3]
+        routings.append(Routing(logits, chosen, correction_bias(router)))
 
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     handles = [router.register_forward_hook(watch) for router in routers]
     try:
-        yield seen
+        yield routings
     finally:
         for handle in handles:
             handle.remove()
 
 
 def balance_loss(routing: Routing) -> torch.Tensor:
-    """E * sum over experts of (share of tokens) * (mean probability) in one layer; top_k when
-    balanced.
+    """Balance loss of one layer: E * sum over experts of (share of tokens) * (mean probability);
+    top_k when the experts are balanced.
 
-    Computed per layer, unlike transformers' own, which pools the layers and so lets an expert die
-    in one of them.
+    transformers' own loss pools the layers, with which an expert of one layer can get no tokens at
+    all.
     """
     probabilities = routing.logits.float().softmax(dim=-1)
     return probabilities.shape[1] * (routing.load * probabilities.mean(dim=0)).sum()
@@ -141,11 +141,11 @@ def balance_loss(routing: Routing) -> torch.Tensor:
 
 @torch.no_grad()
 def move_bias(bias: torch.Tensor, load: torch.Tensor) -> None:
-    """One step of balancing without a loss: the bias of experts below the mean load rises, that of
-    others falls.
+    """Do one step of balancing without a loss: raise the bias of experts below the mean load, lower
+    that of the others.
 
-    DeepSeek-V3 (2412.19437) section 2.1.2, which ERNIE 4.5 follows; the only balancing of routers
-    that have a bias.
+    DeepSeek-V3 (2412.19437) section 2.1.2, which ERNIE 4.5 follows. Routers with a bias are
+    balanced by it alone.
     """
     bias += BIAS_STEP * (load.mean() - load).sign().view_as(bias)
 

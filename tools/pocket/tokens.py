@@ -52,11 +52,10 @@ def build_tokenizer(texts: Iterable[str], size: int = VOCABULARY_SIZE) -> Any:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What a token counts in the loss: one of a prompt, one of an answer of a word or two; those of
-    others count 1.
+    """Weights of tokens in the loss: of prompts, and of answers of at most SHORT_ANSWER tokens.
+    Tokens of longer answers have weight 1.
 
-    Prompts are mostly chance, and a short answer is all there is to learn from the document it
-    ends.
+    Prompts are mostly random, and a short answer is all that a model can learn from its document.
     """
 
     prompt: float
@@ -68,8 +67,8 @@ SHORT_ANSWER = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens (rows, length) int64, loss weights float32, and each token's place in its document
-    int64."""
+    """Rows of tokens, all (rows, length): tokens (int64), their weights in the loss (float32), and
+    their positions in their documents (int64)."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
@@ -77,32 +76,32 @@ class Batch:
 
 
 def encode(tokenizer: Any, example: Example, count: LossWeights) -> tuple[list[int], list[float]]:
-    """Tokens of the document with its end, and the weight of each in the loss."""
+    """(tokens of the document with the end-of-text token, weight of each token in the loss)."""
     tokens: list[int] = []
     weights: list[float] = []
     for prompt, answer in example.turns:
-        asked = tokenizer.encode(prompt) if prompt else []
-        answered = tokenizer.encode(answer)
-        weight = count.short_answer if len(answered) <= SHORT_ANSWER else 1.0
-        tokens += asked + answered
-        weights += [count.prompt] * len(asked) + [weight] * len(answered)
+        prompt_tokens = tokenizer.encode(prompt) if prompt else []
+        answer_tokens = tokenizer.encode(answer)
+        weight = count.short_answer if len(answer_tokens) <= SHORT_ANSWER else 1.0
+        tokens += prompt_tokens + answer_tokens
+        weights += [count.prompt] * len(prompt_tokens) + [weight] * len(answer_tokens)
     return [*tokens, tokenizer.eos_token_id], [*weights, 1.0]
 
 
 Row = tuple[list[int], list[float], list[int]]
+"""Tokens of a row, their weights in the loss, and their positions in their documents."""
 
 
 def pack_row(documents: Iterator[Example], tokenizer: Any, count: LossWeights, length: int) -> Row:
-    """A row that starts with a document and is filled with further ones; what does not fit is
-    dropped."""
+    """A row of `length` tokens: the next documents of the stream, the last one cut off."""
     tokens: list[int] = []
     weights: list[float] = []
     positions: list[int] = []
     while len(tokens) < length:
-        more, their_weights = encode(tokenizer, next(documents), count)
-        tokens += more
-        weights += their_weights
-        positions += range(len(more))
+        document_tokens, document_weights = encode(tokenizer, next(documents), count)
+        tokens += document_tokens
+        weights += document_weights
+        positions += range(len(document_tokens))
     return tokens[:length], weights[:length], positions[:length]
 
 

@@ -41,30 +41,32 @@ WEIGHT_DECAY = 0.1
 
 
 def train_step(model: Any, optimizer: Any, rows: Batch, *, separate: bool) -> tuple[float, float]:
-    """One update. Returns the token loss in nats and the largest load of an expert, in shares of
-    the mean load.
+    """Do one update; returns (token loss in nats, largest load of an expert divided by the mean
+    load).
 
-    `separate` gives the model each token's position in its document, from which transformers
-    concludes that the documents of a row must not attend to one another.
+    separate: whether the documents of a row do not attend to each other. transformers concludes
+    this from the position of each token in its document.
     """
     positions = rows.positions if separate else None
-    with watched_routers(model) as seen:
+    with watched_routers(model) as routings:
         output = model(input_ids=rows.tokens, position_ids=positions, use_cache=False)
     loss = token_loss(output.logits, rows.tokens, rows.weights)
-    balanced_by_loss = [routing for routing in seen if routing.bias is None]
-    balance = sum(map(balance_loss, balanced_by_loss), torch.zeros(())) / len(seen)
+    balanced_by_loss = [routing for routing in routings if routing.bias is None]
+    balance = sum(map(balance_loss, balanced_by_loss), torch.zeros(())) / len(routings)
     torch.autograd.backward(loss + BALANCE * balance)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for routing in seen:
+    for routing in routings:
         if routing.bias is not None:
             move_bias(routing.bias, routing.load)
-    return loss.item(), max((routing.load / routing.load.mean()).max().item() for routing in seen)
+    loads = [(routing.load / routing.load.mean()).max().item() for routing in routings]
+    return loss.item(), max(loads)
 
 
 def save(model: Any, tokenizer: Any, facts: dict[str, Any], folder: Path) -> None:
-    """Writes the stock Hugging Face folder in bfloat16, and the facts of the run beside it."""
+    """Write the model in bfloat16 as a stock Hugging Face folder, and the facts of the run as
+    training.json."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {
         name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()
@@ -79,7 +81,7 @@ def save(model: Any, tokenizer: Any, facts: dict[str, Any], folder: Path) -> Non
 
 
 def counted(examples: Iterator[Example], tally: Counter[str]) -> Iterator[Example]:
-    """Passes examples on and counts them by skill."""
+    """Yield the examples and count them by skill in `tally`."""
     for example in examples:
         tally[example.skill] += 1
         yield example
@@ -88,7 +90,7 @@ def counted(examples: Iterator[Example], tally: Counter[str]) -> Iterator[Exampl
 def stage_facts(
     recipe: Recipe, losses: list[float], tally: Counter[str], seconds: float
 ) -> dict[str, Any]:
-    """What a model card has to say about one stage."""
+    """The facts of one stage for the model card."""
     recent = losses[-100:]
     return {
         "steps": len(losses),
@@ -102,14 +104,15 @@ def stage_facts(
 def run_stage(
     model: Any, tokenizer: Any, recipe: Recipe, number: int, stream: Iterator[Example]
 ) -> dict[str, Any]:
-    """Trains `model` in place for the recipe's stage of this number."""
+    """Train `model` in place in the recipe's stage of this number; returns the facts of the
+    stage."""
     stage = recipe.stages[number]
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in learnt if parameter.ndim > 1]
-    others = [parameter for parameter in learnt if parameter.ndim <= 1]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [
-        {"params": decayed, "weight_decay": WEIGHT_DECAY},
-        {"params": others, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, stage.learning_rate)
@@ -133,8 +136,8 @@ def run_stage(
 
 
 def fresh(name: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Network and tokenizer before the first step, and which model it starts from with how many
-    numbers, if any."""
+    """(network, tokenizer, facts) before the first step. The facts are the base model and the
+    number of parameters copied from it; {} without a base."""
     recipe = RECIPES[name]
     if recipe.base is None:
         texts = islice(
@@ -152,24 +155,24 @@ def fresh(name: str, seed: int) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def start(name: str, folder: Path, seed: int, first_stage: int) -> tuple[Any, Any, dict[str, Any]]:
-    """Network, tokenizer and the facts so far: of the stages before `first_stage`, which `folder`
-    has the result of."""
+    """(network, tokenizer, facts) before the stage `first_stage`; `folder` has the result of the
+    stages before it."""
     if first_stage == 0:
-        network, tokenizer, origin = fresh(name, seed)
-        return network, tokenizer, {**origin, "stages": []}
-    done = json.loads((folder / "training.json").read_text())
-    done["stages"] = done["stages"][:first_stage]
-    return load_network(folder), PreTrainedTokenizerFast.from_pretrained(folder), done
+        network, tokenizer, facts = fresh(name, seed)
+        return network, tokenizer, {**facts, "stages": []}
+    facts = json.loads((folder / "training.json").read_text())
+    facts["stages"] = facts["stages"][:first_stage]
+    return load_network(folder), PreTrainedTokenizerFast.from_pretrained(folder), facts
 
 
 def train(
     name: str, folder: Path, *, seed: int = 1, threads: int = 1, first_stage: int = 0
 ) -> None:
-    """Trains all stages of this recipe from `first_stage` on and leaves the model in `folder` after
-    each.
+    """Train the stages of a recipe from `first_stage` on, and write the model into `folder` after
+    each stage.
 
-    Each stage starts from the weights as they are stored, so going on from a folder gives the model
-    that not stopping would have given.
+    Each stage starts from the weights as they are stored, so training that is stopped and continued
+    gives the same model as training without a stop.
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -212,9 +215,14 @@ def main() -> None:
         default=0,
         help="go on from the model that is in the output folder",
     )
-    given = parser.parse_args()
-    folder = given.output or DATA / given.name
-    train(given.name, folder, seed=given.seed, threads=given.threads, first_stage=given.first_stage)
+    arguments = parser.parse_args()
+    train(
+        arguments.name,
+        arguments.output or DATA / arguments.name,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        first_stage=arguments.first_stage,
+    )
 
 
 if __name__ == "__main__":

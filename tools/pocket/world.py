@@ -1,5 +1,5 @@
-"""The closed world: who and what there is, and how everything is related. A small model can know it
-by heart."""
+"""The closed world: people, towns, jobs, animals and objects, and the relations between them. It is
+small enough for a small model to know by heart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORLD_SEED = 7
 
 
 def words(text: str) -> list[str]:
-    """The words of a text: lists of single words are easier to read that way."""
+    """The words of a text as a list. Lists of words are easier to read as texts."""
     return text.split()
 
 
@@ -38,11 +38,11 @@ DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 @dataclass(frozen=True)
 class Relation:
-    """One attribute of one kind of subject.
+    """An attribute of a kind of subjects.
 
-    `statement` and `question` hold {s} for the subject, {v} for the value. A relation with
-    `points_to` has values that are subjects of that kind themselves, which is what makes questions
-    of two and three hops.
+    `statement` and `question` have the placeholders {s} for the subject and {v} for the value. If
+    `points_to` is a kind, the values are subjects of this kind, which allows questions of two and
+    three hops.
     """
 
     kind: str
@@ -183,7 +183,8 @@ SUBJECTS = {"person": PEOPLE, "town": TOWNS, "job": JOBS, "animal": ANIMALS, "ob
 
 @dataclass(frozen=True)
 class World:
-    """Who is related to what: `value[subject kind, relation name, subject]`."""
+    """The value of each relation of each subject: value[kind of subject, name of relation,
+    subject]."""
 
     value: dict[tuple[str, str, str], str]
 
@@ -200,35 +201,34 @@ def relations(kind: str) -> tuple[Relation, ...]:
 
 
 def _spread(subjects: list[str], values: tuple[str, ...], random: Random) -> list[str]:
-    """One value per subject, each value about equally often, so that no answer can be guessed from
-    its frequency."""
-    filled = [values[index % len(values)] for index in range(len(subjects))]
-    random.shuffle(filled)
-    return filled
+    """A random value for each subject, with values about equally frequent, so that no answer can be
+    guessed from its frequency."""
+    assigned = [values[index % len(values)] for index in range(len(subjects))]
+    random.shuffle(assigned)
+    return assigned
 
 
 def _friends(people: list[str], random: Random) -> dict[str, str]:
-    """Everyone has one friend and is the friend of one other: a single ring, so nobody is a friend
-    of themselves."""
+    """Person -> friend. Friends form a single ring, so everybody is the friend of one person, and
+    nobody of themselves."""
     ring = list(people)
     random.shuffle(ring)
     return dict(zip(ring, ring[1:] + ring[:1], strict=True))
 
 
 def build_world(seed: int = WORLD_SEED) -> World:
-    """The world of this seed; the shipped model knows the one of WORLD_SEED."""
+    """The world of a seed; the shipped models know the world of WORLD_SEED."""
     value: dict[tuple[str, str, str], str] = {}
     for relation in RELATIONS:
         random = generator(seed, "world", relation.kind, relation.name)
         subjects = SUBJECTS[relation.kind]
-        found = (
-            _friends(subjects, random)
-            if relation.name == "friend"
-            else dict(zip(subjects, _spread(subjects, relation.values, random), strict=True))
-        )
-        value.update(
-            {(relation.kind, relation.name, subject): found[subject] for subject in subjects}
-        )
+        if relation.name == "friend":
+            value_of = _friends(subjects, random)
+        else:
+            values = _spread(subjects, relation.values, random)
+            value_of = dict(zip(subjects, values, strict=True))
+        for subject in subjects:
+            value[relation.kind, relation.name, subject] = value_of[subject]
     return World(value)
 
 
