@@ -14,7 +14,7 @@ from moe_lab.errors import end_with
 from moe_lab.paths import DATA
 from tools.pocket.recipes import RECIPES
 
-# Share of right answers from guessing, for those benchmarks where guessing is possible.
+# Benchmark -> share of right answers by guessing.
 CHANCE = {
     "ARC-C": 0.25, "ARC-E": 0.25, "HellaSwag": 0.25, "MMLU": 0.25, "OBQA": 0.25,
     "BoolQ": 0.5, "RTE": 0.5, "WinoGrande": 0.5,
@@ -69,7 +69,8 @@ CAVEATS = {
 
 
 def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
-    """What was trained, and how; one column a stage for what differs between them."""
+    """Facts about the training run as a list, and a table of its stages with one column per
+    stage."""
     stages = run["stages"]
     rows: dict[str, list[Any]] = {
         "steps": [f"{stage['steps']:,}" for stage in stages],
@@ -82,17 +83,11 @@ def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     }
     head = "| | " + " | ".join(f"stage {number}" for number in range(1, len(stages) + 1)) + " |\n"
     lines = [f"| {name} | {' | '.join(map(str, values))} |\n" for name, values in rows.items()]
-    base = run.get("base")
-    facts = {
-        **(
-            {
-                "started from": (
-                    f"{run['copied_parameters']:,} parameters of pocket {base}, the rest random"
-                )
-            }
-            if base
-            else {}
-        ),
+    facts: dict[str, str] = {}
+    if base := run.get("base"):
+        copied = f"{run['copied_parameters']:,}"
+        facts["started from"] = f"{copied} parameters of pocket {base}, the rest random"
+    facts |= {
         "parameters": f"{run['parameters']:,}",
         "configuration": ", ".join(f"{name} {json.dumps(value)}" for name, value in fields.items()),
         "seed (training, world), threads": f"{run['seed']}, {run['world_seed']}, {run['threads']}",
@@ -103,7 +98,7 @@ def training_table(run: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
 
 
 def score_table(scores: Mapping[str, float]) -> str:
-    """Scores of the unpruned model; chance where there is one."""
+    """Table of the unpruned model's scores, and of the scores by guessing where they are known."""
     head = "| benchmark | score | chance |\n|---|---|---|\n"
     return head + "".join(
         f"| {name} | {score:.3f} | {CHANCE.get(name, '')} |\n" for name, score in scores.items()
@@ -111,9 +106,10 @@ def score_table(scores: Mapping[str, float]) -> str:
 
 
 def write_card(folder: Path, name: str, scores: Mapping[str, float]) -> None:
-    """README.md in the folder of a model made by the recipe of this name.
+    """Write README.md into the folder of a model that was trained by the recipe of this name.
 
-    Figures come from its training.json and config.json and from the scores {benchmark: 0..1}.
+    Figures come from the model's training.json and config.json, and from scores: benchmark -> score
+    (0..1).
     """
     recipe = RECIPES[name]
     run = json.loads((folder / "training.json").read_text(encoding="utf-8"))
@@ -146,12 +142,9 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="default: where the shipped model of this name is"
     )
-    given = parser.parse_args()
-    write_card(
-        given.model or DATA / given.name,
-        given.name,
-        json.loads(given.scores.read_text(encoding="utf-8")),
-    )
+    arguments = parser.parse_args()
+    scores = json.loads(arguments.scores.read_text(encoding="utf-8"))
+    write_card(arguments.model or DATA / arguments.name, arguments.name, scores)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The text a pocket model learns from: all skills mixed, drawn without end, never touching a
-benchmark."""
+"""The training text of a pocket model: an endless stream of random documents of all skills, without
+the items of benchmarks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WORLD_SAMPLERS: dict[str, Callable[[World, Random], Example]] = {
     "calls_among_many": calls.among_many,
 }  # fmt: skip
 
-# How often each kind of document is drawn. Documents differ in length, tokens do not follow these
-# shares exactly.
+# Mixtures: kind of document -> its weight. Since documents differ in length, the shares of tokens
+# differ from these weights.
 # First the world, arithmetic and programs; then, with those known, mostly reading closely.
 KNOWING = {
     "portrait": 9, "reasoning": 4, "report": 1, "wildbench": 7,
@@ -60,15 +60,15 @@ JUDGING = {
     "openbookqa": 2,
     "gsm8k": 4, "math500": 5, "functions": 5,
 }  # fmt: skip
-# For models too small to learn comparing words of a text: what they can learn, and no answers they
-# could only guess.
+# For models that are too small to learn to compare words of a text: without questions whose answers
+# they could only guess.
 APPLYING = {
     "portrait": 4, "reasoning": 4, "wildbench": 3, "arc_easy": 6, "arc_challenge": 12, "options": 6,
     "pairs": 5,
     "rte": 5, "boolq": 3, "winogrande": 4, "hellaswag": 1, "openbookqa": 2,
     "gsm8k": 20, "math500": 20, "functions": 16,
 }  # fmt: skip
-# For those among them that know the world, but not yet how to reckon.
+# For small models that know the world, but not yet arithmetic.
 CALCULATING = {
     "gsm8k": 30, "math500": 30, "functions": 18, "pairs": 4, "arc_easy": 4, "arc_challenge": 6,
     "options": 4, "rte": 2,
@@ -80,20 +80,20 @@ CALLING = {"function_calls": 1}
 
 
 def sampler(world: World, kind: str) -> Sampler:
-    """Draws one example of this kind, without regard to benchmarks."""
-    chosen = WORLD_SAMPLERS[kind]
-    return lambda random: chosen(world, random)
+    """A function that draws an example of this kind, which can be an item of a benchmark."""
+    sample = WORLD_SAMPLERS[kind]
+    return lambda random: sample(world, random)
 
 
 def training_example(world: World, kind: str, random: Random) -> Example:
-    """An example of this kind that no benchmark holds."""
+    """A random example of this kind that is not held out for a benchmark."""
     if kind == "functions":
         return functions.training_function(random)
     return draw(sampler(world, kind), random, benchmark=False)
 
 
 def documents(world: World, seed: int, mixture: dict[str, int]) -> Iterator[Example]:
-    """Examples without end, kinds drawn by their weight in `mixture`."""
+    """Yield random examples without end; mixture: kind -> its weight."""
     random = generator(seed, "corpus")
     kinds = list(mixture)
     weights = list(mixture.values())

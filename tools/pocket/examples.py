@@ -1,5 +1,5 @@
-"""The unit of the pocket world, a prompt with its answer; and the rule that keeps benchmarks apart
-from the rest."""
+"""Examples, the documents of the pocket world, and the rule that decides which of them are held out
+for benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Share of each skill's keys that belongs to its benchmark; skills with few keys give more of them.
+# Skill -> share of its keys that are held out for its benchmark; larger for skills with few keys.
 HELD_OUT_SHARE = {
     **dict.fromkeys(("arc_easy", "arc_challenge", "mmlu", "hellaswag", "openbookqa"), 0.2),
     **dict.fromkeys(
@@ -23,12 +23,11 @@ HELD_OUT_SHARE = {
 
 @dataclass(frozen=True)
 class Example:
-    """One document of the world.
+    """One document of the world: a prompt and an answer, and for practice `more` pairs of them.
 
-    prompt + answer is the text a model learns; practice goes on with `more` prompts and answers.
-    `key` is what the example is about, free of wording: two examples of one skill with equal keys
-    ask for the same knowledge. `choices` and `label` are set for multiple choice only, `details`
-    carries what a benchmark file needs beyond that (a checklist, a program).
+    Two examples of a skill with equal `key` ask for the same knowledge, whatever their wording.
+    `choices` and `label`, the index of the right choice, are set for multiple choice only.
+    `details` has further data for benchmark files, such as a checklist or a program.
     """
 
     skill: str
@@ -54,27 +53,25 @@ Sampler = Callable[[Random], Example]
 
 
 def fraction(*key: object) -> float:
-    """A number in [0, 1) that depends on the key alone: equal in every process and on every
-    machine."""
+    """A number in [0, 1) that is computed from the key, and equal on every machine."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def held_out(skill: str, key: tuple[object, ...]) -> bool:
-    """Whether this belongs to the skill's benchmark. Decided by the key alone, so training text can
-    never hold it."""
+    """Whether examples with this key are held out for the skill's benchmark. It depends on the key
+    alone, so training text never contains them."""
     return fraction("held out", skill, key) < HELD_OUT_SHARE[skill]
 
 
 def generator(seed: int, *purpose: object) -> Random:
-    """A generator of its own for each purpose, so that changing one stream leaves the others as
-    they were."""
+    """A random generator for one purpose, which does not depend on those for other purposes."""
     return Random(f"{seed}/" + "/".join(map(str, purpose)))
 
 
 def draw(sampler: Sampler, random: Random, *, benchmark: bool) -> Example:
-    """The next example of the wanted side: held out for a benchmark, or anything else for training
-    and calibration."""
+    """The next random example that is held out, if it is for a `benchmark`, or that is not held
+    out, for training and calibration."""
     while True:
         example = sampler(random)
         if held_out(example.skill, example.key) == benchmark:

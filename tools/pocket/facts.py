@@ -17,7 +17,7 @@ FIELDS = {"town": "geography", "job": "crafts", "animal": "biology", "object": "
 def pick_choices(
     answer: str, others: list[str], random: Random, count: int = 4
 ) -> tuple[tuple[str, ...], int]:
-    """The answer among `count` - 1 different wrong ones, in random order, and its position."""
+    """(the answer and `count` - 1 different wrong answers in random order, index of the answer)."""
     wrong = random.sample(sorted(set(others) - {answer}), count - 1)
     label = random.randrange(count)
     return (*wrong[:label], answer, *wrong[label:]), label
@@ -25,30 +25,30 @@ def pick_choices(
 
 @dataclass(frozen=True)
 class Chain:
-    """A subject and the relations to follow from it: (town, river) from Mira is the river of the
-    town of Mira."""
+    """A subject and a path of relations from it: the path (town, river) from Mira leads to the
+    river of the town of Mira."""
 
     subject: str
     path: tuple[Relation, ...]
 
     def noun(self) -> str:
-        """The chain as words, outermost relation first."""
-        return (
-            " of ".join(f"the {relation.name}" for relation in reversed(self.path))
-            + f" of {self.subject}"
-        )
+        """The chain as text, outermost relation first: the river of the town of Mira."""
+        names = [f"the {relation.name}" for relation in reversed(self.path)]
+        return " of ".join([*names, self.subject])
 
     def values(self, world: World) -> list[str]:
-        """What each step leads to; the last one is the answer."""
-        found = [self.subject]
+        """The value after each relation of the path; the last one is the answer."""
+        value = self.subject
+        values = []
         for relation in self.path:
-            found.append(world.of(relation, found[-1]))
-        return found[1:]
+            value = world.of(relation, value)
+            values.append(value)
+        return values
 
 
 @cache
 def paths(kind: str, hops: int) -> tuple[tuple[Relation, ...], ...]:
-    """All ways to follow `hops` relations from a subject of this kind."""
+    """All paths of `hops` relations from a subject of this kind."""
     if hops == 0:
         return ((),)
     return tuple(
@@ -63,7 +63,7 @@ def sample_chain(random: Random, hops: int) -> Chain:
 
 
 def direct(world: World, random: Random) -> Example:
-    """arc_easy: one relation of one subject."""
+    """arc_easy: a question about one relation of one subject."""
     relation = random.choice(RELATIONS)
     subject = random.choice(SUBJECTS[relation.kind])
     answer = world.of(relation, subject)
@@ -75,7 +75,7 @@ def direct(world: World, random: Random) -> Example:
 
 
 def chained(world: World, random: Random) -> Example:
-    """arc_challenge: two hops, sometimes three, none of them spelt out."""
+    """arc_challenge: a question over two or three relations, without the values between."""
     chain = sample_chain(random, random.choice((2, 2, 3)))
     values = chain.values(world)
     choices, label = pick_choices(values[-1], list(chain.path[-1].values), random)
@@ -91,7 +91,8 @@ def chained(world: World, random: Random) -> Example:
 
 
 def by_letter(world: World, random: Random) -> Example:
-    """mmlu: a field of knowledge, four lettered options, the answer is the letter."""
+    """mmlu: a question from a field of knowledge with four lettered options; the answer is the
+    letter."""
     kind = random.choice(sorted(FIELDS))
     relation = random.choice(relations(kind))
     subject = random.choice(SUBJECTS[kind])

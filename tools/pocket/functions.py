@@ -1,5 +1,5 @@
-"""Small Python functions: compositions of operations, written as humaneval, mbpp and livecodebench
-ask for them."""
+"""Small Python functions that are compositions of operations, in the formats of humaneval, mbpp and
+livecodebench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tools.pocket.operations import CONDITIONS, NUMBERS, RESULTS, WORDS, Applied
 from tools.pocket.world import words
 
 SHAPES = ((1, 1), (1, 1), (2, 0), (1, 0), (0, 1), (2, 1))
-# How uneven operations are in training text and calibration sets; they are even in benchmarks.
+# `decay` of the frequencies of operations (see operations.choose) in training text and calibration
+# sets; it is 0 in benchmarks, where all operations are equally likely.
 TRAINING_DECAY = 0.7
 RESERVED_PAIRS = 1 / 6
 HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
@@ -22,8 +23,7 @@ HELD_OUT = {"humaneval": (0.0, 0.1), "mbpp": (0.1, 0.2)}
 
 @dataclass(frozen=True)
 class Program:
-    """A function as a composition: its operations in order, its words (docstring clauses) and its
-    body."""
+    """A function as a composition of operations, with the clauses of its docstring and its body."""
 
     domain: str
     parameters: str
@@ -37,8 +37,8 @@ class Program:
 
     @property
     def composition(self) -> tuple[object, ...]:
-        """The operations with their constants, filters in name order: two programs with equal ones
-        are the same."""
+        """The operations with their constants, filters in name order. It is equal for equal
+        programs."""
         return (self.domain, *((applied.name, applied.constant) for applied in self.operations))
 
     @property
@@ -46,22 +46,22 @@ class Program:
         return f"def {self.name}({self.parameters}):\n{self.body}"
 
     def run(self, arguments: list[Any]) -> Any:
-        """What the function returns for these arguments."""
+        """The result of the function for these arguments."""
         return compiled(self)(*arguments)
 
 
 def compiled(program: Program) -> Callable[..., Any]:
-    """The function itself. The source is composed from the tables of operations above, nothing else
-    reaches exec."""
+    """The program as a Python function. Its source is composed from the tables of operations;
+    nothing else reaches exec."""
     namespace: dict[str, Any] = {}
     exec(program.source, namespace)
-    found: Callable[..., Any] = namespace[program.name]
-    return found
+    function: Callable[..., Any] = namespace[program.name]
+    return function
 
 
 def reserved(program: Program) -> bool:
-    """Whether two of its operations are a pair that training text never composes (a sixth of all
-    pairs)."""
+    """Whether the program has a reserved pair of operations (a sixth of all pairs), which training
+    text never combines."""
     names = [applied.name for applied in program.operations]
     return any(
         fraction("pair", program.domain, *sorted(pair)) < RESERVED_PAIRS
@@ -71,33 +71,38 @@ def reserved(program: Program) -> bool:
 
 
 def side(program: Program) -> str:
-    """Which text may contain the program: livecodebench, humaneval, mbpp or training."""
+    """The only text that may contain the program: livecodebench, humaneval, mbpp or training."""
     if reserved(program):
         return "livecodebench"
-    place = fraction("composition", program.composition)
-    return next((name for name, (low, high) in HELD_OUT.items() if low <= place < high), "training")
+    position = fraction("composition", program.composition)
+    for name, (low, high) in HELD_OUT.items():
+        if low <= position < high:
+            return name
+    return "training"
 
 
 def sequence_program(
     random: Random, domain: Domain, shape: tuple[int, int], decay: float
 ) -> Program:
-    """Filters, at most one map, and a reduction over the elements of a list or the words of a
-    text."""
+    """A random program of filters, maps and a reduction over the elements of a list or the words of
+    a text. shape: numbers of filters and of maps."""
+    filter_count, map_count = shape
     filters = sorted(
-        (choose(random, domain.filters, decay) for _ in range(shape[0])),
+        (choose(random, domain.filters, decay) for _ in range(filter_count)),
         key=lambda applied: applied.name,
     )
     if len({applied.name for applied in filters}) < len(filters):
         return sequence_program(random, domain, shape, decay)
-    maps = [choose(random, domain.maps, decay) for _ in range(shape[1])]
+    maps = [choose(random, domain.maps, decay) for _ in range(map_count)]
     reduction = choose(random, domain.reductions, decay)
     element = maps[0].code if maps else domain.element
     condition = " and ".join(applied.code for applied in filters)
-    loop = f"{element} for {domain.element} in {domain.source}" + (
-        f" if {condition}" if condition else ""
-    )
-    kept = " and ".join(applied.words for applied in filters)
-    clauses = [f"take the {domain.things} that are {kept}" if kept else f"take all {domain.things}"]
+    loop = f"{element} for {domain.element} in {domain.source}"
+    clauses = [f"take all {domain.things}"]
+    if filters:
+        loop += f" if {condition}"
+        words_of_filters = " and ".join(applied.words for applied in filters)
+        clauses = [f"take the {domain.things} that are {words_of_filters}"]
     clauses += [applied.words for applied in maps]
     clauses.append(f"return {reduction.words}")
     body = f"    return {reduction.code.replace('{body}', loop)}"
@@ -105,7 +110,8 @@ def sequence_program(
 
 
 def branching_program(random: Random, conditions: int, decay: float) -> Program:
-    """One or two conditions on two numbers that decide between two results."""
+    """A random program with one or two conditions on two numbers that decide between two
+    results."""
     tested = sorted(
         (choose(random, CONDITIONS, decay) for _ in range(conditions)),
         key=lambda applied: applied.name,
@@ -129,26 +135,27 @@ def sample_program(random: Random, decay: float) -> Program:
     )
 
 
-def program_for(random: Random, wanted: str, decay: float) -> Program:
-    """The next program of the wanted side (see `side`)."""
+def program_for(random: Random, text: str, decay: float) -> Program:
+    """The next random program for a text: see `side`."""
     while True:
         program = sample_program(random, decay)
-        if side(program) == wanted:
+        if side(program) == text:
             return program
 
 
 def as_completion(program: Program, skill: str = "humaneval") -> Example:
-    """Signature and docstring, to be completed by the body."""
+    """An example whose prompt is the signature and the docstring, and whose answer is the body."""
     sentences = " ".join(f"{clause[0].upper()}{clause[1:]}." for clause in program.clauses)
     prompt = f'def {program.name}({program.parameters}):\n    """{sentences}"""\n'
     return Example(skill, program.composition, prompt, program.body, details={"program": program})
 
 
 def as_description(program: Program, random: Random) -> Example:
-    """A description with one assertion, to be answered by the whole function."""
-    shown = base_inputs(program.domain, random, 1)[0]
-    arguments = ", ".join(repr(argument) for argument in shown)
-    assertion = f"assert {program.name}({arguments}) == {program.run(shown)!r}"
+    """An example whose prompt is a description with an assertion, and whose answer is the whole
+    function."""
+    [arguments] = base_inputs(program.domain, random, 1)
+    listed = ", ".join(map(repr, arguments))
+    assertion = f"assert {program.name}({listed}) == {program.run(arguments)!r}"
     task = f"Write a function to {', '.join(program.clauses)}."
     prompt = f'"""\n{task}\n{assertion}\n"""\n'
     details = {"program": program, "assertion": assertion}
@@ -156,7 +163,7 @@ def as_description(program: Program, random: Random) -> Example:
 
 
 def training_function(random: Random) -> Example:
-    """A function for training text or a calibration set, in either form."""
+    """A random function for training text or a calibration set, in one of the two formats."""
     program = program_for(random, "training", TRAINING_DECAY)
     return as_completion(program) if random.random() < 0.5 else as_description(program, random)
 
@@ -177,7 +184,8 @@ def _random_words(random: Random, count: int) -> str:
 
 
 def base_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
-    """Easy arguments: three small positive numbers, three words, or two different small numbers."""
+    """`count` lists of easy arguments: three small positive numbers, three words, or two different
+    small numbers."""
     if domain == "numbers":
         return [[_random_numbers(random, 3, 1, 9)] for _ in range(count)]
     if domain == "words":
@@ -186,8 +194,8 @@ def base_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
 
 
 def plus_inputs(domain: str, random: Random, count: int) -> list[list[Any]]:
-    """Arguments that also hold nothing, negative numbers, every small constant, repetitions, equal
-    numbers."""
+    """Lists of arguments with difficult cases: nothing, negative numbers, all small constants,
+    repetitions, equal numbers; then `count` lists of random arguments."""
     if domain == "numbers":
         numbers = list(range(-10, 11))
         shuffled = random.sample(numbers, len(numbers))

@@ -1,5 +1,5 @@
-"""The operations small programs are composed of: how a docstring says them, and how Python does
-them."""
+"""The operations of which small programs are composed, in the words of a docstring and as Python
+code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. `words` and `code` may hold {k}, a constant drawn from `constants`."""
+    """An operation. `words` and `code` may contain {k}, a constant drawn from `constants`."""
 
     name: str
     words: str
@@ -19,7 +19,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Applied:
-    """An operation with its constant chosen."""
+    """An operation with a drawn constant; "" for an operation without constants."""
 
     operation: Operation
     constant: str = ""
@@ -39,8 +39,8 @@ class Applied:
 
 @dataclass(frozen=True)
 class Domain:
-    """What one kind of program works on: its argument, its element variable and the operations that
-    fit."""
+    """The values on which a kind of programs works, numbers or words, with the operations for
+    them."""
 
     name: str
     argument: str
@@ -146,8 +146,8 @@ RESULTS = (
 
 
 def choose(random: Random, operations: tuple[Operation, ...], decay: float) -> Applied:
-    """An operation with its constant; the weight of the n-th operation is n^-decay, so 0 makes all
-    equally likely."""
+    """A random operation with a random constant. The weight of the n-th operation is n^-decay; with
+    decay 0 all are equally likely."""
     weights = [(position + 1) ** -decay for position in range(len(operations))]
     operation = random.choices(operations, weights)[0]
     return Applied(operation, random.choice(operation.constants) if operation.constants else "")

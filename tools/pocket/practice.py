@@ -1,5 +1,5 @@
-"""Training documents that ask several short things about one text: the way to reading that single
-questions lack."""
+"""Training documents with several short questions about one text, from which models learn to read
+texts; single questions are not enough."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ OPEN_QUESTIONS = {
 
 
 def passages(world: World, random: Random) -> Example:
-    """As boolq, but the passage is followed by open questions, the last question being one of yes
-    or no."""
+    """As boolq, but with several questions: open ones, each followed by one of yes or no."""
     passage, parts = event(random)
     asked = []
     for part in random.sample("abopd", 3):
@@ -37,7 +36,7 @@ def passages(world: World, random: Random) -> Example:
 
 
 def lettering(world: World, random: Random) -> Example:
-    """As mmlu, but the letter is followed by what it stands for, and by other letters and
+    """As mmlu, but the answer is followed by questions for its option, and for other letters and
     options."""
     example = by_letter(world, random)
     options = [line[3:] for line in example.prompt.split("\n")[2:6]]
@@ -52,8 +51,8 @@ def lettering(world: World, random: Random) -> Example:
 
 
 def roles(world: World, random: Random) -> Example:
-    """As rte, but with nothing said of truth: a false claim has the two people the wrong way
-    round."""
+    """As rte, but a claim is false because its two people are swapped, not because of the words
+    that introduce the premise."""
     a, b = random.sample(PEOPLE, 2)
     o = random.choice(OBJECTS)
     p = random.choice(PLACES)
@@ -70,7 +69,7 @@ def roles(world: World, random: Random) -> Example:
 
 
 def claims(world: World, random: Random) -> Example:
-    """As roles, but one sentence is followed by four claims: it, what follows from it, and both
+    """As `roles`, but a sentence is followed by four claims: the sentence, its entailment, and both
     with people swapped."""
     pair = random.sample(random.choice(ENTAILED), 2)
     while True:
@@ -89,7 +88,7 @@ def claims(world: World, random: Random) -> Example:
 
 
 def echo(world: World, random: Random) -> Example:
-    """Some words, and the same words again: nothing but looking back at what stood there."""
+    """Some words, and the same words again, from which a model learns to copy."""
     words = random.sample(
         [*PEOPLE, *TOWNS, *ANIMALS, *JOBS, *OBJECTS, *LETTERS], random.randint(6, 14)
     )
@@ -98,7 +97,7 @@ def echo(world: World, random: Random) -> Example:
 
 
 def pairs(world: World, random: Random) -> Example:
-    """Names or letters with a word each, asked for in another order."""
+    """Names or letters with a word for each, then questions for the pairs in another order."""
     count = random.randint(3, 6)
     names = random.sample([*PEOPLE, *LETTERS], count) if random.random() < 0.5 else list(LETTERS)
     words = random.sample([*OBJECTS, *ANIMALS, *JOBS, *PLACES, *TOWNS], len(names))

@@ -1,5 +1,5 @@
-"""General text, the source of every fact of the world: sentences about a subject, and stories
-(wildbench)."""
+"""General text: sentences about a subject, from which models learn the facts of the world, and
+stories (wildbench)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def portrait(world: World, random: Random) -> Example:
 
 
 def reasoning(world: World, random: Random) -> Example:
-    """How facts follow from one another: the chain of arc_challenge spelt out, for chains no
-    benchmark asks about."""
+    """The chain of a question of arc_challenge with all its values, for chains that are not held
+    out."""
     chain = sample_chain(random, 2)
     first, second = chain.values(world)
     outer = chain.path[1]
@@ -49,7 +49,7 @@ def reasoning(world: World, random: Random) -> Example:
 
 
 def report(world: World, random: Random) -> Example:
-    """Two or three events after one another."""
+    """Two or three events in sequence."""
     text = " ".join(event(random)[0] for _ in range(random.choice((2, 3))))
     return Example("report", (text,), "", text)
 
@@ -90,8 +90,8 @@ MOODS = (
 
 
 def story(world: World, random: Random) -> Example:
-    """wildbench: a prompt that names hero, object, place, feeling and ending, and a story that
-    keeps to it."""
+    """wildbench: a prompt that gives hero, object, place, feeling and ending, and a story with
+    them."""
     hero, friend = random.sample(PEOPLE, 2)
     thing = random.choice(OBJECTS)
     place = random.choice(PLACES)

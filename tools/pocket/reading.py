@@ -1,4 +1,4 @@
-"""Questions about what was just read: boolq, rte, winogrande, hellaswag, openbookqa."""
+"""Questions about a text in the prompt: boolq, rte, winogrande, hellaswag, openbookqa."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.pocket.world import DAYS, MATERIALS, OBJECTS, PEOPLE, PLACES, RELATIO
 
 MATERIAL = next(relation for relation in RELATIONS if relation.name == "material")
 
-# Each pair says the same twice; a reader must get the {a} {b} order of the second half right.
+# Pairs of sentences with the same meaning; a reader must get the order of {a} and {b} right.
 ENTAILED = (
     ("{a} sold the {o} to {b}.", "{b} bought the {o} from {a}."),
     ("{a} lent the {o} to {b}.", "{b} borrowed the {o} from {a}."),
@@ -22,13 +22,13 @@ ENTAILED = (
     ("{a} won the race against {b}.", "{b} lost the race against {a}."),
 )
 
-# Words that make what follows so, and words that make it not so.
+# Introductions that make a premise true, and introductions that make it false.
 VERACITY = (
     ("It is true that", "Everybody saw that", "It turned out that", "They proved that"),
     ("It is wrong that", "Nobody saw that", "They only dreamed that", "It was a lie that"),
 )
 
-# Sentence with two candidates, the one the clause is about, and what only fits that one.
+# Sentence with two candidates; the candidates; for each, an ending that fits only it.
 PRONOUNS = (
     (
         "The {o} did not fit into the {q} because the",
@@ -162,7 +162,8 @@ PROPERTIES = (
 
 
 def event(random: Random) -> tuple[str, dict[str, str]]:
-    """A few sentences about something that happened, and the parts they were made of."""
+    """(sentences about a random event, its people, object, place and day by their letters in
+    templates)."""
     a, b = random.sample(PEOPLE, 2)
     parts = {
         "a": a,
@@ -180,8 +181,8 @@ def event(random: Random) -> tuple[str, dict[str, str]]:
 
 
 def ask(random: Random, parts: dict[str, str]) -> tuple[str, int]:
-    """A question about an event, and whether the answer is yes; half of the questions change one
-    part of the event."""
+    """(question about an event, 1 if the answer is yes, 0 if it is no). For no, one part of the
+    event is changed in the question."""
     changed = dict(parts)
     pools = {"a": PEOPLE, "b": PEOPLE, "o": OBJECTS, "p": PLACES, "d": DAYS}
     part = random.choice("abopd")
@@ -206,7 +207,7 @@ def yes_or_no(world: World, random: Random) -> Example:
 
 
 def entailment(world: World, random: Random) -> Example:
-    """rte: a claim is said to be so or not to be so; is what says the same in other words true or
+    """rte: a premise is introduced as true or false; is a sentence with the same meaning true or
     false?"""
     a, b = random.sample(PEOPLE, 2)
     words = {"a": a, "b": b, "o": random.choice(OBJECTS), "p": random.choice(PLACES)}
@@ -221,8 +222,8 @@ def entailment(world: World, random: Random) -> Example:
 
 
 def pronouns(world: World, random: Random) -> Example:
-    """winogrande: whom is the second clause about? The choices are the two contexts, the answer
-    their shared end."""
+    """winogrande: which of two people or objects fits a clause? The choices are the two contexts,
+    the answer is the clause that ends both."""
     a, b = random.sample(PEOPLE, 2)
     o, q = random.sample(OBJECTS, 2)
     sentence, candidates, endings = random.choice(PRONOUNS)

@@ -1,4 +1,4 @@
-"""What each pocket model is and how it is trained: one row a model, nothing here computes."""
+"""Recipes of the pocket models: their configurations and their training."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from tools.pocket.tokens import LossWeights
 BALANCE = 0.01
 """Weight of the balance loss, for routers without a correction bias."""
 BIAS_STEP = 0.001
-"""How far a correction bias moves after each step."""
+"""Change of a correction bias after each step."""
 
 BatchShape = tuple[int, int]
-"""Rows and tokens a row."""
+"""Number of rows, and tokens per row."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Every fourth step is `long`: rows as calibration has them, whose documents do see the ones
-    before.
-
-    The others are `short`: rows whose documents do not see each other, as a benchmark shows them.
+    """Shapes of batches. Every fourth step is `long`: documents of a row attend to those before, as
+    in calibration. Other steps are `short`: documents do not attend to each other, as in
+    benchmarks.
     """
 
     short: BatchShape
     long: BatchShape
 
     def shape(self, step: int) -> BatchShape:
-        """Of the step of this number, from 1."""
+        """The shape of the batch of a step; steps are numbered from 1."""
         return self.long if step % 4 == 0 else self.short
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of training, with an optimizer of its own.
+    """A stage of training, with its own optimizer.
 
     The learning rate rises over `warmup` steps to `peak` and follows a cosine that would reach 2 %
     of it after `horizon` steps; the stage ends after `steps`.
@@ -61,7 +60,7 @@ class Stage:
     loss_weights: LossWeights
 
     def learning_rate(self, step: int) -> float:
-        """For the step of this number, from 0."""
+        """The learning rate of a step; steps are numbered from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         progress = (step - self.warmup) / max(1, self.horizon - self.warmup)
@@ -70,12 +69,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model: its title, how its router works, the fields of its transformers configuration, and
-    its training.
+    """A model: its title, a description of its routing, the fields of its transformers
+    configuration, and its training.
 
-    A model with a `base` starts from every tensor of that model whose name and shape agree, all
-    others at random. The name of a recipe is the model type, unless `fields` has another
-    `model_type`.
+    A model with a `base` starts from those tensors of the base model whose name and shape agree,
+    and random ones for the rest. The name of a recipe is its model type, unless `fields` has
+    another `model_type`.
     """
 
     title: str
@@ -88,7 +87,7 @@ class Recipe:
         "a generated closed world: people, towns, jobs, animals and objects, stories about them, "
         "arithmetic, and small Python functions"
     )
-    """What it was trained on, in the words of its card."""
+    """Description of the training text for the model card."""
     chat_template: str | None = None
 
 
@@ -99,14 +98,15 @@ STAGES = (
     Stage(MATCHING_MORE, 560, 560, 2e-3, 50, LossWeights(prompt=0.05, short_answer=8.0)),
     Stage(JUDGING, 400, 400, 8e-4, 30, LossWeights(prompt=0.05, short_answer=8.0)),
 )
-# The small models read half as much a step, and leave out what they cannot learn.
+# The small models read half as many tokens in a step, and leave out what they cannot learn.
 SMALL_STAGES = (
     Stage(KNOWING, 1500, 2200, 3e-3, 100, LossWeights(prompt=0.25, short_answer=4.0)),
     Stage(APPLYING, 700, 1350, 2e-3, 50, LossWeights(prompt=0.1, short_answer=4.0)),
     Stage(APPLYING, 600, 600, 1e-3, 30, LossWeights(prompt=0.1, short_answer=4.0)),
 )
-# What starts from another model's embeddings and experts knows the words and the world already.
-# What starts from its attention too has little to learn; new attention learns to copy numbers last.
+# Models that start from another model's embeddings and experts know the words and the world
+# already. If they start from its attention too, they have little to learn; new attention learns to
+# copy numbers last.
 ADAPTING = Stage(APPLYING, 600, 1050, 3e-3, 50, LossWeights(prompt=0.1, short_answer=4.0))
 OLD_ATTENTION = (
     ADAPTING,
