@@ -349,8 +349,8 @@ MOST_LISTED = 8
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
     """The sentences of the overview, and a headline of each ranking; of the rankings after the
     first MOST_LISTED, only their number."""
-    rest = len(rankings) - MOST_LISTED
-    more = [f"The table has {rest} more rankings."] if rest > 0 else []
+    unlisted = len(rankings) - MOST_LISTED
+    more = [f"The table has {unlisted} more rankings."] if unlisted > 0 else []
     return [*overview(rankings), *map(headline, rankings[:MOST_LISTED]), *more]
 
 
@@ -401,8 +401,8 @@ def headline(ranking: Ranking) -> str:
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
     """The names of the first PLANS_IN_SENTENCE plans, and the number of the other plans."""
-    rest = len(plans) - PLANS_IN_SENTENCE
-    more = [f"{rest} more"] if rest > 0 else []
+    unnamed = len(plans) - PLANS_IN_SENTENCE
+    more = [f"{unnamed} more"] if unnamed > 0 else []
     return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *more])
 
 
@@ -435,12 +435,12 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     )
     if chance.spreads_differ:
         spread += ", as spreads differ between models"
-    of = "of the loss " if quantity.scale == "perplexity" else ""
+    of_loss = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
-        f"{quantity.displayed(chance.mean):.3f}, standard deviation {of}{chance.spread:.3f} "
+        f"{quantity.displayed(chance.mean):.3f}, standard deviation {of_loss}{chance.spread:.3f} "
         f"{spread})."
     )
     best = float(quantity.computed(rows["score"].iloc[0]))
