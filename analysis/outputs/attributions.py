@@ -116,13 +116,13 @@ def channel_agreement(
     values = []
     for _, plans_of_setting in groups(by_prior, SAME_BUT_PRIOR):
         shares = {}
-        for name in (measure, truth):
+        for role, name in (("measure", measure), ("truth", truth)):
             has_prior = plans_of_setting["prior"].isin(PRIORS.get(name, ()))
             for cell in plans_of_setting.loc[has_prior, "cell"].head(1):
                 of_cell = retained[retained["cell"] == cell]
-                shares[name] = of_cell.set_index(["layer", "expert"])["share"]
+                shares[role] = of_cell.set_index(["layer", "expert"])["share"]
         if len(shares) == 2:
-            values.append(correlations(pd.DataFrame(shares), measure, truth)["linear"])
+            values.append(correlations(pd.DataFrame(shares), "measure", "truth")["linear"])
     defined = [value for value in values if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 

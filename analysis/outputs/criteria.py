@@ -40,8 +40,8 @@ def formula_table(results: Results, name: str) -> Table:
 
     rows = []
     for text in _criteria(results.study):
-        name, _ = _parsed(text)
-        criterion = criteria.get(name)
+        registered_name, _ = _parsed(text)
+        criterion = criteria.get(registered_name)
         formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
         rows.append(
             (
