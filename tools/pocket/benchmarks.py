@@ -103,14 +103,14 @@ def _problem(example: Example, number: int, random: Random) -> dict[str, Any]:
 
 def _question(example: Example, number: int) -> dict[str, Any]:
     """One question in BFCL's format, with the functions that may be called."""
-    functions = []
+    schemas = []
     for tool in example.details["tools"]:
         schema = tool["function"]
-        functions.append({**schema, "parameters": {**schema["parameters"], "type": "dict"}})
+        schemas.append({**schema, "parameters": {**schema["parameters"], "type": "dict"}})
     return {
         "id": _call_id(example, number),
         "question": [example.details["messages"][:1]],
-        "function": functions,
+        "function": schemas,
     }
 
 
