@@ -32,13 +32,13 @@ def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
         i: random.integers(0, 5, size=(facts["n_experts"], facts["width"]))
         for i, facts in layers.items()
     }
-    everything = sorted(
+    pairs = sorted(
         (score, i, e, c)
         for i, values in scores.items()
         for (e, c), score in numpy.ndenumerate(values)
     )
     expected = {i: [0] * facts["n_experts"] for i, facts in layers.items()}
-    for _, i, expert, _ in everything[len(everything) - int(23 * (1 - ratio) + 1e-6) :]:
+    for _, i, expert, _ in pairs[len(pairs) - int(23 * (1 - ratio) + 1e-6) :]:
         expected[i][expert] += 1
     assert kept(settings("global", ratio), layers, scores) == expected
 
@@ -135,12 +135,12 @@ def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
 
 def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> list[int]:
     """N_g(min(alpha phi_g, 1)) as defined: the smallest n whose prefix sum reaches the share."""
-    found = []
+    result = []
     for scores, phi in zip(groups, prior, strict=True):
         descending = sorted(scores, reverse=True)
-        wanted = min(alpha * phi, 1) * sum(descending)
-        found.append(next(n for n in range(len(scores) + 1) if sum(descending[:n]) >= wanted))
-    return found
+        target = min(alpha * phi, 1) * sum(descending)
+        result.append(next(n for n in range(len(scores) + 1) if sum(descending[:n]) >= target))
+    return result
 
 
 def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> list[int]:
@@ -153,17 +153,17 @@ def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> lis
         low, high = (
             (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
         )
-    found = covered(groups, prior, low)
-    while sum(found) < budget:
-        open_groups = [g for g in range(len(groups)) if found[g] < len(groups[g])]
+    result = covered(groups, prior, low)
+    while sum(result) < budget:
+        open_groups = [g for g in range(len(groups)) if result[g] < len(groups[g])]
 
         def reached(g: int) -> float:
             return float(
-                sum(sorted(groups[g], reverse=True)[: found[g]]) / sum(groups[g]) / prior[g]
+                sum(sorted(groups[g], reverse=True)[: result[g]]) / sum(groups[g]) / prior[g]
             )
 
-        found[min(open_groups, key=reached)] += 1
-    return found
+        result[min(open_groups, key=reached)] += 1
+    return result
 
 
 ROWS = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=1, max_size=4)
@@ -233,58 +233,67 @@ def test_values_of_priors() -> None:
         expert_prior("ala_lm", EVIDENCE, 8, 3)
 
 
-def test_formulas_of_smoothing() -> None:
-    x = numpy.array([0.25, 0.75, 1.0, 2.0])  # mean 1, population deviation sqrt(0.40625)
-    half = 0.5 * 0.40625**0.5
-    assert smooth(x, "sqrt") == pytest.approx([0.5, 0.75**0.5, 1, 2**0.5])
-    assert smooth(x, "log") == pytest.approx(
-        [numpy.log(2.25), numpy.log(4.75), numpy.log(6), numpy.log(11)]
-    )
-    delta = 1 + half
-    assert smooth(x, "huber") == pytest.approx(
-        [0.25, 0.75, 1, delta + (delta * (2 - delta)) ** 0.5]
-    )
-    assert smooth(x, "clip") == pytest.approx([1 - half, 0.75, 1, 1 + half])
-    assert smooth(x, "none") == pytest.approx(x)
-    # equal targets without any values, none that is zero, and units do not matter
-    for name in FUNCTIONS:
-        some = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
-        assert smooth(numpy.zeros(2), name).tolist() == [1, 1] and 0 < some[0] <= some[1] <= some[2]
-        assert smooth(1000 * x, name) == pytest.approx(smooth(x, name))
+SMOOTHED = numpy.array([0.25, 0.75, 1.0, 2.0])
+HALF_DEVIATION = 0.5 * 0.40625**0.5
+"""Their mean is 1, their population deviation sqrt(0.40625)."""
+DELTA = 1 + HALF_DEVIATION
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sqrt", [0.5, 0.75**0.5, 1, 2**0.5]),
+        ("log", [numpy.log(2.25), numpy.log(4.75), numpy.log(6), numpy.log(11)]),
+        ("huber", [0.25, 0.75, 1, DELTA + (DELTA * (2 - DELTA)) ** 0.5]),
+        ("clip", [1 - HALF_DEVIATION, 0.75, 1, 1 + HALF_DEVIATION]),
+        ("none", SMOOTHED.tolist()),
+    ],
+)
+def test_formulas_of_smoothing(name: str, expected: list[float]) -> None:
+    assert smooth(SMOOTHED, name) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_smoothing_is_monotone_and_positive_in_any_unit(name: str) -> None:
+    """Targets are equal without any values, and none is zero."""
+    values = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
+    assert smooth(numpy.zeros(2), name).tolist() == [1, 1]
+    assert 0 < values[0] <= values[1] <= values[2]
+    assert smooth(1000 * SMOOTHED, name) == pytest.approx(smooth(SMOOTHED, name))
 
 
 # ---- whole blocks
 
 
 def aligned(
-    wanted: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder"
+    counts: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder"
 ) -> list[int]:
-    scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(wanted), 1))
+    scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(counts), 1))
     rules = Alignment(block, block if least is None else least, order)
-    return align({0: numpy.array(wanted)}, {0: scores}, rules)[0].tolist()
+    return align({0: numpy.array(counts)}, {0: scores}, rules)[0].tolist()
 
 
 def test_blocks_that_are_left_over_go_by_channels_or_by_scores() -> None:
     assert aligned([300, 130, 100, 260, 500, 384], 512, 128) == [384, 128, 0, 256, 512, 384]
     scores = {0: numpy.array([[9, 8, 1, 1], [9, 8, 7, 1], [9, 8, 1, 0]], dtype=float)}
-    wanted = {0: numpy.array([3, 3, 2])}
-    assert align(wanted, scores, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
-    assert align(wanted, scores, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
+    counts = {0: numpy.array([3, 3, 2])}
+    assert align(counts, scores, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
+    assert align(counts, scores, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
 
 
 def reference(
-    wanted: list[int], lost: list[float], width: int, block: int, least: int
+    counts: list[int], lost: list[float], width: int, block: int, least: int
 ) -> list[int]:
     """The paper's rule, one block at a time, with a second pass for what is left."""
-    active = [i for i, n in enumerate(wanted) if n >= least and n > 0]
-    found = [wanted[i] // block * block if i in active else 0 for i in range(len(wanted))]
-    blocks = (sum(wanted) - sum(found)) // block
-    while blocks and any(found[i] + block <= width for i in active):
+    active = [i for i, n in enumerate(counts) if n >= least and n > 0]
+    result = [counts[i] // block * block if i in active else 0 for i in range(len(counts))]
+    blocks = (sum(counts) - sum(result)) // block
+    while blocks and any(result[i] + block <= width for i in active):
         for i in sorted(active, key=lambda i: -lost[i]):
-            if blocks and found[i] + block <= width:
-                found[i] += block
+            if blocks and result[i] + block <= width:
+                result[i] += block
                 blocks -= 1
-    return found
+    return result
 
 
 @given(
@@ -293,34 +302,36 @@ def reference(
     st.integers(0, 10),
     st.sampled_from(["remainder", "scores"]),
 )
-def test_whole_blocks_of_any_budgets(wanted: list[int], block: int, least: int, order: str) -> None:
+def test_aligned_budgets_are_multiples_of_a_block(
+    counts: list[int], block: int, least: int, order: str
+) -> None:
     try:
-        found = aligned(wanted, 24, block, least=least, order=order)
+        result = aligned(counts, 24, block, least=least, order=order)
     except RatioTooLarge:
-        assert max(wanted) < least or max(wanted) < block
+        assert max(counts) < least or max(counts) < block
         return
-    assert all(n % block == 0 and 0 <= n <= 24 for n in found)
-    assert all(n == 0 for n, before in zip(found, wanted, strict=True) if before < least)
-    full = all(n in (0, 24 // block * block) for n in found)
-    assert sum(wanted) - block < sum(found) <= sum(wanted) or full
+    assert all(n % block == 0 and 0 <= n <= 24 for n in result)
+    assert all(n == 0 for n, count in zip(result, counts, strict=True) if count < least)
+    full = all(n in (0, 24 // block * block) for n in result)
+    assert sum(counts) - block < sum(result) <= sum(counts) or full
     if order == "remainder":
-        assert found == reference(wanted, [n % block for n in wanted], 24, block, least)
+        assert result == reference(counts, [n % block for n in counts], 24, block, least)
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
     layers = {i: layer(6, width=32) for i in (0, 2)}
     random = numpy.random.default_rng(0)
     scores = {i: random.random((6, 32)) for i in layers}
-    found = kept(settings("global", 0.5, align={"block": 12}), layers, scores)
-    assert {count for row in found.values() for count in row} <= {0, 12, 24}, (
+    result = kept(settings("global", 0.5, align={"block": 12}), layers, scores)
+    assert {count for row in result.values() for count in row} <= {0, 12, 24}, (
         "two blocks and 8 channels more"
     )
-    for blocks, ratio, named in (
+    for blocks, ratio, message in (
         ({"block": 12}, 0.2, r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"),
         ({"block": 33, "min_channels": 1}, 0.5, r"align\.block=33\b.*\b32\b"),
         ({"block": 4, "min_channels": 33}, 0.5, r"align\.min_channels=33\b.*\b32\b"),
     ):
-        with pytest.raises(UserError, match=named):
+        with pytest.raises(UserError, match=message):
             allocate(settings("global", ratio, align=blocks), layers, scores)
     four = ({0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100})
     chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})

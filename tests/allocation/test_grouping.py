@@ -3,7 +3,6 @@ keeps whole."""
 
 import re
 from itertools import chain, combinations, product
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -50,18 +49,20 @@ APART = squareform([0.3, 0.9, 0.1, 0.5, 0.2, 0.4, 0.6, 0.7, 0.8, 0.15, 0.6, 0.05
 def grouped(
     name: str,
     sums: dict[str, Any],
-    kept: Any,
+    retained: Any,
     protected: Any = (),
     scores: Any = None,
     **parameters: Any,
 ) -> list[list[int]]:
     """Groups of four experts, whose scores are equal unless they are given."""
     scores = numpy.ones(4) if scores is None else numpy.asarray(scores, dtype=float)
-    return groups({"replacement": name, "parameters": parameters}, sums, scores, kept, protected)
+    return groups(
+        {"replacement": name, "parameters": parameters}, sums, scores, retained, protected
+    )
 
 
 @pytest.mark.parametrize("name", ["m_smoe", "m_smoe_unaligned"])
-def test_a_dropped_expert_joins_the_one_with_the_most_similar_logits(name: str) -> None:
+def test_dropped_expert_joins_the_most_similar_logits(name: str) -> None:
     sums = {"router_gram": LOGITS @ LOGITS.T}
     # (cos + 1) / 2 = .630158, .998940, .490099
     assert grouped(name, sums, (0, 1, 2)) == [[0], [1, 3], [2]]
@@ -72,24 +73,34 @@ def test_a_dropped_expert_joins_the_one_with_the_most_similar_logits(name: str) 
         grouped(name, {}, (0, 1))
 
 
-def test_protected_experts_are_merged_with_none() -> None:
-    sums = {
-        "router_gram": LOGITS @ LOGITS.T,
-        "dense_output_sum": MEANS,
-        "output_sum": MEANS * TOKENS[:, None],
-        "dense_gated_output_sum": GATED,
-        "weight_distance_square": (MEANS @ MEANS.T) ** 2,
-        "tokens": TOKENS,
-    }
-    assert grouped("m_smoe", sums, (0, 1, 2), protected=(1,)) == [[0, 3], [1], [2]]
-    assert grouped("hc_smoe", sums, (0, 2, 3), protected=(2,)) == [[0, 1], [2], [3]]
-    for name in GROUPINGS:
-        for kept in ((0, 2, 3), (0, 2)):
-            made = grouped(name, sums, kept, protected=(2,), scores=[1, 2, 9, 3])
-            assert [2] in made and len(made) == len(kept) and sorted(chain(*made)) == [0, 1, 2, 3]
-        assert grouped(name, sums, range(4), protected=range(4)) == [[0], [1], [2], [3]]
-        with pytest.raises(UserError, match=r"allocation\.replacement=.*protected"):
-            grouped(name, sums, (0, 1), protected=(0, 1))
+SUMS = {
+    "router_gram": LOGITS @ LOGITS.T,
+    "dense_output_sum": MEANS,
+    "output_sum": MEANS * TOKENS[:, None],
+    "dense_gated_output_sum": GATED,
+    "weight_distance_square": (MEANS @ MEANS.T) ** 2,
+    "tokens": TOKENS,
+}
+
+
+def test_protected_experts_are_groups_of_their_own() -> None:
+    assert grouped("m_smoe", SUMS, (0, 1, 2), protected=(1,)) == [[0, 3], [1], [2]]
+    assert grouped("hc_smoe", SUMS, (0, 2, 3), protected=(2,)) == [[0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize("retained", [(0, 2, 3), (0, 2)])
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_protected_experts_are_merged_with_none(name: str, retained: tuple[int, ...]) -> None:
+    result = grouped(name, SUMS, retained, protected=(2,), scores=[1, 2, 9, 3])
+    assert [2] in result and len(result) == len(retained)
+    assert sorted(chain(*result)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_protected_experts_alone_leave_nothing_to_merge(name: str) -> None:
+    assert grouped(name, SUMS, range(4), protected=range(4)) == [[0], [1], [2], [3]]
+    with pytest.raises(UserError, match=r"allocation\.replacement=.*protected"):
+        grouped(name, SUMS, (0, 1), protected=(0, 1))
 
 
 def merged(
@@ -108,7 +119,7 @@ def merged(
     )
 
 
-def test_who_stands_for_a_group_and_what_members_weigh() -> None:
+def test_groups_have_owners_and_shares() -> None:
     weights = merged("m_smoe", [[0], [1, 3], [2]], TOKENS)
     assert weights == {0: {0: 1.0}, 1: pytest.approx({1: 28 / 48, 3: 20 / 48}), 2: {2: 1.0}}
     assert list(merged("hc_smoe", [[0, 1, 2]], numpy.array([3.0, 9.0, 9.0]))) == [1]
@@ -120,17 +131,20 @@ def test_who_stands_for_a_group_and_what_members_weigh() -> None:
     assert weights == {0: {0: 1.0, 1: 0.0}, 3: {2: 0.5, 3: 0.5}, 4: {4: 0.2, 5: 0.8}}
 
 
-def test_groups_fill_from_the_most_salient_expert_on() -> None:
+def test_groups_fill_from_the_most_salient_expert() -> None:
     by_score = (0, 2, 4)
     assert by_salience(APART, by_score, group_size=3) == [[0, 3, 5], [2, 1], [4]]
-    assert nearest(APART, by_score) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
-    assert nearest(numpy.zeros((4, 4)), (2, 0)) == [[0, 1, 3], [2]]  # equally near: the lower id
     assert by_salience(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
     assert by_salience(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
     # equal: the lower id first
     assert by_salience(numpy.zeros((4, 4)), (3, 1), group_size=2) == [[3, 0], [1, 2]]
     with pytest.raises(UserError, match=r"group_size=1.*at least 2"):
         by_salience(APART, by_score, group_size=1)
+
+
+def test_groups_are_of_the_nearest_retained_expert() -> None:
+    assert nearest(APART, (0, 2, 4)) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
+    assert nearest(numpy.zeros((4, 4)), (2, 0)) == [[0, 1, 3], [2]]  # equally near: the lower id
 
 
 def naive_ream(logits: NDArray[Any], gated: NDArray[Any]) -> NDArray[Any]:
@@ -156,10 +170,12 @@ def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
     numpy.testing.assert_allclose(GROUPINGS["ream"].distances(sums), distances, atol=1e-7)
     # of the kept experts, that of the highest score takes first
     for scores in ([2.0] + [1.0] * 8, [1.0] * 8 + [2.0]):
-        kept = sorted((0, 8), key=lambda expert: -scores[expert])
-        expected = by_salience(distances, kept, group_size=5)
-        made = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
-        assert made == sorted(map(sorted, expected)) and len(made[0]) + len(made[1]) == 9
+        retained = sorted((0, 8), key=lambda expert: -scores[expert])
+        expected = by_salience(distances, retained, group_size=5)
+        grouping = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
+        assert (
+            grouping == sorted(map(sorted, expected)) and len(grouping[0]) + len(grouping[1]) == 9
+        )
     with pytest.raises(UserError, match="hc_smoe"):
         grouped("ream", {"dense_gated_output_sum": gated}, (0, 8), scores=scores)
 
@@ -177,51 +193,55 @@ def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
     ("ratio", "size", "protected", "least"),
     [(0.75, 4, (), None), (0.75, 2, (), 4), (0.75, 4, (7,), 5), (31 / 32, 16, (), 32)],
 )
-def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
+def test_groups_too_small_for_all_experts_are_refused(
     ratio: float, size: int, protected: tuple[int, ...], least: int | None
 ) -> None:
     """By numbers alone: a matrix of the distances of a million experts would have eight terabytes.
     A protected expert holds no others."""
     million = {0: {**layer(2**20, top_k=2), "protected": protected}}
     for name in GROUPINGS:
-        asked = {**settings("uniform", ratio, group_size=size), "replacement": name}
+        arguments = {**settings("uniform", ratio, group_size=size), "replacement": name}
         if least is None or name != "ream":
-            check_fits(asked, million, "expert")
+            check_fits(arguments, million, "expert")
         else:
             with pytest.raises(
                 UserError,
                 match=rf"group_size={re.escape(str(size))}\b.*\b{re.escape(str(least))}\b",
             ):
-                check_fits(asked, million, "expert")
+                check_fits(arguments, million, "expert")
+
+
+def average_distance(features: Any, first: list[int], second: list[int]) -> float:
+    """The mean distance of the members of two groups."""
+    distances = [numpy.linalg.norm(features[i] - features[j]) for i in first for j in second]
+    return float(numpy.mean(distances))
+
+
+def naive_linkage(features: Any, count: int) -> list[list[int]]:
+    """The groups that remain when the nearest two are joined again and again."""
+    groups = [[expert] for expert in range(len(features))]
+    while len(groups) > count:
+        first, second = min(
+            combinations(groups, 2), key=lambda pair: average_distance(features, *pair)
+        )
+        groups = [group for group in groups if group not in (first, second)]
+        groups.append(sorted(first + second))
+    return sorted(groups)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     features = numpy.random.default_rng(seed).normal(size=(12, 5))
-    groups = [[expert] for expert in range(12)]
-    while len(groups) > 4:
-
-        def distance(pair: tuple[list[int], list[int]]) -> float:
-            return float(
-                numpy.mean(
-                    [numpy.linalg.norm(features[i] - features[j]) for i in pair[0] for j in pair[1]]
-                )
-            )
-
-        first, second = min(combinations(groups, 2), key=distance)
-        groups = [group for group in groups if group not in (first, second)] + [
-            sorted(first + second)
-        ]
     tokens = numpy.arange(1.0, 13)
     routed = {"output_sum": features * tokens[:, None], "tokens": tokens}
-    for name, sums in (
-        ("hc_smoe", {"dense_output_sum": 22 * features}),
-        ("hc_smoe_routed", routed),
-    ):
-        assert grouped(name, sums, range(4), scores=numpy.ones(12)) == sorted(groups)
-    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4, (
-        "equal experts give as many groups as asked"
-    )
+    dense = {"dense_output_sum": 22 * features}
+    for name, sums in (("hc_smoe", dense), ("hc_smoe_routed", routed)):
+        groups = grouped(name, sums, range(4), scores=numpy.ones(12))
+        assert groups == naive_linkage(features, 4)
+
+
+def test_equal_experts_form_as_many_clusters_as_requested() -> None:
+    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4
 
 
 # ---- allocation.protect
@@ -244,12 +264,12 @@ def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
     values = numpy.concatenate(list(layers.values()))
     bound = max(float(numpy.quantile(values, 0.995)), float(values.max()) / 10)
-    found = {
+    result = {
         number: numpy.flatnonzero(row > bound).tolist()
         for number, row in layers.items()
         if number < 5
     }
-    expected = {number: experts for number, experts in found.items() if experts}
+    expected = {number: experts for number, experts in result.items() if experts}
     assert super_experts(layers, 5) == expected
 
 
@@ -261,11 +281,11 @@ def test_the_share_of_layers_is_rounded() -> None:
     for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
         chosen = AllocationConfig(protect="super", protect_layers=share)
         marked = with_protected(vars(chosen), model, sums)["layers"]
-        found = {number: facts["protected"] for number, facts in marked.items()}
-        assert found == {number: [7] if number <= last else [] for number in range(1, 6)}
+        protected = {number: facts["protected"] for number, facts in marked.items()}
+        assert protected == {number: [7] if number <= last else [] for number in range(1, 6)}
 
 
-def test_plans_that_would_not_keep_all_of_the_protected_experts_are_refused() -> None:
+def test_plans_must_retain_protected_experts() -> None:
     layers = {0: layer(8), 1: {**layer(8), "protected": [0, 1, 2, 3, 4]}}
     scores = {0: numpy.arange(8.0), 1: numpy.arange(8.0)}
     grouped = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
@@ -295,16 +315,16 @@ def test_without_protected_experts_nothing_changes() -> None:
     scores = {0: random.gamma(0.5, size=(6, 8))}
     sums = {0: {"layer_loss": 1.0, "ala_first": random.gamma(1, size=6)}}
     marked = {0: {**layer(6, width=8), "protected": [2]}}
-    rest = [0, 1, 3, 4, 5]
+    others = [0, 1, 3, 4, 5]
     for intra in ("coverage", "proportional", "uniform", "ranking"):
         chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
-        kept = allocate(chosen, marked, scores, {"statistics": sums})[0]
-        alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][rest]}}
+        retained = allocate(chosen, marked, scores, {"statistics": sums})[0]
+        alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][others]}}
         chosen["ratio"] = 1 - (24 - 8) / 40
         expected = allocate(
-            chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone}
+            chosen, {0: layer(5, width=8)}, {0: scores[0][others]}, {"statistics": alone}
         )[0]
-        assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
+        assert retained[2] == 8 and retained[others].tolist() == expected.tolist()
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:
@@ -312,32 +332,35 @@ def test_schedules_of_a_search_leave_room_for_them() -> None:
     facts = {n: layer(16, top_k=4) for n in range(3)} | {
         1: {**layer(16, top_k=4), "protected": list(range(10))}
     }
-    asked = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
-    assert space_to_search(*asked).capacity == (12, 6, 12)
+    arguments = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
+    assert space_to_search(*arguments).capacity == (12, 6, 12)
     plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
     assert plans.plan((8, 6, 8)).retained[1] == tuple(range(10))
 
 
-def test_a_planted_outlier_survives(tmp_path: Path) -> None:
-    tiny.save("olmoe", tmp_path)
-    model, tokenizer = moe_lab.load(str(tmp_path))
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Statistics of a model in whose layer 1 the outputs of expert 5 are 300 times as large."""
+    folder = tmp_path_factory.mktemp("planted")
+    tiny.save("olmoe", folder)
+    model, tokenizer = moe_lab.load(str(folder))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    planted = moe_layers(model)[1]
     with torch.no_grad():
-        planted.experts.down_proj[5] *= 300
-    text = [
-        " ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()
-    ]
-    statistics = moe_lab.calibrate(
-        model, tokenizer, text, criteria=["frequency", "camera"], tokens=1024, length=64
-    )
-    for name, allocation in (
-        ("frequency", "uniform"),
-        ("frequency", "global"),
-        ("camera", "coverage"),
-    ):
-        scores = moe_lab.score(name, statistics)
-        plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
-        assert plan.provenance["protected"] == {"1": [5]}
-        assert plan.layers[1].is_unchanged(5)
-        assert "protected" not in moe_lab.plan(scores, 0.75, allocation).provenance
+        moe_layers(model)[1].experts.down_proj[5] *= 300
+    rows = tiny.tokens(rows=16, length=64).tolist()
+    text = [" ".join(f"w{number}" for number in row) for row in rows]
+    sizes = {"tokens": 1024, "length": 64}
+    return moe_lab.calibrate(model, tokenizer, text, criteria=["frequency", "camera"], **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "allocation"),
+    [("frequency", "uniform"), ("frequency", "global"), ("camera", "coverage")],
+)
+def test_planted_super_expert_is_retained(name: str, allocation: str, planted: Any) -> None:
+    scores = moe_lab.score(name, planted)
+    plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
+    assert plan.provenance["protected"] == {"1": [5]}
+    assert plan.layers[1].is_unchanged(5)
+    unprotected = moe_lab.plan(scores, 0.75, allocation)
+    assert "protected" not in unprotected.provenance

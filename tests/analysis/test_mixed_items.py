@@ -2,7 +2,7 @@
 do not explain."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import handmade
 import numpy as np
@@ -20,6 +20,7 @@ from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
+from analysis.stats.comparison import Comparison
 from analysis.stats.winners import winner_map
 
 Answers = dict[int, float]
@@ -36,11 +37,11 @@ def study_of(
     perplexities."""
     rows: list[dict[str, Any]] = []
     samples = []
-    for name, found in answers.items():
-        for cell, outcomes in enumerate(found):
+    for name, of_cells in answers.items():
+        for cell, outcomes in enumerate(of_cells):
             values = list(outcomes.values())
             mean = float(np.mean(values)) if values else np.nan
-            about = {
+            fields = {
                 "cell": cell,
                 "task": name,
                 "benchmark": name,
@@ -52,7 +53,7 @@ def study_of(
                 "stderr": 0.01,
                 **(handmade.SCORES if values else PERPLEXITIES),
             }
-            rows.append({**about, **n, "score": (scores or {}).get((cell, name), mean)})
+            rows.append({**fields, **n, "score": (scores or {}).get((cell, name), mean)})
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
     parts: dict[str, Any] = {
         key: {} for key in ("calibrations", "contaminations", "models", "document")
@@ -83,25 +84,25 @@ def perplexed() -> Study:
     return study_of(answers, perplexity)
 
 
-def test_where_less_is_better_an_average_leaves_it_out_and_the_lowest_leads_without_a_test(
-    perplexed: Study,
-) -> None:
-    results = Results(perplexed)
-    table = handmade.table_of(rank_table, results)
+def test_average_leaves_out_perplexities(perplexed: Study) -> None:
+    table = handmade.table_of(rank_table, Results(perplexed))
     rows = table.frame.set_index("Criterion")
     assert rows["Avg"].tolist() == rows["GSM8K"].tolist() == [0.95, 0.25, 0.45, 0.75]
     assert rows["wikitext2"].tolist() == pytest.approx([9.0, 14.0, 12.0, 10.0])
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
-    [figure, ranked_table] = find("ranking").items(results)
-    assert "Avg is without wikitext2" in figure.caption and ranked_table.frame["Avg"].tolist() == [
-        0.75,
-        0.45,
-        0.25,
-    ]
-    found = winner_map(results.measured)
-    assert found["column"].tolist() == ["GSM8K", "wikitext2"]
-    accuracy, perplexity = found.to_dict("records")
+
+
+def test_ranking_leaves_out_perplexities(perplexed: Study) -> None:
+    [figure, table] = find("ranking").items(Results(perplexed))
+    assert "Avg is without wikitext2" in figure.caption
+    assert table.frame["Avg"].tolist() == [0.75, 0.45, 0.25]
+
+
+def test_lowest_perplexity_wins_without_a_test(perplexed: Study) -> None:
+    columns = winner_map(Results(perplexed).measured)
+    assert columns["column"].tolist() == ["GSM8K", "wikitext2"]
+    accuracy, perplexity = columns.to_dict("records")
     assert (
         accuracy["lead"] == pytest.approx(0.3)
         and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
@@ -121,50 +122,50 @@ def with_costs(study: Study, shares: list[float]) -> Study:
     return study
 
 
-def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
+def test_best_plan_by_perplexity_is_on_the_front(perplexed: Study) -> None:
     with_costs(perplexed, [1.0, 0.5, 0.5, 0.5])
     [comparison] = Results(perplexed).measured
-    found = against_cost(perplexed, comparison).set_index("method")
-    assert found["front_parameters_kept"].to_dict() == {
+    rows = against_cost(perplexed, comparison).set_index("method")
+    assert rows["front_parameters_kept"].to_dict() == {
         "none": False,
         "frequency": False,
         "reap": False,
         "man": True,
     }
-    assert found["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
+    assert rows["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
     assert pareto_table(Results(perplexed), "pareto").footnotes == [
         "Avg is without wikitext2: there, less is better."
     ]
 
 
-def test_a_suite_of_perplexities_alone_is_ranked_by_their_mean_loss_and_shown_as_perplexities() -> (
-    None
-):
-    alone = study_of(
-        {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
-    )
-    rows = ranked(alone)
+@pytest.fixture
+def perplexities() -> Study:
+    scores = {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
+    return study_of({"wikitext2": [{}] * 4}, scores)
+
+
+def test_suite_of_perplexities_is_ranked_by_mean_loss(perplexities: Study) -> None:
+    rows = ranked(perplexities)
     for column in ("wikitext2", "Mean perplexity"):
         assert rows[column].tolist() == pytest.approx([9, 8, 7, 6])
     assert rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
-    [figure, table] = find("ranking").items(Results(alone))
-    assert figure.name == "ranking" and table.frame["Criterion"].tolist() == [
-        "MAN",
-        "REAP",
-        "Frequency",
-    ]
-    assert table.frame["Rank"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
-    assert table.frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
-    assert table.frame["Status"].eq("").all(), "of one seed"
     two = {
         (cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))
     }
-    assert ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"].iloc[
-        0
-    ] == pytest.approx(4)
+    means = ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"]
+    assert means.iloc[0] == pytest.approx(4)
 
 
-def test_lowest_perplexity_is_first_of_equal_costs_and_last_of_a_front() -> None:
+def test_ranking_of_perplexities_has_the_lowest_first(perplexities: Study) -> None:
+    [figure, table] = find("ranking").items(Results(perplexities))
+    frame = table.frame
+    assert figure.name == "ranking" and frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
+    assert frame["Rank"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
+    assert frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
+    assert frame["Status"].eq("").all(), "of one seed"
+
+
+def test_front_ends_with_the_lowest_perplexity() -> None:
     alone = study_of(
         {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
     )
@@ -182,82 +183,127 @@ def test_lowest_perplexity_is_first_of_equal_costs_and_last_of_a_front() -> None
     ]
 
 
-def test_a_radar_of_losses_alone_is_not_drawn() -> None:
+def test_radar_of_losses_is_not_drawn() -> None:
     losses = {(cell, name): 9.0 - cell for cell in range(4) for name in ("a", "b", "c")}
     results = Results(study_of({name: [{}] * 4 for name in ("a", "b", "c")}, losses))
     assert find("aimer.fig3").items(results) == []
 
 
-asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
+class ItemSets(NamedTuple):
+    """A study of four cells that were asked different items of GSM8K, which are right or wrong, and
+    of WildBench, which have grades; and the answers to the first."""
+
+    comparison: Comparison
+    exact: list[Answers]
 
 
-@settings(max_examples=15, deadline=None)
-@given(asked, asked, st.integers(0, 2**32 - 1))
-def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
-    first: list[set[int]], second: list[set[int]], seed: int
-) -> None:
+def item_sets(first: list[set[int]], second: list[set[int]], seed: int) -> ItemSets:
     rng = np.random.default_rng(seed)
-    sure = (rng.random((2, 30)) < 0.5).astype(float), rng.random((4, 30)).round(2)
+    outcomes = (rng.random((2, 30)) < 0.5).astype(float)
+    grades = rng.random((4, 30)).round(2)
     exact = [
-        {item: sure[0][cell % 2, item] for item in sorted(items)}
+        {item: outcomes[cell % 2, item] for item in sorted(items)}
         for cell, items in enumerate(first)
     ]
     graded = [
-        {item: sure[1][cell, item] for item in sorted(items)} for cell, items in enumerate(second)
+        {item: grades[cell, item] for item in sorted(items)} for cell, items in enumerate(second)
     ]
-    study = study_of({"gsm8k": exact, "wildbench": graded})
-    [comparison] = Results(study).measured
+    [comparison] = Results(study_of({"gsm8k": exact, "wildbench": graded})).measured
+    return ItemSets(comparison, exact)
+
+
+ITEMS = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
+ITEM_SETS = st.builds(item_sets, ITEMS, ITEMS, st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=15, deadline=None)
+@given(ITEM_SETS)
+def test_intervals_are_of_the_items_of_a_cell(sets: ItemSets) -> None:
+    comparison = sets.comparison
     for target in (("GSM8K",), ("WildBench",), ("GSM8K", "WildBench")):
         score, (low, high) = comparison.score(target), comparison.interval(target)
         assert ((low <= score + 1e-6) & (score <= high + 1e-6)).all()
-    for cell, answers in enumerate(exact):
+    for cell, answers in enumerate(sets.exact):
         ends = binomtest(int(sum(answers.values())), len(answers)).proportion_ci(method="wilson")
         low, high = comparison.interval(("GSM8K",))
         assert (low[cell], high[cell]) == pytest.approx((ends.low, ends.high))
-    common = sorted(first[0] & first[1])
-    p = comparison.difference(("GSM8K",), 0, 1).p
+
+
+@settings(max_examples=15, deadline=None)
+@given(ITEM_SETS)
+def test_tests_are_of_the_common_items_of_cells(sets: ItemSets) -> None:
+    common = sorted(sets.exact[0].keys() & sets.exact[1].keys())
+    p = sets.comparison.difference(("GSM8K",), 0, 1).p
     if len(common) < 2:
         assert np.isnan(p)
         return
-    one, other = (np.array([exact[cell][item] for item in common]) for cell in (0, 1))
-    assert p == pytest.approx(uncertainty.mcnemar(one[None], other[None])[0])
-    found = differences(comparison, ("GSM8K",), {1: 0}).loc[1]
-    assert found["difference"] == pytest.approx((other - one).mean())
-    assert found["low"] - 1e-6 <= found["difference"] <= found["high"] + 1e-6
+    base, other = (np.array([sets.exact[cell][item] for item in common]) for cell in (0, 1))
+    assert p == pytest.approx(uncertainty.mcnemar(base[None], other[None])[0])
+    row = differences(sets.comparison, ("GSM8K",), {1: 0}).loc[1]
+    assert row["difference"] == pytest.approx((other - base).mean())
+    assert row["low"] - 1e-6 <= row["difference"] <= row["high"] + 1e-6
 
 
-@pytest.mark.parametrize("harm", ["score", "item"])
-def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm: str) -> None:
-    answers = {
-        "gsm8k": [right(38), right(10), right(18), right(30)],
-        "mmlu": [right(40), right(20), right(24), right(36)],
-    }
-    whole = study_of(answers)
-    if harm == "score":
-        harmed = study_of(answers, {(2, "gsm8k"): 0.99})
+class Inconsistent(NamedTuple):
+    """A study with a score of REAP (cell 2) that is not the mean of its items, and its comparison;
+    that of the same study with the mean."""
+
+    study: Study
+    comparison: Comparison
+    consistent: Comparison
+
+
+CONSISTENT = {
+    "gsm8k": [right(38), right(10), right(18), right(30)],
+    "mmlu": [right(40), right(20), right(24), right(36)],
+}
+TARGETS = (("GSM8K",), ("GSM8K", "MC Avg"))
+
+
+@pytest.fixture(params=["score", "item"])
+def inconsistent(request: pytest.FixtureRequest) -> Inconsistent:
+    consistent = study_of(CONSISTENT)
+    assert not consistent.gaps
+    if request.param == "score":
+        study = study_of(CONSISTENT, {(2, "gsm8k"): 0.99})
     else:
-        harmed = study_of({**answers, "gsm8k": [*answers["gsm8k"][:2], {**right(18), 0: np.nan},
-        right(30)]},
-                          {(2, "gsm8k"): 18 / 40})  # fmt: skip
-    before, after = (Results(study).measured[0] for study in (whole, harmed))
-    assert not whole.gaps
-    [gap] = harmed.gaps
+        answers = [right(38), right(10), {**right(18), 0: np.nan}, right(30)]
+        study = study_of({**CONSISTENT, "gsm8k": answers}, {(2, "gsm8k"): 18 / 40})
+    [comparison] = Results(study).measured
+    return Inconsistent(study, comparison, Results(consistent).measured[0])
+
+
+def test_score_that_is_not_the_mean_of_its_items_is_a_gap(inconsistent: Inconsistent) -> None:
+    [gap] = inconsistent.study.gaps
     assert (
         gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.reason
     )
+    assert ranked(inconsistent.study)["Avg"].notna().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_inconsistent_score_has_the_interval_of_its_reported_error(
+    target: tuple[str, ...], inconsistent: Inconsistent
+) -> None:
+    comparison = inconsistent.comparison
+    low, high = comparison.interval(target)
+    assert 0 < high[2] - low[2] < 0.05
+    assert np.isnan(comparison.difference(target, 2, 1).p)
+    assert np.isnan(pooled_difference(comparison, target, [[(2, 1)]])[1].p)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_inconsistent_score_leaves_other_intervals_and_tests(
+    target: tuple[str, ...], inconsistent: Inconsistent
+) -> None:
+    _, comparison, consistent = inconsistent
     others = [0, 1, 3]
-    for target in (("GSM8K",), ("GSM8K", "MC Avg")):
-        for ends in zip(before.interval(target), after.interval(target), strict=True):
-            assert ends[0][others].tolist() == pytest.approx(ends[1][others].tolist())
-        for other in (0, 1):
-            assert after.difference(target, 3, other).p == pytest.approx(
-                before.difference(target, 3, other).p
-            )
-        low, high = after.interval(target)
-        assert 0 < high[2] - low[2] < 0.05, "from the reported standard error"
-        assert np.isnan(after.difference(target, 2, 1).p)
-        assert np.isnan(pooled_difference(after, target, [[(2, 1)]])[1].p)
-    assert ranked(harmed)["Avg"].notna().all()
+    bounds = zip(consistent.interval(target), comparison.interval(target), strict=True)
+    for expected, bound in bounds:
+        assert expected[others].tolist() == pytest.approx(bound[others].tolist())
+    for other in (0, 1):
+        p = consistent.difference(target, 3, other).p
+        assert comparison.difference(target, 3, other).p == pytest.approx(p)
 
 
 def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:

@@ -93,14 +93,14 @@ def labels(*folders: str) -> set[str]:
     for file in (file for folder in folders for file in (ROOT / folder).glob("*.yaml")):
         settings = OmegaConf.load(file)
         replacement = f", replacement={settings.replacement}" if "replacement" in settings else ""
-        named = settings.get("label", settings.name if replacement else file.stem)
-        names_of.add(f"{named}{replacement}")
+        label = settings.get("label", settings.name if replacement else file.stem)
+        names_of.add(f"{label}{replacement}")
     return names_of
 
 
 def field(name: str) -> set[str]:
-    place = ("model", "ratio", "criterion", "allocation", "recovery", "calibration").index(name)
-    return {str(number.key[place]) for number in numbers()}
+    position = ("model", "ratio", "criterion", "allocation", "recovery", "calibration").index(name)
+    return {str(number.key[position]) for number in numbers()}
 
 
 def test_every_file_has_the_one_schema_and_no_number_twice() -> None:
@@ -169,10 +169,10 @@ def test_full_splits_print_shares_of_their_items() -> None:
     ],
 )
 def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
-    found = Printed(
+    printed = Printed(
         "unified", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note
     ).ends
-    assert found == pytest.approx(ends)
+    assert printed == pytest.approx(ends)
 
 
 GIB = 2**30
@@ -278,24 +278,24 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
 
 def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
     """Model -> its numbers."""
-    found: dict[str, list[Printed]] = {}
+    groups: dict[str, list[Printed]] = {}
     for number in printed:
-        found.setdefault(number.key[0], []).append(number)
-    return found
+        groups.setdefault(number.key[0], []).append(number)
+    return groups
 
 
 @pytest.mark.parametrize(
     "model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"]
 )
-def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(
+def test_averages_and_ranks_of_unified_table_1_are_reproduced(
     model: str,
 ) -> None:
     printed = of_tables("unified", "5")
     benchmarks = [
         number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)
     ]
-    found = comparison(benchmarks)
-    table = table_of(ranks.rank_table, results_of(study_of(found), [found]), names.RANKED)
+    result = comparison(benchmarks)
+    table = table_of(ranks.rank_table, results_of(study_of(result), [result]), names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
     for number in models(of_tables("unified", "1"))[model]:
@@ -307,18 +307,18 @@ def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmark
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5])
-def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: float) -> None:
+def test_ranks_of_unified_table_2_are_reproduced(ratio: float) -> None:
     printed = models(number for number in of_tables("unified", "2") if number.key[1] in (0, ratio))
     printed = {
         model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)
     }
     assert len(printed) == (4 if ratio == 0.25 else 2)
     for rows in printed.values():
-        found = comparison(
+        result = comparison(
             [number for number in rows if number.benchmark != "Avg Rank"], columns=True
         )
         table = score_tables.task_specific_table(
-            results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC
+            results_of(study_of(result), [result]), "t", names.TASK_SPECIFIC
         )
         ours = table.frame.set_index("Criterion")["Avg Rank"]
         ranked = [number for number in rows if number.benchmark == "Avg Rank"]
@@ -329,15 +329,17 @@ def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: floa
             ), number
 
 
-def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
+def test_averages_of_evoesap_are_reproduced() -> None:
     benchmarks = models(of_tables("evoesap", "8", "9", "10"))
     checked = 0
     lacking = set()
     for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
-        found = comparison(benchmarks[model])
-        cells = list(found.cells.index)
-        averages = scores(found, cells, group_targets(found, cells)).frame.to_dict("records")
-        ours = dict(zip(found.cells[KEY].itertuples(index=False, name=None), averages, strict=True))
+        result = comparison(benchmarks[model])
+        cells = list(result.cells.index)
+        averages = scores(result, cells, group_targets(result, cells)).frame.to_dict("records")
+        ours = dict(
+            zip(result.cells[KEY].itertuples(index=False, name=None), averages, strict=True)
+        )
         for number in printed:
             if number.benchmark in ("Code", "Math", "MC Avg"):
                 value = ours[number.key][number.benchmark]
@@ -383,23 +385,23 @@ PARTS = {
 @cache
 def printed_scores() -> dict[tuple[str, Key], list[Printed]]:
     """Paper and row -> its numbers, of all tables."""
-    found: dict[tuple[str, Key], list[Printed]] = {}
+    groups: dict[tuple[str, Key], list[Printed]] = {}
     for number in numbers():
-        found.setdefault((number.paper, number.key), []).append(number)
-    return found
+        groups.setdefault((number.paper, number.key), []).append(number)
+    return groups
 
 
 def parts_of(average: Printed) -> list[Printed]:
     """The printed numbers that the average is the mean of, those of its own table first; empty
     where one lacks."""
-    wanted = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
+    part_names = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
     row = sorted(
         printed_scores()[average.paper, average.key], key=lambda other: other.table != average.table
     )
-    found = {
-        name: next((other for other in row if other.benchmark == name), None) for name in wanted
+    values = {
+        name: next((other for other in row if other.benchmark == name), None) for name in part_names
     }
-    return [number for number in found.values() if number] if None not in found.values() else []
+    return [number for number in values.values() if number] if None not in values.values() else []
 
 
 def mean(values: Iterable[float]) -> Decimal:
@@ -417,7 +419,7 @@ def listed() -> set[tuple[str, ...]]:
     return set(rows)
 
 
-def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_numbers() -> None:
+def test_printed_averages_are_means_or_listed_exceptions() -> None:
     checked = 0
     without = 0
     differing = set()
@@ -446,16 +448,16 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
 
 
 @pytest.mark.parametrize("table", LISTS, ids=".".join)
-def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
+def test_mean_of_a_table_is_over_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
     for printed in models(of_tables(*table)).values():
         if table == ("coverage", "9"):
             continue  # it prints averages alone, those of the reply
-        found = comparison(printed)
-        cells = list(found.cells.index)
-        ours = scores(found, cells, column_targets(found, cells, (*LISTS[table], MEAN))).frame
+        result = comparison(printed)
+        cells = list(result.cells.index)
+        ours = scores(result, cells, column_targets(result, cells, (*LISTS[table], MEAN))).frame
         assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
         by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
-        for (_, key), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
+        for (_, key), value in zip(result.cells[KEY].iterrows(), ours[MEAN], strict=True):
             average = by_key.get(tuple(key))
             if average is not None:
                 parts = [part.value for part in parts_of(average)]
@@ -470,6 +472,6 @@ SUITES = {
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_a_suite_asks_what_its_paper_averages(suite: str) -> None:
-    asked = OmegaConf.load(conf() / "suite" / f"{suite}.yaml").benchmarks
-    assert sorted(name.removesuffix("_8shot") for name in asked) == sorted(SUITES[suite])
+def test_suite_has_the_benchmarks_that_its_paper_averages(suite: str) -> None:
+    benchmarks = OmegaConf.load(conf() / "suite" / f"{suite}.yaml").benchmarks
+    assert sorted(name.removesuffix("_8shot") for name in benchmarks) == sorted(SUITES[suite])

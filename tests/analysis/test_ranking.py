@@ -40,8 +40,8 @@ def drawn(
 ) -> np.ndarray:
     """Differences (seeds, items) between two equally good methods."""
 
-    def effects(rest: float) -> np.ndarray:
-        of_plan = rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, rest, (seeds, ITEMS))
+    def effects(residual: float) -> np.ndarray:
+        of_plan = rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, residual, (seeds, ITEMS))
         return np.asarray(of_plan + rng.normal(0, of_item, ITEMS))
 
     item = rng.normal(0, 1, ITEMS)
@@ -63,20 +63,22 @@ def test_intervals_over_seeds_and_items_cover_what_they_promise(
     items do: t has two degrees of freedom then. From five seeds on at most 1.5 times."""
     rng = np.random.default_rng(1)
     for seeds, least in ((2, 0.88), (3, 0.92), (5, 0.92), (10, 0.92)):
-        found = [
+        verdicts = [
             crossed([Stratum(drawn(rng, kind, seeds, *of) / ITEMS, np.full(ITEMS, 1 / ITEMS))])
             for _ in range(STUDIES)
         ]
-        ends = np.array([estimate.interval for estimate in found])
-        values = [estimate.value for estimate in found]
+        ends = np.array([estimate.interval for estimate in verdicts])
+        values = [estimate.value for estimate in verdicts]
         coverage = np.mean((ends[:, 0] <= 0) & (ends[:, 1] >= 0))
         width = np.median(ends[:, 1] - ends[:, 0]) / (2 * 1.96 * np.std(values))
         assert coverage >= least, (seeds, coverage)
         assert seeds == 2 or width <= (2.0 if seeds == 3 else 1.5), (seeds, width)
-        assert np.mean([estimate.p < 0.05 for estimate in found]) <= (0.12 if seeds == 2 else 0.08)
+        assert np.mean([estimate.p < 0.05 for estimate in verdicts]) <= (
+            0.12 if seeds == 2 else 0.08
+        )
 
 
-def test_right_or_wrong_items_that_do_not_count_alike_have_no_exact_test() -> None:
+def test_weighted_items_have_no_exact_test() -> None:
     """As those of a group whose tasks count alike and have different numbers of items."""
     alike = comparison_of(
         [UNPRUNED, cell("reap"), cell("ean")], {"gsm8k": [first(20), first(15), first(10)]}
@@ -99,8 +101,8 @@ def simulated(
     share = np.clip(0.5 + rng.normal(0, 0.2, items), 0.05, 0.9)
     plans = [share + 0.1]
     for number in range(criteria):
-        own = share + (lead if number == 0 else 0) + rng.normal(0, 0.05, items)
-        plans += [own + rng.normal(0, 0.015) for _ in range(seeds)]
+        outcome = share + (lead if number == 0 else 0) + rng.normal(0, 0.05, items)
+        plans += [outcome + rng.normal(0, 0.015) for _ in range(seeds)]
     outcomes = (rng.random((len(plans), items)) < np.array(plans)).astype(float)
     scores = pd.DataFrame({"gsm8k": outcomes.mean(axis=1)}, index=cells.index)
     return Comparison(
@@ -109,35 +111,35 @@ def simulated(
 
 
 @pytest.mark.slow
-def test_a_better_method_is_named() -> None:
+def test_better_method_is_named() -> None:
     rng = np.random.default_rng(2)
-    found = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0].rows for _ in range(150)]
-    named = [
+    tables = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0].rows for _ in range(150)]
+    best = [
         rows["verdict"].tolist() == ["best", "separated"] and rows["method"].iloc[0] == "reap"
-        for rows in found
+        for rows in tables
     ]
-    assert np.mean(named) >= 0.8
+    assert np.mean(best) >= 0.8
 
 
 @pytest.mark.slow
-def test_among_14_equal_methods_hardly_any_is_separated_from_the_best() -> None:
-    found = [
+def test_equal_methods_are_hardly_ever_separated_from_the_best() -> None:
+    rankings = [
         ranking.rankings([study])[0]
         for study in best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 200)
     ]
-    assert np.mean([(each.rows["verdict"] == "separated").any() for each in found]) <= 0.10
+    assert np.mean([(result.rows["verdict"] == "separated").any() for result in rankings]) <= 0.10
 
 
-def test_with_one_seed_no_method_is_separated_however_different_plans_are() -> None:
+def test_one_seed_separates_no_methods() -> None:
     """Also over models, in the winner map and by ranks."""
     setting = best_of_many.Setting(14, "1", 1.0)
     models = [
-        replace(study, model=f"m{at}")
-        for at, study in enumerate(best_of_many.simulated(setting, 3))
+        replace(study, model=f"m{number}")
+        for number, study in enumerate(best_of_many.simulated(setting, 3))
     ]
-    found = ranking.rankings(models)
-    assert len(found) == 4 and all(each.rows["verdict"].eq("").all() for each in found)
-    text = f"{ranking.ranking_text(found)} {' '.join(ranking.headlines(found))}"
+    rankings = ranking.rankings(models)
+    assert len(rankings) == 4 and all(result.rows["verdict"].eq("").all() for result in rankings)
+    text = f"{ranking.ranking_text(rankings)} {' '.join(ranking.headlines(rankings))}"
     assert not re.search("best|separated|beyond", text) and "one seed" in text
     assert not winner_map(models)["proved"].any() and winner_map(models)["p"].isna().all()
     assert [rank_tests(study, over) for study in models for over in ("columns", "benchmarks")] == [
@@ -154,24 +156,35 @@ def analysis_of_variance(outcomes: np.ndarray) -> tuple[float, float]:
     methods, seeds, benchmarks, items = outcomes.shape
     by_seed = outcomes.mean((2, 3)).var(1, ddof=1).mean() / seeds
     by_item = 0.0
-    rest = 0.0
+    residual = 0.0
     squares = by_seed**2 / methods / (seeds - 1)
-    for at in range(benchmarks):
-        own = outcomes[:, :, at]
-        means = own.mean(1) - own.mean((1, 2))[:, None]
+    for benchmark in range(benchmarks):
+        outcomes_of_benchmark = outcomes[:, :, benchmark]
+        means = outcomes_of_benchmark.mean(1) - outcomes_of_benchmark.mean((1, 2))[:, None]
         crossing = means - means.mean(0)
-        left = own - own.mean(2)[..., None] - own.mean(1)[:, None] + own.mean((1, 2))[:, None, None]
+        residuals = (
+            outcomes_of_benchmark
+            - outcomes_of_benchmark.mean(2)[..., None]
+            - outcomes_of_benchmark.mean(1)[:, None]
+            + outcomes_of_benchmark.mean((1, 2))[:, None, None]
+        )
         part = (crossing**2).sum() / (methods - 1) / (items - 1) / items / benchmarks**2
         by_item = by_item + part
         squares = squares + part**2 / (methods - 1) / (items - 1)
-        rest += (
-            (left**2).sum() / methods / (seeds - 1) / (items - 1) / items / benchmarks**2 / seeds
+        residual += (
+            (residuals**2).sum()
+            / methods
+            / (seeds - 1)
+            / (items - 1)
+            / items
+            / benchmarks**2
+            / seeds
         )
-    variance = max(by_seed + by_item - rest, by_seed, by_item)
+    variance = max(by_seed + by_item - residual, by_seed, by_item)
     return float(np.sqrt(2 * variance)), float(variance**2 / squares)
 
 
-def test_the_best_of_many_is_compared_by_the_studentised_range_of_an_analysis_of_variance() -> None:
+def test_best_of_many_is_tested_by_the_studentised_range() -> None:
     rng = np.random.default_rng(5)
     outcomes = (
         rng.normal(0, 0.3, (5, 3, 1, 1))
@@ -179,7 +192,8 @@ def test_the_best_of_many_is_compared_by_the_studentised_range_of_an_analysis_of
         + rng.normal(size=(5, 3, 2, 20))
     )
     strata = [
-        Stratum(outcomes[:, :, at].reshape(15, 20) / 40, np.full(20, 1 / 20)) for at in range(2)
+        Stratum(outcomes[:, :, benchmark].reshape(15, 20) / 40, np.full(20, 1 / 20))
+        for benchmark in range(2)
     ]
     error, freedom = analysis_of_variance(outcomes)
     pairs = [Estimate(0.0, 0.0), Estimate(0.0, 2 * error), Estimate(0.0, 0.0), Estimate(0.0, 0.0)]
@@ -193,7 +207,7 @@ def test_the_best_of_many_is_compared_by_the_studentised_range_of_an_analysis_of
         assert lead.interval == pytest.approx((lead.value - reach, lead.value + reach), abs=1e-6)
 
 
-def test_one_seed_is_a_paired_t_test_over_items_and_equal_items_one_over_seeds() -> None:
+def test_one_seed_is_a_paired_t_test_over_items() -> None:
     """Equal items leave the variance of seeds alone."""
     rng = np.random.default_rng(3)
     items = rng.normal(0.1, 1, 30)
@@ -204,27 +218,27 @@ def test_one_seed_is_a_paired_t_test_over_items_and_equal_items_one_over_seeds()
     assert equal.p == pytest.approx(ttest_1samp(seeds, 0).pvalue)
 
 
-def test_a_reference_adds_mean_squares_as_an_analysis_of_variance_does() -> None:
+def test_crossed_interval_is_that_of_an_analysis_of_variance() -> None:
     rng = np.random.default_rng(4)
     d = rng.normal(0, 0.3, (4, 1)) + rng.normal(0, 0.5, 20) + rng.normal(size=(4, 20))
-    rest = d - d.mean(1)[:, None] - d.mean(0) + d.mean()
+    residuals = d - d.mean(1)[:, None] - d.mean(0) + d.mean()
     seed = 20 * d.mean(1).var(ddof=1)
     item = 4 * d.mean(0).var(ddof=1)
-    both = (rest**2).sum() / (3 * 19)
+    both = (residuals**2).sum() / (3 * 19)
     variance = max(seed + item - both, seed, item) / d.size
     freedom = max(1.0, (seed + item - both) ** 2 / (seed**2 / 3 + item**2 / 19 + both**2 / 57))
-    found = crossed([Stratum(d / 20, np.full(20, 1 / 20))])
+    estimate = crossed([Stratum(d / 20, np.full(20, 1 / 20))])
     reach = t.ppf(0.975, freedom) * variance**0.5
-    assert found.interval == pytest.approx((d.mean() - reach, d.mean() + reach))
+    assert estimate.interval == pytest.approx((d.mean() - reach, d.mean() + reach))
 
 
 def test_items_weigh_by_their_tokens() -> None:
     losses = np.array([2.0, 1.0, 1.5])
     tokens = np.array([10.0, 30.0, 20.0])
     shares = tokens / tokens.sum()
-    found = crossed([Stratum((losses * shares)[None], shares)])
-    assert found.value == pytest.approx(losses @ shares)
-    assert found.error == pytest.approx(
+    estimate = crossed([Stratum((losses * shares)[None], shares)])
+    assert estimate.value == pytest.approx(losses @ shares)
+    assert estimate.error == pytest.approx(
         np.sqrt(1.5 * ((shares * (losses - losses @ shares)) ** 2).sum())
     )
 
@@ -243,44 +257,49 @@ def several() -> Comparison:
     )
 
 
-def test_seeds_are_one_row_and_a_status_is_beside_chance_first(several: Comparison) -> None:
-    [found] = ranking.rankings([several])
-    rows = found.rows.set_index("method")
+def test_seeds_of_a_method_are_one_row(several: Comparison) -> None:
+    [result] = ranking.rankings([several])
+    rows = result.rows.set_index("method")
     assert rows["seeds"].to_dict() == {"reap": 2, "ean": 2, "man": 1, "random": 5}
-    assert rows["score"].to_dict() == pytest.approx(
-        {"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60}
-    )
+    scores = {"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60}
+    assert rows["score"].to_dict() == pytest.approx(scores)
     assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
-    assert rows["status"].tolist() == ["above chance, best"] * 2 + ["within chance", "random plans"]
-    assert rows["rank"].tolist() == [1, 1, 3, 4]
-    assert rows["over"].tolist() == [
-        "2 seeds and items",
-        "2 seeds and items",
-        "items",
-        "5 seeds and items",
-    ]
+    over = ["2 seeds and items", "2 seeds and items", "items", "5 seeds and items"]
+    assert rows["over"].tolist() == over
     assert rows.loc["reap", "share"] == pytest.approx(49 / 60)
     assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
+
+
+def test_status_of_a_method_begins_with_chance(several: Comparison) -> None:
+    [result] = ranking.rankings([several])
+    rows = result.rows
+    assert rows["status"].tolist() == ["above chance, best"] * 2 + ["within chance", "random plans"]
+    assert rows["rank"].tolist() == [1, 1, 3, 4]
+
+
+def test_limits_of_chance_are_corrected_for_the_number_of_plans(several: Comparison) -> None:
+    [result] = ranking.rankings([several])
     scores = np.array(CHANCE) / 60
     reach = t.ppf(1 - 0.05 / 3, 4) * scores.std(ddof=1) * np.sqrt(1.2)
-    limits = found.chance["expert", "none"].limits(found.plans_tested)
+    chance = result.chance["expert", "none"]
+    limits = chance.limits(result.plans_tested)
     assert limits == pytest.approx((scores.mean() - reach, scores.mean() + reach)), "of three plans"
 
 
-def test_methods_within_chance_get_no_verdict_in_status_or_words() -> None:
+def test_methods_within_chance_get_no_verdict() -> None:
     """Although each of EAN's items is lost by one of the seeds of SEER."""
     plans = [cell(name, seed=seed) for name in ("ean", "seer") for seed in (1, 2)]
     axes = [UNPRUNED, *plans, *(cell("random", calibration="none", seed=seed) for seed in range(5))]
-    made = comparison_of(
+    compared = comparison_of(
         axes, {"gsm8k": [first(count, 60) for count in (60, 20, 20, 12, 12, *CHANCE)]}
     )
-    [found] = ranking.rankings([made])
+    [result] = ranking.rankings([compared])
     assert (
-        found.rows["verdict"].tolist()[0] == "best"
-        and "separated" in found.rows["verdict"].tolist()
+        result.rows["verdict"].tolist()[0] == "best"
+        and "separated" in result.rows["verdict"].tolist()
     )
-    assert found.rows.set_index("method")["status"].drop("random").eq("within chance").all()
-    assert not re.search(r"\bbest\b.*EAN|EAN.*\bbest\b|separated", ranking.ranking_text([found]))
+    assert result.rows.set_index("method")["status"].drop("random").eq("within chance").all()
+    assert not re.search(r"\bbest\b.*EAN|EAN.*\bbest\b|separated", ranking.ranking_text([result]))
 
 
 def with_random_plans(
@@ -289,8 +308,10 @@ def with_random_plans(
     """A model with random plans that solve so many of 100 items, and MAN, which solves 60."""
     random = [cell("random", ratio=ratio, seed=seed) for seed in range(len(counts))]
     outcomes = [first(count, 100) for count in (90, 60, *counts)]
-    made = comparison_of([UNPRUNED, cell("man", ratio=ratio, **axes), *random], {"gsm8k": outcomes})
-    return replace(made, model=model)
+    compared = comparison_of(
+        [UNPRUNED, cell("man", ratio=ratio, **axes), *random], {"gsm8k": outcomes}
+    )
+    return replace(compared, model=model)
 
 
 def of_models(scores: dict[str, tuple[int, ...]], **axes: Any) -> list[ranking.Ranking]:
@@ -301,8 +322,8 @@ def of_models(scores: dict[str, tuple[int, ...]], **axes: Any) -> list[ranking.R
 
 
 def test_random_plans_of_equal_scores_give_no_chance() -> None:
-    [found] = of_models({"a": (30, 30, 30)})
-    assert found.chance == {} and found.rows["chance"].eq("").all()
+    [result] = of_models({"a": (30, 30, 30)})
+    assert result.chance == {} and result.rows["chance"].eq("").all()
 
 
 def test_models_whose_units_differ_are_not_pooled() -> None:
@@ -313,12 +334,12 @@ def test_models_whose_units_differ_are_not_pooled() -> None:
         )
         for model, unit in units.items()
     ]
-    found = ranking.rankings(models)
-    assert [each.model for each in found] == ["a", "b"], "there is none over both"
-    assert [each.chance["expert", "none"].models for each in found] == [1, 1]
+    rankings = ranking.rankings(models)
+    assert [result.model for result in rankings] == ["a", "b"], "there is none over both"
+    assert [result.chance["expert", "none"].models for result in rankings] == [1, 1]
 
 
-def test_a_ranking_over_exactly_two_models() -> None:
+def test_ranking_over_exactly_two_models() -> None:
     *_, both = of_models({"a": (20, 30, 40), "b": (20, 32, 44)})
     assert both.model == ranking.ALL_MODELS and both.rows["over"].eq("two models").all()
     assert both.rows.set_index("method")["score"].to_dict() == pytest.approx(
@@ -326,49 +347,47 @@ def test_a_ranking_over_exactly_two_models() -> None:
     )
 
 
-def test_a_ranking_over_some_of_the_models_names_them() -> None:
+def test_ranking_over_some_models_names_them() -> None:
     ratios = {"a": 0.5, "b": 0.5, "c": 0.25}
-    found = ranking.rankings(
+    rankings = ranking.rankings(
         [with_random_plans(model, (20, 30, 40), ratio) for model, ratio in ratios.items()]
     )
-    assert [each.model for each in found] == ["a", "b", "c", "a and b"]
+    assert [result.model for result in rankings] == ["a", "b", "c", "a and b"]
 
 
-def test_the_spread_of_random_plans_is_pooled_over_models_where_it_agrees() -> None:
+def test_equal_spreads_of_random_plans_are_pooled_over_models() -> None:
     alike = {"a": (20, 30, 40), "b": (42, 48, 60), "c": (20, 28, 42)}
-    found = of_models(alike)[:3]
+    rankings = of_models(alike)[:3]
     samples = [np.array(counts) / 100 for counts in alike.values()]
     pooled = np.sqrt(np.mean([scores.var(ddof=1) for scores in samples]))
     assert bartlett(*samples).pvalue > 0.05
-    for each, scores in zip(found, samples, strict=True):
+    for result, scores in zip(rankings, samples, strict=True):
         reach = t.ppf(0.95, 6) * pooled * np.sqrt(1 + 1 / 3)
-        assert each.chance["expert", "none"].limits(1)[1] == pytest.approx(scores.mean() + reach)
-    assert [each.rows["chance"].iloc[0] for each in found] == [
-        "above chance",
-        "within chance",
-        "above chance",
-    ]
-    assert ranking.headlines(found)[0].startswith("On 2 of 3 models")
+        assert result.chance["expert", "none"].limits(1)[1] == pytest.approx(scores.mean() + reach)
+    statuses = [result.rows["chance"].iloc[0] for result in rankings]
+    assert statuses == ["above chance", "within chance", "above chance"]
+    assert ranking.headlines(rankings)[0].startswith("On 2 of 3 models")
+
+
+def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
     apart = {"a": (30, 30, 31), "b": (20, 48, 80)}
     assert bartlett(*(np.array(counts) / 100 for counts in apart.values())).pvalue < 0.05
-    for each, scores in zip(of_models(apart), apart.values(), strict=False):
-        [chance] = each.chance.values()
+    for result, scores in zip(of_models(apart), apart.values(), strict=False):
+        [chance] = result.chance.values()
         assert (
             chance.spreads_differ
             and chance.degrees_of_freedom == 2
             and chance.spread == pytest.approx(np.std(scores, ddof=1) / 100)
         )
-        assert "differ between models" in ranking.headline(each)
+        assert "differ between models" in ranking.headline(result)
 
 
-def test_a_recovered_plan_is_not_compared_with_random_plans_that_are_not() -> None:
-    [found] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
-    assert found.rows["chance"].eq("").all()
+def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
+    [result] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
+    assert result.rows["chance"].eq("").all()
 
 
-def test_the_number_of_random_plans_that_would_show_the_best_plan_is_the_smallest_that_does() -> (
-    None
-):
+def test_needed_random_plans_are_the_smallest_number() -> None:
     scores = np.array([0.2, 0.3, 0.4])
     plans = chance_of(scores).plans_needed(0.65, 10)
     assert plans is not None
@@ -390,24 +409,24 @@ def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparis
         UNPRUNED,
         *(cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5)),
     ]
-    found = comparison_of(
+    compared = comparison_of(
         cells, {"gsm8k": [first(count, 60) for count in (60, *CHANCE, *range(8, 13))]}
     )
     axes = Figure().subplots()
-    of_ratio = list(by_ratio(found.cells))[1:]
-    [patch] = draw_chance(axes, found, ("gsm8k",))
+    of_ratio = list(by_ratio(compared.cells))[1:]
+    [patch] = draw_chance(axes, compared, ("gsm8k",))
     [path] = axes.collections[0].get_paths()
-    scores = [random_scores(found, of, ("gsm8k",))["expert", "none"] for _, of in of_ratio]
+    scores = [random_scores(compared, of, ("gsm8k",))["expert", "none"] for _, of in of_ratio]
     bands = [
         (100 * ratio, end)
-        for (ratio, _), own in zip(of_ratio, scores, strict=True)
-        for end in band(own)
+        for (ratio, _), score in zip(of_ratio, scores, strict=True)
+        for end in band(score)
     ]
     assert set(bands) == set(map(tuple, path.vertices)) and patch.get_label()
     assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
 
 
-def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(
+def test_plans_are_matched_by_seed_or_single(
     several: Comparison,
 ) -> None:
     # REAP 50, 48 and EAN 51, 47, of which seed 2 comes first
@@ -417,8 +436,10 @@ def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(
     assert against_one.value == pytest.approx(25 / 60)
     plans = (("reap", 1), ("reap", 2), ("ean", 7), ("ean", 8), ("ean", 9))
     axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans)]
-    other = comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 40, 38, 0)]})
-    assert other.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), (
+    same_study = comparison_of(
+        axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 40, 38, 0)]}
+    )
+    assert same_study.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), (
         "without common seeds, in their order"
     )
 
@@ -427,13 +448,15 @@ def test_models_are_random_effects() -> None:
     """Two methods: the studentised range is a t-test of differences, with the freedom of models."""
     scores = {"a": (30, 20), "b": (40, 31), "c": (36, 20)}
     axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2))]
-    made = []
+    compared = []
     for model, (reap, ean) in scores.items():
         outcomes = [first(count, 60) for count in (60, reap, reap, ean, ean)]
-        made.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
-    rounded = made[0].all_cells["removed_words"].replace("50 %", "46.9 % (50 % requested)")
-    made[0] = replace(made[0], all_cells=made[0].all_cells.assign(removed_words=rounded))
-    *_, together = ranking.rankings(made)
+        compared.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
+    rounded = compared[0].all_cells["removed_words"].replace("50 %", "46.9 % (50 % requested)")
+    compared[0] = replace(
+        compared[0], all_cells=compared[0].all_cells.assign(removed_words=rounded)
+    )
+    *_, together = ranking.rankings(compared)
     assert (together.model, together.pruned) == (
         ranking.ALL_MODELS,
         "46.9 % (50 % requested) / 50 %",
@@ -444,7 +467,7 @@ def test_models_are_random_effects() -> None:
     assert row["behind"] == pytest.approx(differences.mean()) and row["verdict"] == "separated"
 
 
-def test_a_ranking_lists_and_draws_all_plans_with_the_best_at_the_top(several: Comparison) -> None:
+def test_ranking_lists_all_plans_best_first(several: Comparison) -> None:
     results = results_of(study_of(several), [several])
     [figure, table] = find("ranking").items(results)
     text = ranking.ranking_text(results.rankings)

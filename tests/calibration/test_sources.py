@@ -70,14 +70,14 @@ def written(path: Path, content: str | bytes) -> Path:
         ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
-def test_a_text_is_a_document_as_is_each_record(
+def test_texts_and_records_are_documents(
     tmp_path: Path, settings: Settings, name: str, content: str
 ) -> None:
     """Empty records are left out."""
     of_records = [Text(ONE["text"]), Text("two")]
     of_text = [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
-    found = read(settings(written(tmp_path / name, content)))
-    assert found == (of_records if "json" in name else of_text)
+    documents = read(settings(written(tmp_path / name, content)))
+    assert documents == (of_records if "json" in name else of_text)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_records_with_unread_parts_are_refused(
         ({"ids": {"a": "w3"}}, "{{ (m.ids or {}).values() | join }}", "w3"),
     ],
 )
-def test_a_template_gets_every_key_of_a_message(
+def test_template_gets_every_key_of_a_message(
     record: dict[str, Any],
     reads: str,
     text: str,
@@ -223,7 +223,7 @@ def test_a_template_gets_every_key_of_a_message(
 @pytest.mark.parametrize(
     "conversation", [{"messages": MESSAGES}, {"instruction": "w1", "output": "w2"}]
 )
-def test_a_template_gets_the_fields_of_a_record_that_it_reads(
+def test_template_gets_the_fields_of_a_record(
     conversation: dict[str, Any],
     record: dict[str, Any],
     reads: str,
@@ -276,7 +276,7 @@ def test_texts_of_one_word_that_are_not_read_are_reported(
     assert batches(source(*9 * [record], ignored=unread, **small), tokenizer).report["unread"] == []
 
 
-def test_a_list_that_is_read_in_some_messages_alone_is_refused(
+def test_list_that_is_read_in_some_messages_is_refused(
     tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
     template = BARE.replace(
@@ -323,7 +323,7 @@ def test_every_text_inside_documents_and_calls_is_read_or_refused(
 
 
 @pytest.mark.parametrize("tools", [[], "[]", None])
-def test_an_empty_list_of_tools_is_none(
+def test_empty_list_of_tools_is_none(
     tools: object, tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
     tokenizer = tokenizer_with("{% if tools is not none %}w9 {% endif %}" + BARE)
@@ -341,6 +341,18 @@ def test_the_name_of_a_message_is_read_or_refused(
         batches(source(*9 * [record]), tokenizer_with(BARE))
 
 
+def calling_record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """A record of a conversation in which a function is called."""
+    properties = {key: {"type": "w9"} for key in arguments}
+    call = {"function": {"name": name, "arguments": arguments}}
+    calling = {"role": "assistant", "tool_calls": [call]}
+    return {
+        "messages": [QUESTION, calling, {"role": "tool", "content": "w3"}],
+        "tools": [{"name": name, "parameters": {"properties": properties}}],
+        **others,
+    }
+
+
 def test_rows_of_the_hub_are_read_as_those_of_a_file(
     monkeypatch: pytest.MonkeyPatch,
     tokenizer_with: Callable[..., Any],
@@ -350,38 +362,22 @@ def test_rows_of_the_hub_are_read_as_those_of_a_file(
     """Arrow gives each record the keys of all, with null; an object without keys stays one."""
     import datasets
 
-    def record(name: str, arguments: dict[str, Any], **others: Any) -> dict[str, Any]:
-        tool = {
-            "name": name,
-            "parameters": {"properties": {key: {"type": "w9"} for key in arguments}},
-        }
-        calling = {
-            "role": "assistant",
-            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
-        }
-        return {
-            "messages": [QUESTION, calling, {"role": "tool", "content": "w3"}],
-            "tools": [tool],
-            **others,
-        }
-
     rows = [
-        record("w4", {"w5": "w6"}, text=None, chat_template_kwargs=None),
-        record("w7", {"w8": 1, "w9": ["a", None]}, chat_template_kwargs={"mode": "w3"}),
-        record("w4", {}),
+        calling_record("w4", {"w5": "w6"}, text=None, chat_template_kwargs=None),
+        calling_record("w7", {"w8": 1, "w9": ["a", None]}, chat_template_kwargs={"mode": "w3"}),
+        calling_record("w4", {}),
         {"text": "w1 w2"},
     ]
-    template = "{{ mode }}{{ tools | tojson }}{{ messages | tojson }}"
-    tokenizer = tokenizer_with(template)
+    tokenizer = tokenizer_with("{{ mode }}{{ tools | tojson }}{{ messages | tojson }}")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    of_hub, of_file = (read(chosen) for chosen in (settings("owner/set"), source(*rows)))
+    of_hub = read(settings("owner/set"))
+    of_file = read(source(*rows))
     assert of_hub == of_file and of_hub[-1] == Text("w1 w2")
     texts = [tokenize(document, tokenizer, special_tokens=False) for document in of_hub]
     assert texts == [tokenize(document, tokenizer, special_tokens=False) for document in of_file]
-    assert (
-        isinstance(of_hub[2], Chat)
-        and of_hub[2].messages[1]["tool_calls"][0]["function"]["arguments"] == {}
-    )
+    chat = of_hub[2]
+    assert isinstance(chat, Chat)
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
@@ -397,7 +393,7 @@ def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> N
         source(template="{answer}", field="answer")
 
 
-def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+def test_missing_file_error_names_a_near_one(tmp_path: Path) -> None:
     written(tmp_path / "general.jsonl", "x")
     for path, says in (
         (str(tmp_path / "genersl.jsonl"), r"does not exist: did you mean .*general\.jsonl\?"),
@@ -416,36 +412,50 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         assert locate(hub) is None
 
 
-def test_a_split_and_a_file_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings
+@pytest.fixture
+def hub_texts(settings: Settings) -> list[CalibrationConfig]:
+    """A split of a data set, and a file."""
+    return [
+        settings("owner/set", subset="raw", split="test"),
+        settings("hf://datasets/allenai/c4/en/part.json.gz"),
+    ]
+
+
+def test_splits_and_files_are_read_from_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hub_texts: list[CalibrationConfig]
 ) -> None:
     import datasets
     import huggingface_hub
 
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def giving(result: Any) -> Callable[..., Any]:
-        return lambda *given, **named: asked.append((*given, *named.values())) or result
+    def returning(result: Any) -> Callable[..., Any]:
+        return lambda *args, **arguments: requests.append((*args, *arguments.values())) or result
 
-    monkeypatch.setattr(datasets, "load_dataset", giving(datasets.Dataset.from_list([TWO])))
+    monkeypatch.setattr(datasets, "load_dataset", returning(datasets.Dataset.from_list([TWO])))
     file = written(tmp_path / "part.json.gz", lines(TWO))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", giving(str(file)))
-    chosen = (
-        settings("owner/set", subset="raw", split="test"),
-        settings("hf://datasets/allenai/c4/en/part.json.gz"),
-    )
-    for text in chosen:
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", returning(str(file)))
+    for text in hub_texts:
         assert read(text) == [Text("two")]
-    assert asked == [("owner/set", "raw", "test"), ("allenai/c4", "en/part.json.gz", "dataset")]
-    error = ConnectionError("Couldn't reach 'owner/set' on the Hub (OfflineModeIsEnabled)\nmore")
-    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=error))
-    for text in chosen:
+    assert requests == [
+        ("owner/set", "raw", "test"),
+        ("allenai/c4", "en/part.json.gz", "dataset"),
+    ]
+
+
+def test_text_that_the_hub_does_not_send_is_named(
+    monkeypatch: pytest.MonkeyPatch, hub_texts: list[CalibrationConfig]
+) -> None:
+    message = "Couldn't reach 'owner/set' on the Hub (OfflineModeIsEnabled)\nmore"
+    failing = Mock(side_effect=ConnectionError(message))
+    monkeypatch.setattr("datasets.load_dataset", failing)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", failing)
+    for text in hub_texts:
         with pytest.raises(
             UserError, match=r"could not be had from the hub \(Couldn't reach"
-        ) as caught:
+        ) as error:
             read(text)
-        assert "\n" not in str(caught.value) and text.path in str(caught.value)
+        assert "\n" not in str(error.value) and text.path in str(error.value)
 
 
 def measured_text(benchmark: BenchmarkConfig) -> str:
@@ -487,7 +497,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_what_is_no_text_is_refused(
+def test_binary_files_are_refused(
     tmp_path: Path, settings: Settings, name: str, content: bytes, line: int
 ) -> None:
     path = str(written(tmp_path / name, content))
@@ -496,13 +506,13 @@ def test_what_is_no_text_is_refused(
         match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b",
     ):
         first_record(settings(path))
-    (said,) = wrong_benchmarks(
+    (message,) = wrong_benchmarks(
         [BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})]
     )
-    assert f"suite.path={path} " in said and "UTF-8" in said
+    assert f"suite.path={path} " in message and "UTF-8" in message
 
 
-def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
+def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None:
     records = written(
         tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"})
     )
@@ -604,11 +614,11 @@ def test_calls_are_answers_as_whole_turns(
     tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
     tokenizer = tokenizer_with(READS_TOOLS)
-    one = source({"messages": CALLING, "tools": [TOOL]}, length=9, tokens=9, packing="none")
-    ((ids, _, answers),) = answer_batches(one, tokenizer, header=True)
+    settings = source({"messages": CALLING, "tools": [TOOL]}, length=9, tokens=9, packing="none")
+    ((ids, _, answers),) = answer_batches(settings, tokenizer, header=True)
     assert tokenizer.decode(ids[answers]) == "assistant w10 w12 w13 </s>"
     with pytest.raises(UserError, match=r"tool_calls.*header=true"):
-        answer_batches(one, tokenizer)
+        answer_batches(settings, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -675,7 +685,7 @@ def test_calls_are_answers_as_whole_turns(
         ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
     ],
 )
-def test_what_cannot_be_read(
+def test_unreadable_sources_are_refused(
     tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
@@ -701,7 +711,7 @@ ANSWER = {"role": "assistant", "content": "w2"}
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "role", "word"),
+    ("template", "messages", "role", "text"),
     [
         (SKIPS_SYSTEM, [{**SYSTEM, "content": "w2"}, QUESTION, ANSWER], "system", "w2"),
         (SKIPS_TOOLS, [QUESTION, ANSWER, {"role": "tool", "content": "w6"}], "tool", "w6"),
@@ -716,17 +726,17 @@ ANSWER = {"role": "assistant", "content": "w2"}
         ),
     ],
 )
-def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
+def test_template_that_omits_words_of_a_turn_is_refused(
     template: str,
     messages: list[Any],
     role: str,
-    word: str,
+    text: str,
     tokenizer_with: Callable[..., Any],
     source: Settings,
 ) -> None:
     records = [{"messages": [QUESTION, {**ANSWER, "content": "w7"}]}, {"messages": messages}]
     with pytest.raises(
-        UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"
+        UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(text)}"
     ):
         batches(source(*9 * records), tokenizer_with(template))
 
@@ -741,12 +751,10 @@ THOUGHTS = (
 
 
 @pytest.mark.parametrize("template", [MOVED, AS_JSON, TRIMMED, THOUGHTS])
-def test_a_template_may_write_all_words_in_another_way(
-    template: str, tokenizer_with: Callable[..., Any]
-) -> None:
-    said = {"role": "assistant", "content": ' w2\n"w3" \\w4\t</think>w5 \u00fc '}
+def test_template_may_rewrite_words(template: str, tokenizer_with: Callable[..., Any]) -> None:
+    reply = {"role": "assistant", "content": ' w2\n"w3" \\w4\t</think>w5 \u00fc '}
     assert tokenize(
-        Chat((SYSTEM, QUESTION, said, QUESTION)), tokenizer_with(template), special_tokens=False
+        Chat((SYSTEM, QUESTION, reply, QUESTION)), tokenizer_with(template), special_tokens=False
     )
 
 
@@ -760,7 +768,7 @@ DATED = (
 
 
 @pytest.mark.parametrize("dated", DATED)
-def test_a_template_writes_the_date_of_the_model_and_not_todays(
+def test_template_writes_the_date_of_the_model(
     dated: str, tokenizer_with: Callable[..., Any], source: Settings, tmp_path: Path
 ) -> None:
     model = ModelConfig("m", str(tmp_path / "model"), date="2024-12-31")

@@ -91,8 +91,8 @@ def test_distillation_loss_is_the_divergence_from_the_teacher(
 ) -> None:
     teacher = tiny.build(name)
     model = tiny.build(name, seed=1)
-    named = {"teacher": teacher, "temperature": temperature}
-    loss = distillation_loss(model, *unlearnt_span(), **named)
+    arguments = {"teacher": teacher, "temperature": temperature}
+    loss = distillation_loss(model, *unlearnt_span(), **arguments)
     expected = 0.0
     for _, (p, q) in learnt_tokens([teacher, model], temperature):
         expected += temperature**2 * float((p * (p / q).log()).sum())
@@ -191,7 +191,7 @@ def test_student_is_the_pruned_model_with_its_routers(
 def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
     model = tiny.build("olmoe", dtype=torch.bfloat16, num_hidden_layers=1)
     settings = RecoveryConfig(**ROUTERS, router_learning_rate=1e-5, epochs=1)
-    before = router_weight(routed_layers(model)[0]).weight.clone()
+    original = router_weight(routed_layers(model)[0]).weight.clone()
     with trained_routers(model, None) as student:
         (parameter,) = student.parameters["routers"].values()
         loss = functools.partial(
@@ -200,10 +200,10 @@ def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
         run = {"loss": loss, "rows_at_once": 2, "partial": tmp_path, "seed": 0}
         train(student.model, student.parameters, rows(), settings, **run)
         (changed,) = student.changed().values()
-        moved = (parameter.detach() - before).abs()
+        moved = (parameter.detach() - original).abs()
     assert parameter.dtype == torch.float32 and changed.dtype == torch.bfloat16
     assert 1e-6 < float(moved.max()) < 4e-5 and float((moved > 0).float().mean()) > 0.9
-    assert float((changed != before).float().mean()) < 0.1
+    assert float((changed != original).float().mean()) < 0.1
     assert torch.equal(changed, parameter.detach().bfloat16())
 
 
@@ -465,8 +465,8 @@ def test_killed_fit_resumes_with_the_same_result(
     calls = tiny.count_calls(monkeypatch, Observer, "read")
     run(model, tmp_path / "cut")
     assert len(calls) == 4 - 2
-    whole, cut = (tmp_path / name / "tuned.safetensors" for name in ("whole", "cut"))
-    assert whole.read_bytes() == cut.read_bytes()
+    complete, resumed = (tmp_path / name / "tuned.safetensors" for name in ("whole", "cut"))
+    assert complete.read_bytes() == resumed.read_bytes()
 
 
 def test_plans_and_texts_that_cannot_be_fitted_are_refused(

@@ -191,7 +191,7 @@ def test_merged_weight_is_that_of_peft(twins: Twins) -> None:
         assert float((weight - twins.theirs.get_base_layer().weight).abs().max()) < 1e-10
 
 
-def test_a_row_of_zeros_stays() -> None:
+def test_dora_keeps_a_row_of_zeros() -> None:
     weight = torch.zeros(2, 3)
     weight[0] = 1
     adapter = Dora(weight, rank=1, scaling=1.0)
@@ -412,7 +412,7 @@ def test_identity_lacks_name_and_bits(recovery: RecoveryConfig) -> None:
         ({"path": "schedule.json", "replacement": "m_smoe"}, 0.5, None),
     ],
 )
-def test_a_fit_needs_merging(
+def test_fit_needs_merged_experts(
     tmp_path: Path, allocation: dict[str, Any], ratio: float, sentence: str | None
 ) -> None:
     Plan({0: LayerPlan(2, (0, 1), numpy.ones((2, 4), dtype=bool))}).save(tmp_path / "dropping.json")

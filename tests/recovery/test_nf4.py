@@ -59,7 +59,9 @@ def dequantized(model: Any, original: Any) -> Any:
 
 @pytest.mark.parametrize("shape", [(64, 128), (48, 32), (64, 96), (7, 9), (300, 64), (1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_nf4_error_is_at_most_half_the_widest_gap(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     # rows that end inside a block (32, 96 and 9 columns) are what the CPU kernel of bitsandbytes
     # gets wrong
     # half of the widest gap between two values of NF4 (QLoRA, appendix E)
@@ -108,22 +110,22 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
         recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4)
     )
     result = tiny.logits(stored)
-    before = tiny.logits(plain)
+    expected = tiny.logits(plain)
     assert torch.equal(result, tiny.logits(dequantized(stored, plain)))
-    assert 1e-3 < float((result - before).abs().max()) < 8
-    left = {key for key in stored.state_dict() if "packed" not in key}
+    assert 1e-3 < float((result - expected).abs().max()) < 8
+    names = {key for key in stored.state_dict() if "packed" not in key}
     assert {
         key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key
-    } <= left
+    } <= names
     assert any(isinstance(module, RaggedExperts) for module in stored.modules()) == bool(ragged)
     assert storage(stored)["experts"] < storage(plain)["experts"] / (7 if ragged else 5)
 
 
-def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:
+def test_quantisation_is_repeatable_and_leaves_its_input() -> None:
     model = tiny.build("deepseek_v3")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    original = {key: value.clone() for key, value in model.state_dict().items()}
     once, again = (recovered(model, None, bits=4, modules=PARTS[:2], tuned=None) for _ in range(2))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
     states = once.state_dict(), again.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
@@ -139,7 +141,7 @@ def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:
     } <= shared
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes: pip install 'moe-lab\[quantisation\]'"):
         check(RecoveryConfig(name="nf4", bits=4))
@@ -217,14 +219,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         if case == "dora_nf4_ragged":
             shutil.copytree(source / "natural", source.parent / "ragged")
-        out = rewrite(source / "natural", changes, root / case)
+        case_folder = rewrite(source / "natural", changes, root / case)
         network = recovered(model, plan, bits=bits, modules=modules, tuned=files)
         with torch.no_grad():
             expected = {"logits": network(input_ids=tiny.tokens()).logits.contiguous()}
         for path, module in network.named_modules():
             if type(module).__name__ == "FourBitLinear":
                 expected[path] = module.weight()
-        save_file(expected, out / "expected.safetensors")
+        save_file(expected, case_folder / "expected.safetensors")
     read_alone(WITHOUT_MOE_LAB, root)
     return root
 
@@ -315,11 +317,11 @@ def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:
+def test_export_of_ragged_experts_is_quantised(folders: Path) -> None:
     """Its experts are a class of the code beside it, not the one in this package."""
     model = load_model(
         ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True)
     )[0]
-    before = storage(model)["experts"]
+    bytes_before = storage(model)["experts"]
     quantize(model, ["experts"])
-    assert storage(model)["experts"] < before / 7
+    assert storage(model)["experts"] < bytes_before / 7

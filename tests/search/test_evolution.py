@@ -48,7 +48,7 @@ def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
         ]
         for count, few, step in zip(problem.n_experts, problem.fewest, problem.steps, strict=True)
     ]
-    return [each for each in product(*choices) if sum(each) == problem.budget]
+    return [counts for counts in product(*choices) if sum(counts) == problem.budget]
 
 
 @st.composite
@@ -72,15 +72,15 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
     except UserError as error:
         assert not expected
         if "nearest feasible" in str(error):
-            named = str(error).split(": ")[2].split(" is the nearest")[0].split(" or ")
-            for budget in map(int, named):
+            ratios = str(error).split(": ")[2].split(" is the nearest")[0].split(" or ")
+            for budget in map(int, ratios):
                 assert enumerated(
                     Problem(problem.n_experts, problem.fewest, problem.steps, budget), granularity
                 )
         return
     assert space.size == len(expected)
     assert [space.nth(number) for number in range(space.size)] == expected
-    assert [space.schedule(space.units_removed(each)) for each in expected] == expected
+    assert [space.schedule(space.units_removed(schedule)) for schedule in expected] == expected
 
 
 @pytest.mark.parametrize("granularity", [1, 2])
@@ -117,7 +117,9 @@ def test_counts_are_exact_beyond_fp64() -> None:
         (Problem((8, 8), (2, 2), (2, 3), 4), 1, r"multiples of \[2, 3\] in different layers"),
     ],
 )
-def test_what_cannot_be_is_said(problem: Problem, granularity: int, message: str) -> None:
+def test_impossible_search_spaces_are_refused(
+    problem: Problem, granularity: int, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         problem.space(granularity)
 
@@ -165,9 +167,9 @@ def test_patterns_as_computed_by_hand() -> None:
     for name, expected in BY_HAND.items():
         assert pattern(name, space(8, 16, 2, 32), Generator(PCG64(0))) == expected, name
     weights = [float(value) + 1e-4 for value in Generator(PCG64(3)).random(8)]
-    found = pattern("random", space(8, 16, 2, 32), Generator(PCG64(3)))
+    plans = pattern("random", space(8, 16, 2, 32), Generator(PCG64(3)))
     shares = [32 * weight / sum(weights) for weight in weights]
-    assert all(abs(lost - share) < 1 for lost, share in zip(found, shares, strict=True))
+    assert all(abs(lost - share) < 1 for lost, share in zip(plans, shares, strict=True))
 
 
 def test_projections_with_caps_and_in_pairs() -> None:
@@ -221,9 +223,9 @@ def run(
         seen.update(schedules)
         return [fitness(schedule) for schedule in schedules]
 
-    found = evolve(problem.space(settings.granularity), settings, evaluate)
-    assert found.counts["evaluated"] == len(seen)
-    return found
+    result = evolve(problem.space(settings.granularity), settings, evaluate)
+    assert result.counts["evaluated"] == len(seen)
+    return result
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -232,22 +234,22 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
     best = max(map(fitness, enumerated(problem, granularity)))
-    found = run(
+    result = run(
         problem,
         SearchSettings(granularity=granularity, generations=30, population=16, seed=seed),
         fitness,
     )
-    assert found.fitness == best == fitness(found.best)
+    assert result.fitness == best == fitness(result.best)
 
 
 def test_history_says_who_the_parents_and_elites_were() -> None:
-    found = run(
+    result = run(
         TINY["equal"][0], SearchSettings(granularity=1, generations=6, population=16), rugged(1)
     )
     known: dict[Schedule, float] = {}
     elites: list[Schedule] = []
-    for generation in range(found.counts["generations"]):
-        rows = [row for row in found.history if row["generation"] == generation]
+    for generation in range(result.counts["generations"]):
+        rows = [row for row in result.history if row["generation"] == generation]
         for row in rows:
             schedule = tuple(row["schedule"])
             assert row["evaluated"] == (schedule not in known)
@@ -256,15 +258,15 @@ def test_history_says_who_the_parents_and_elites_were() -> None:
             assert (row["parent"] is None) == (generation == 0)
             if generation:
                 assert tuple(row["parent"]) in elites and row["origin"] == "mutation"
-        elites = sorted(known, key=lambda each: -known[each])[:4]
+        elites = sorted(known, key=lambda known_schedule: -known[known_schedule])[:4]
         assert all(row["elite"] == (tuple(row["schedule"]) in elites) for row in rows)
-    assert found.best == elites[0] and found.fitness == known[elites[0]]
+    assert result.best == elites[0] and result.fitness == known[elites[0]]
 
 
 def test_the_search_ends_when_everything_is_known() -> None:
     problem = Problem((4, 4), (2, 2), (1, 1), 2)
-    found = run(problem, SearchSettings(granularity=1), rugged(0))
-    assert found.counts == {"generations": 1, "made": 32, "evaluated": 3, "known": 29}
+    result = run(problem, SearchSettings(granularity=1), rugged(0))
+    assert result.counts == {"generations": 1, "made": 32, "evaluated": 3, "known": 29}
 
 
 def test_mutations_are_one_to_three_even_transfers() -> None:
@@ -287,7 +289,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
     )
 
 
-def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
+def test_transfer_equals_resampling_until_feasible() -> None:
     problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
     space = problem.space(1)
     random = Generator(PCG64(5))
@@ -295,7 +297,7 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     how = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
     children = [
-        [lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)]
+        [lost - size * (index == a) + size * (index == b) for index, lost in enumerate(parent)]
         for a, b, size in pairs
     ]
     expected = {tuple(child) for child in children if min(child) >= 0 and max(child) <= 6}
@@ -305,7 +307,7 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "given"),
+    ("field", "values"),
     [
         ("population", {"population": 0}),
         ("generation", {"generation": 3}),
@@ -314,9 +316,9 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
         ("shift=false", {"fitness": "nll", "shift": False}),
     ],
 )
-def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(named)}\b"):
-        parse(given)
+def test_settings_that_cannot_work(field: str, values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(field)}\b"):
+        parse(values)
 
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
@@ -327,20 +329,20 @@ def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
         )
 
 
-def test_a_search_of_the_papers_and_what_its_bookkeeping_costs() -> None:
+def test_search_of_the_paper_has_little_overhead() -> None:
     """Up to 1,404 evaluations on Qwen3's 48 x 128 experts in 50 generations."""
     sizes: list[int] = []
 
     def evaluate(schedules: Sequence[Schedule]) -> list[float]:
         sizes.append(len(schedules))
-        return [float(sum(a * b for a, b in enumerate(each))) for each in schedules]
+        return [float(sum(a * b for a, b in enumerate(schedule))) for schedule in schedules]
 
     with within(2):
-        found = evolve(PAPER.space(2), SearchSettings(), evaluate)
+        result = evolve(PAPER.space(2), SearchSettings(), evaluate)
     assert (
-        len(sizes) == 50 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
+        len(sizes) == 50 == result.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
     )
-    assert len(found.history) == 32 + 49 * 28 == found.counts["made"]
-    assert 1300 < found.counts["evaluated"] == sum(sizes) <= 1404
-    assert [row["origin"] for row in found.history[:12]] == list(PATTERNS)
-    assert {row["origin"] for row in found.history[12:32]} == {"uniform_feasible"}
+    assert len(result.history) == 32 + 49 * 28 == result.counts["made"]
+    assert 1300 < result.counts["evaluated"] == sum(sizes) <= 1404
+    assert [row["origin"] for row in result.history[:12]] == list(PATTERNS)
+    assert {row["origin"] for row in result.history[12:32]} == {"uniform_feasible"}

@@ -2,7 +2,9 @@
 in fp64."""
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import naive
@@ -36,29 +38,54 @@ SOFTMAX_ROUTERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def observed() -> Callable[[str], Any]:
+    """Statistics by layer of a model, computed once."""
+    return functools.cache(lambda name: naive.observed(naive.model(name), ForwardHook))
+
+
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
-    """And the model computes the same, to the bit, while it is observed and afterwards."""
-    model = naive.model(name)
-    layers = naive.observed(model, ForwardHook)
-    assert not any(are_replaced(layer) for layer in moe_layers(model))
+def test_observed_model_is_left_as_it_was(name: str, observed: Callable[[str], Any]) -> None:
+    """And computes the same, to the bit, while it is observed."""
+    layers = observed(name)
+    assert not any(are_replaced(layer) for layer in moe_layers(naive.model(name)))
     assert layers.keys() == naive.routed(name).keys()
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_statistics_are_those_of_each_expert_alone(
+    name: str, observed: Callable[[str], Any]
+) -> None:
     for index, seen in naive.routed(name).items():
-        named = layers[index]
-        assert all(tensor.dtype == torch.float64 for tensor in named.values())
-        assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
-        softmax = {gate for gate in ("full_softmax", "double_softmax") if f"sums_{gate}" in named}
+        tensors = observed(name)[index]
+        assert all(tensor.dtype == torch.float64 for tensor in tensors.values())
+        assert tensors["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
+        check_columns(tensors, seen)
+        check_ala(tensors, seen)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_sums_of_gates_are_moments_of_each_expert(
+    name: str, observed: Callable[[str], Any]
+) -> None:
+    for index, seen in naive.routed(name).items():
+        tensors = observed(name)[index]
+        softmax = {gate for gate in ("full_softmax", "double_softmax") if f"sums_{gate}" in tensors}
         assert softmax == ({"full_softmax", "double_softmax"} if name in SOFTMAX_ROUTERS else set())
         for gate in GATES:
-            if f"sums_{gate}" in named:
+            if f"sums_{gate}" in tensors:
                 expected = torch.stack([moments(expert, gate) for expert in seen.experts])
-                assert naive.relative(named[f"sums_{gate}"], expected) < 1e-5
+                assert naive.relative(tensors[f"sums_{gate}"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_router_entropies_are_counted_in_bins(name: str, observed: Callable[[str], Any]) -> None:
+    for index, seen in naive.routed(name).items():
         shares = seen.logits[seen.valid].softmax(-1)
         entropies = -shares.xlogy(shares).sum(-1) / math.log(shares.shape[1])
         bins = (entropies * ENTROPY_BINS).long().clamp(max=ENTROPY_BINS - 1)
-        assert named["router_entropy"].tolist() == bins.bincount(minlength=ENTROPY_BINS).tolist()
-        check_columns(named, seen)
-        check_ala(named, seen)
+        counts = observed(name)[index]["router_entropy"].tolist()
+        assert counts == bins.bincount(minlength=ENTROPY_BINS).tolist()
 
 
 def moments(expert: naive.Served, gate: str) -> torch.Tensor:
@@ -67,15 +94,15 @@ def moments(expert: naive.Served, gate: str) -> torch.Tensor:
     return torch.stack([torch.stack([(g**a * norm**b).sum() for b in range(3)]) for a in range(3)])
 
 
-def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+def check_columns(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
     for j, expert in enumerate(seen.experts):
         if len(expert.token) == 0:
-            assert named["output_abs_max"][j] == 0
+            assert tensors["output_abs_max"][j] == 0
             continue
-        assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(
+        assert (tensors["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(
             dim=-1
         ).sum()
-        assert naive.relative(named["output_abs_max"][j], expert.f.abs().max()) < 1e-5
+        assert naive.relative(tensors["output_abs_max"][j], expert.f.abs().max()) < 1e-5
         for prefix, gate in (
             ("", 1),
             ("gate_", expert.gate),
@@ -84,19 +111,19 @@ def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
             phi = expert.phi * torch.as_tensor(gate).reshape(-1, 1)
             for name, expected in (("square", phi.square().sum(0)), ("max", phi.abs().amax(0))):
                 # a channel may be a difference of large numbers: relative to the expert's largest
-                error = (named[f"{prefix}channel_{name}"][j] - expected).abs().max()
+                error = (tensors[f"{prefix}channel_{name}"][j] - expected).abs().max()
                 assert error < 1e-5 * expected.max(), (prefix, name)
 
 
-def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+def check_ala(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
     energy = seen.stream.square().sum(-1) + 1e-6
     loss = (seen.mixed.square().sum(-1) / energy)[seen.valid].sum()
-    assert naive.relative(named["layer_loss"], loss) < 1e-5
+    assert naive.relative(tensors["layer_loss"], loss) < 1e-5
     for j, expert in enumerate(seen.experts):
         terms = expert.gate * (expert.f * seen.mixed[expert.token]).sum(-1) / energy[expert.token]
         second = expert.gate.square() * expert.f.square().sum(-1) / energy[expert.token]
-        assert abs(named["ala_first"][j] - terms.sum()) <= 1e-5 * terms.abs().sum()
-        assert naive.relative(named["ala_second"][j], second.sum()) < 1e-5
+        assert abs(tensors["ala_first"][j] - terms.sum()) <= 1e-5 * terms.abs().sum()
+        assert naive.relative(tensors["ala_second"][j], second.sum()) < 1e-5
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -106,18 +133,18 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
     change."""
     layers = naive.observed(naive.model(name, torch.bfloat16), ForwardHook)
     for index, seen in naive.routed(name, torch.bfloat16).items():
-        named = layers[index]
-        assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
+        tensors = layers[index]
+        assert tensors["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
         expected = torch.stack([moments(expert, "model") for expert in seen.experts])
-        assert naive.relative(named["sums_model"], expected) < 4 * 2**-8
+        assert naive.relative(tensors["sums_model"], expected) < 4 * 2**-8
         for j, expert in enumerate(seen.experts):
             squares = (expert.phi * expert.gate[:, None]).square().sum(0)
             assert (
-                (named["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()
+                (tensors["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()
             ).all()
 
 
-def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token() -> None:
+def test_softmax_routers_are_recognised_by_gates() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     for k in (1, 3):
         p, index = logits.softmax(-1).topk(k)
@@ -126,9 +153,8 @@ def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token()
         assert not is_softmax(logits, index, torch.full_like(p, torch.nan))
 
 
-def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
-    """Nor masked while they are observed: a hook computes the experts of the whole model. Nor under
-    another mask."""
+def test_masked_channels_are_not_observed() -> None:
+    """A hook computes the experts of the whole model."""
     model = naive.model("olmoe")
     plan = random_plan(model, "one width", share=1)
     with (
@@ -137,6 +163,12 @@ def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
         Observer(model, ForwardHook),
     ):
         pass
+    assert not any(are_replaced(layer) for layer in moe_layers(model))
+
+
+def test_observed_channels_are_not_masked() -> None:
+    model = naive.model("olmoe")
+    plan = random_plan(model, "one width", share=1)
     with (
         Observer(model, ForwardHook),
         pytest.raises(RuntimeError, match=r"model\.layers\.0"),
@@ -144,6 +176,10 @@ def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
     ):
         pass
     assert not any(are_replaced(layer) for layer in moe_layers(model))
+
+
+def test_observer_refuses_the_mask_of_another_batch() -> None:
+    model = naive.model("olmoe")
     ids, valid = naive.batch()
     with (
         Observer(model, ForwardHook) as observer,
@@ -198,13 +234,13 @@ def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
     model = tiny.build("olmoe")
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     layers = naive.observed(model, ForwardHook)
-    assert ["shift_weighted" in named for named in layers.values()] == [True, False, True]
+    assert ["shift_weighted" in tensors for tensors in layers.values()] == [True, False, True]
     with pytest.raises(UserError, match=r"layer 1 has no shift_weighted for criterion=easy_ep"):
         criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(name: str) -> None:
+def test_similarity_statistics_read_every_valid_token(name: str) -> None:
     """Against every expert run by hand on every token in fp64."""
     model = naive.model(name, torch.float64)
     layers = naive.observed(model, SimilarityHook)
@@ -239,20 +275,32 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     layer = layers[-1]
     seen = naive.routed(name)[layer.index]
     hidden = seen.block_input.double()
-    everything = {each.index: tuple(range(each.n_experts)) for each in layers}
+    every_expert = {moe_layer.index: tuple(range(moe_layer.n_experts)) for moe_layer in layers}
     with torch.no_grad():
-        whole = naive.block(layer, hidden)
+        unpruned = naive.block(layer, hidden)
         for expert in range(layer.n_experts):
-            kept = tuple(other for other in range(layer.n_experts) if other != expert)
+            retained = tuple(index for index in range(layer.n_experts) if index != expert)
             plan = Plan.of_experts(
-                {**everything, layer.index: kept},
-                {each.index: each.n_experts for each in layers},
+                {**every_expert, layer.index: retained},
+                {moe_layer.index: moe_layer.n_experts for moe_layer in layers},
                 {},
             )
             with mask(wide, plan):
-                lost = whole - naive.block(layer, hidden)
-            expected = lost[seen.experts[expert].token].norm(dim=-1).sum()
+                difference = unpruned - naive.block(layer, hidden)
+            expected = difference[seen.experts[expert].token].norm(dim=-1).sum()
             assert naive.relative(measured[layer.index]["damage"][expert], expected) < 1e-5, expert
+
+
+def every_output(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """(T, N, H) outputs of all experts for all tokens, in fp64."""
+    experts = copy.deepcopy(layer.experts).double()
+    gates = torch.ones(len(hidden), 1, dtype=torch.float64)
+    with torch.no_grad():
+        outputs = [
+            experts(hidden, torch.full_like(gates, expert, dtype=torch.long), gates)
+            for expert in range(layer.n_experts)
+        ]
+    return torch.stack(outputs, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")])
@@ -262,27 +310,17 @@ def test_damage_of_group_limited_routers(name: str) -> None:
     measured = gather(model, DamageHook, [naive.batch()]).layers
     layer = moe_layers(model)[-1]
     seen = naive.routed(name)[layer.index]
-    experts = copy.deepcopy(layer.experts).double()
     router: Any = layer.router
     hidden = seen.block_input.double().flatten(0, -2)
     logits = hidden @ router.weight.double().T
-    one = torch.ones(len(hidden), 1, dtype=torch.long)
-    k = layer.top_k
-    with torch.no_grad():
-        outputs = torch.stack(
-            [
-                experts(hidden, torch.full_like(one, e), one.double())
-                for e in range(layer.n_experts)
-            ],
-            1,
-        )
+    outputs = every_output(layer, hidden)
     expected = torch.zeros(layer.n_experts, dtype=torch.float64)
-    for t in seen.valid.nonzero().flatten().tolist():
-        chosen, whole = routed_by_hand(name, router, logits[t], set(), k)
-        assert chosen == set(seen.index[t].tolist())
+    for token in seen.valid.nonzero().flatten().tolist():
+        chosen, gates = routed_by_hand(name, router, logits[token], set(), layer.top_k)
+        assert chosen == set(seen.index[token].tolist())
         for expert in chosen:
-            _, without = routed_by_hand(name, router, logits[t], {expert}, k)
-            expected[expert] += ((whole - without) @ outputs[t]).norm()
+            _, without = routed_by_hand(name, router, logits[token], {expert}, layer.top_k)
+            expected[expert] += ((gates - without) @ outputs[token]).norm()
     assert naive.relative(measured[layer.index]["damage"], expected) < 1e-5
 
 
@@ -291,18 +329,19 @@ def routed_by_hand(
 ) -> tuple[set[int], torch.Tensor]:
     """Experts of one token, and gates (E,), by the papers of DeepSeek-V2 and V3."""
     size = len(logits) // router.num_group
-    left = [expert for expert in range(len(logits)) if expert not in removed]
+    remaining = [expert for expert in range(len(logits)) if expert not in removed]
     if sigmoid := name.startswith("deepseek_v3"):
         scores = logits.sigmoid()
         choice = scores + router.e_score_correction_bias.double()
         best = 2
     else:
         scores = torch.zeros_like(logits)
-        scores[left] = logits[left].softmax(-1)
+        scores[remaining] = logits[remaining].softmax(-1)
         choice = scores
         best = 1
     groups = [
-        [e for e in range(g * size, (g + 1) * size) if e in left] for g in range(router.num_group)
+        [e for e in range(g * size, (g + 1) * size) if e in remaining]
+        for g in range(router.num_group)
     ]
     worth = [
         sum(sorted((float(choice[e]) for e in group), reverse=True)[:best]) for group in groups
@@ -324,5 +363,5 @@ def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.M
         with Observer(model, DamageHook) as observer:
             assert torch.allclose(tiny.logits(model, ids), plain, atol=1e-4)
         sums.append(observer.layers())
-    for layer, named in sums[0].items():
-        assert torch.allclose(named["damage"], sums[1][layer]["damage"], rtol=1e-5)
+    for layer, tensors in sums[0].items():
+        assert torch.allclose(tensors["damage"], sums[1][layer]["damage"], rtol=1e-5)
