@@ -188,7 +188,7 @@ def _invariant(
         if scores["calibration"].nunique() < 2:
             continue
         layers = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        differences = {
+        differences: dict[object, np.ndarray] = {
             ratio: layer_differences(layers, ratio)
             for ratio in ratios.get(key["model"], overlap.RATIOS)
         }
