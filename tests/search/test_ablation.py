@@ -43,9 +43,9 @@ def naive_rises(
     Down projections are changed, in an fp64 copy, and the whole model reads the whole batch.
     """
     wide = copy.deepcopy(model).double()
-    whole = float(naive.loss(wide, ids, valid))
+    loss = float(naive.loss(wide, ids, valid))
     count = int((valid[:, :-1] & valid[:, 1:]).sum())
-    found = {}
+    rises_of = {}
     for layer in moe_layers(wide):
         parts = [
             tensor
@@ -55,20 +55,20 @@ def naive_rises(
         originals = [part.clone() for part in parts]
 
         def rise(
-            at: int | slice, factor: float, parts: Any = parts, originals: Any = originals
+            position: int | slice, factor: float, parts: Any = parts, originals: Any = originals
         ) -> float:
             for part in parts:
-                part[at] *= factor
+                part[position] *= factor
             changed = float(naive.loss(wide, ids, valid))
             for part, original in zip(parts, originals, strict=True):
                 part.copy_(original)
-            return (changed - whole) / count
+            return (changed - loss) / count
 
-        found[layer.index] = (
+        rises_of[layer.index] = (
             [rise(expert, 0.0) for expert in range(layer.n_experts)],
             rise(slice(None), 0.9),
         )
-    return found
+    return rises_of
 
 
 class Rises(NamedTuple):
@@ -127,8 +127,8 @@ def test_parts_do_not_matter(limit: str, value: int, monkeypatch: pytest.MonkeyP
     batches = [(ids, valid), (ids[:1, :9], torch.ones(1, 9, dtype=torch.bool))]
     together = ablate(model, batches).layers
     monkeypatch.setattr(device, limit, value)
-    for index, named in ablate(model, batches).layers.items():
-        assert torch.allclose(named["ablation"], together[index]["ablation"], atol=2e-6)
+    for index, tensors in ablate(model, batches).layers.items():
+        assert torch.allclose(tensors["ablation"], together[index]["ablation"], atol=2e-6)
 
 
 def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,36 +136,38 @@ def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device, "PASS_TOKENS", 1)
     run: list[int] = []
     for layer in moe_layers(model):
-        layer.block.register_forward_pre_hook(lambda module, given, at=layer.index: run.append(at))
+        layer.block.register_forward_pre_hook(
+            lambda module, args, position=layer.index: run.append(position)
+        )
     ids = tiny.tokens(1, 96)
     ablate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))])
     assert [run.count(index) for index in range(4)] == [1 + 8 * (index + 1) for index in range(4)]
 
 
-def test_a_killed_pass_goes_on_to_the_same_bits(
+def test_killed_ablation_resumes_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
-    whole = ablate(model, batches)
+    complete = ablate(model, batches)
 
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, ablation, "save_checkpoint", kill_at=5)
         ablate(model, batches, out=tmp_path)
     calls = tiny.count_calls(monkeypatch, ablation, "save_checkpoint")
-    rest = ablate(model, batches, out=tmp_path)
+    resumed = ablate(model, batches, out=tmp_path)
     assert len(calls) == 2
-    assert rest.header == whole.header
+    assert resumed.header == complete.header
     assert all(
-        torch.equal(rest.layers[at]["ablation"], whole.layers[at]["ablation"])
-        for at in whole.layers
+        torch.equal(resumed.layers[layer]["ablation"], complete.layers[layer]["ablation"])
+        for layer in complete.layers
     )
     ablate(model, batches[::-1], out=tmp_path)  # another text
     assert len(calls) == 8
 
 
-def test_what_gives_no_finite_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ablation_without_a_finite_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     for batches, says in (
@@ -206,27 +208,35 @@ def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ..
     ids, valid = naive.batch()
     entered: list[torch.Tensor] = []
     with layer.block.register_forward_pre_hook(
-        lambda module, given: entered.append(given[0].double())
+        lambda module, args: entered.append(args[0].double())
     ):
         model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
     wide = copy.deepcopy(model).double()
     layers = moe_layers(wide)
-    changed = next(each for each in layers if each.index == layer.index)
-    whole = naive.block(changed, entered[0])
+    changed = next(moe_layer for moe_layer in layers if moe_layer.index == layer.index)
+    unpruned = naive.block(changed, entered[0])
     errors = {}
-    everything = {each.index: tuple(range(each.n_experts)) for each in layers}
-    for kept in combinations(range(layer.n_experts), layer.n_experts - removed):
+    every_expert = {moe_layer.index: tuple(range(moe_layer.n_experts)) for moe_layer in layers}
+    for retained in combinations(range(layer.n_experts), layer.n_experts - removed):
         plan = Plan.of_experts(
-            {**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}
+            {**every_expert, layer.index: retained},
+            {moe_layer.index: moe_layer.n_experts for moe_layer in layers},
         )
         size = layer.n_experts // layer.n_group
         if (
-            len({sum(expert // size == group for expert in kept) for group in range(layer.n_group)})
+            len(
+                {
+                    sum(expert // size == group for expert in retained)
+                    for group in range(layer.n_group)
+                }
+            )
             > 1
         ):
             continue
         with mask(wide, plan):
-            errors[kept] = float((whole - naive.block(changed, entered[0]))[valid.flatten()].norm())
+            errors[retained] = float(
+                (unpruned - naive.block(changed, entered[0]))[valid.flatten()].norm()
+            )
     return errors
 
 
@@ -238,62 +248,62 @@ def reconstructed(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
-def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
+def test_streamed_ablation_equals_the_loaded_model(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
     expected = reconstructed(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out")
-    found = reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
-    assert found == expected
+    result = reconstruct(lambda hook: read(hook=hook), facts=facts(model), ratio=THIRD)
+    assert result == expected
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     model = tiny.build(name, **tiny.few_experts(name))
-    found = reconstructed(model, [naive.batch()], ratio=THIRD)
+    result = reconstructed(model, [naive.batch()], ratio=THIRD)
     layer = moe_layers(model)[-1]
     expected = brute_force(model, layer, layer.n_experts // 3)
     rows = {
-        tuple(kept): (error, chosen)
-        for index, kept, error, _, chosen in found.errors
+        tuple(retained): (error, chosen)
+        for index, retained, error, _, chosen in result.errors
         if index == layer.index
     }
     assert set(rows) == set(expected)
-    for kept, error in expected.items():
-        assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
-    best = found.retained[layer.index]
+    for retained, error in expected.items():
+        assert rows[retained][0] == pytest.approx(error, rel=2e-5, abs=1e-6), retained
+    best = result.retained[layer.index]
     assert (
         expected[best]
         <= min(expected.values()) * (1 + 2e-5) + 1e-6
         < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
     )
-    assert [kept for kept, (_, chosen) in rows.items() if chosen] == [best]
-    assert set(found.retained) == {each.index for each in moe_layers(model)}
+    assert [retained for retained, (_, chosen) in rows.items() if chosen] == [best]
+    assert set(result.retained) == {moe_layer.index for moe_layer in moe_layers(model)}
 
 
 def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
-    whole = reconstructed(model, [(ids, valid)], ratio=0.5)
+    complete = reconstructed(model, [(ids, valid)], ratio=0.5)
     # 7 tokens of outputs, 28 of products at once
     monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)
     parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
-    assert parts.retained == whole.retained
-    for one, other in zip(parts.errors, whole.errors, strict=True):
-        assert one[1] == other[1] and one[2] == pytest.approx(other[2], rel=1e-5)
+    assert parts.retained == complete.retained
+    for actual, expected in zip(parts.errors, complete.errors, strict=True):
+        assert actual[1] == expected[1] and actual[2] == pytest.approx(expected[2], rel=1e-5)
 
 
-def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -> None:
+def test_reconstruction_errors_are_shares_of_the_output() -> None:
     model = tiny.build("mixtral")
-    found = reconstructed(model, [naive.batch()], ratio=0.0)
-    assert all(kept == tuple(range(8)) for kept in found.retained.values())
-    assert [row[2] for row in found.errors] == [0.0] * 3
+    result = reconstructed(model, [naive.batch()], ratio=0.0)
+    assert all(retained == tuple(range(8)) for retained in result.retained.values())
+    assert [row[2] for row in result.errors] == [0.0] * 3
     layer = moe_layers(model)[-1]
     seen = naive.routed("mixtral")[layer.index]
-    whole = float(seen.mixed[seen.valid].norm())
+    norm = float(seen.mixed[seen.valid].norm())
     for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
         if index == layer.index:
-            assert relative == pytest.approx(error / whole, rel=1e-5)
+            assert relative == pytest.approx(error / norm, rel=1e-5)
 
 
 def test_subsets() -> None:
@@ -307,41 +317,52 @@ def test_subsets() -> None:
         (8, 4, 1, (0, 5)),
         (8, 4, 2, (0, 4)),
     ):
-        whole = retained_subsets(n, removed, groups)
+        subsets = retained_subsets(n, removed, groups)
         some = retained_subsets(n, removed, groups, protected)
-        assert some == [subset for subset in whole if set(protected) <= set(subset)]
+        assert some == [subset for subset in subsets if set(protected) <= set(subset)]
         assert len(some) == count_subsets(n, removed, groups, protected)
 
 
-def test_too_many_choices_are_refused() -> None:
-    layers = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
-    grouped = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
-    protected = {
-        0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}
-    }
-    for facts, ratio, limit, named in (
+PLAIN_LAYER = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
+GROUPED_LAYER = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
+PROTECTED_LAYER = {
+    0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "ratio", "limit", "message"),
+    [
         (
-            layers,
+            PLAIN_LAYER,
             0.5,
             10_000,
             r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest",
         ),
-        (grouped, 0.25, 255, r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"),
-        (protected, 0.5, 14, r" 15 choices .* 0.249 is the largest"),
-        (layers, 0.5, 0, "limit=0"),
-        (layers, 0.92, 10_000, r"ratio=0.92: .* layer 0"),
-    ):
-        with pytest.raises(UserError, match=named):
-            check_removals(facts, ratio, limit=limit)
-    assert check_removals(layers, 0.046) == {0: 2} and math.comb(64, 2) < 10_000 < math.comb(64, 3)
-    assert check_removals(grouped, 0.25, limit=256) == {3: 4}
+        (GROUPED_LAYER, 0.25, 255, r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"),
+        (PROTECTED_LAYER, 0.5, 14, r" 15 choices .* 0.249 is the largest"),
+        (PLAIN_LAYER, 0.5, 0, "limit=0"),
+        (PLAIN_LAYER, 0.92, 10_000, r"ratio=0.92: .* layer 0"),
+    ],
+)
+def test_too_many_choices_are_refused(
+    layers: dict[int, Any], ratio: float, limit: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_removals(layers, ratio, limit=limit)
 
 
-def test_a_router_that_cannot_be_repeated_is_refused() -> None:
+def test_choices_within_the_limit_are_allowed() -> None:
+    assert check_removals(PLAIN_LAYER, 0.046) == {0: 2}
+    assert math.comb(64, 2) < 10_000 < math.comb(64, 3)
+    assert check_removals(GROUPED_LAYER, 0.25, limit=256) == {3: 4}
+
+
+def test_router_that_cannot_be_repeated_is_refused() -> None:
     model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(
-            lambda module, given: (given[0], given[1], given[2] * 0.5)
+            lambda module, args: (args[0], args[1], args[2] * 0.5)
         )
     for read in (partial(gather, hook=DamageHook), partial(reconstructed, ratio=0.5)):
         with pytest.raises(
@@ -350,7 +371,7 @@ def test_a_router_that_cannot_be_repeated_is_refused() -> None:
             read(model, batches=[naive.batch()])
 
 
-def test_an_expert_that_gives_nan_is_named() -> None:
+def test_expert_that_gives_nan_is_named() -> None:
     model = tiny.build("mixtral")
     moe_layers(model)[1].experts.down_proj[5] = float("nan")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="NaN or Inf in layer 1, expert 5"):

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as parquet
 import pytest
@@ -66,10 +66,12 @@ def answer_rows(rows: int = 6, length: int = 12, batch: int = 2) -> list[tuple[t
     ids = torch.randint(3, tiny.VOCABULARY, (rows, length), generator=generator)
     end = torch.randint(length // 2 + 1, length + 1, (rows, 1), generator=generator)
     begin = torch.randint(1, length // 2, (rows, 1), generator=generator)
-    place = torch.arange(length)[None]
-    valid = place < end
+    positions = torch.arange(length)[None]
+    valid = positions < end
     return list(
-        zip(*(part.split(batch) for part in (ids, valid, valid & (place >= begin))), strict=True)
+        zip(
+            *(part.split(batch) for part in (ids, valid, valid & (positions >= begin))), strict=True
+        )
     )
 
 
@@ -104,12 +106,14 @@ def plainly(
                 q = model(ids, attention_mask=valid.long()).logits.double().softmax(-1)
         for row in range(len(ids)):
             values = []
-            for place in range(ids.shape[1] - 1):
-                if answers[row, place + 1]:
-                    one = p[row, place].tolist()
-                    other = q[row, place].tolist()
+            for position in range(ids.shape[1] - 1):
+                if answers[row, position + 1]:
+                    true = p[row, position].tolist()
+                    estimated = q[row, position].tolist()
                     values.append(
-                        naive(name, one, other, int(ids[row, place + 1]), float(draws[used]))
+                        naive(
+                            name, true, estimated, int(ids[row, position + 1]), float(draws[used])
+                        )
                     )
                     used += 1
             means.append(sum(values) / len(values))
@@ -119,26 +123,22 @@ def plainly(
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_shortcuts_change_nothing(name: str) -> None:
     model = tiny.build(name)
-    ids = tiny.tokens()
-    before = model(ids).logits
+    original = tiny.logits(model)
     plans = make_plans(model)
     rows = answer_rows()
     candidates = Candidates(model, plans, rows, SearchSettings(seed=0))
     schedules = some_schedules(plans)
-    early = schedules[: len(schedules) // 2]
-    late = schedules[len(schedules) // 2 :]
-    found = candidates.evaluate(early) + candidates.evaluate(late)
+    half = len(schedules) // 2
+    results = candidates.evaluate(schedules[:half]) + candidates.evaluate(schedules[half:])
     expected = [
         plainly(model, plans, schedule, rows, "esap", torch.zeros(999)) for schedule in schedules
     ]
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert len(set(found)) == len(schedules)
-    assert candidates.cost.forwards < 0.85 * len(
-        schedules
-    ) and candidates.cost.full == pytest.approx(1)
-    assert torch.equal(model(ids).logits, before) and not any(
-        "forward" in vars(each) for each in model.modules()
-    )
+    assert results == pytest.approx(expected, abs=1e-6)
+    assert len(set(results)) == len(schedules)
+    cost = candidates.cost
+    assert cost.forwards < 0.85 * len(schedules) and cost.full == pytest.approx(1)
+    assert torch.equal(tiny.logits(model), original)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_prefixes_are_computed_once() -> None:
@@ -147,10 +147,10 @@ def test_prefixes_are_computed_once() -> None:
     runs = []
     candidates = Candidates(model, make_plans(model), answer_rows(), SearchSettings(seed=0))
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda module, given, at=number: runs.append(at))
+        layer.mlp.register_forward_pre_hook(lambda module, args, index=number: runs.append(index))
     candidates.evaluate(list(itertools.product((0, 4), repeat=3)))
     assert candidates.cost.forwards == pytest.approx((2 + 4 + 8) / 3)
-    assert [runs.count(layer) for layer in range(3)] == [3 * (1 + each) for each in (2, 4, 8)]
+    assert [runs.count(layer) for layer in range(3)] == [3 * (1 + count) for count in (2, 4, 8)]
 
 
 @pytest.mark.parametrize("fitness", sorted(POSITION_FITNESS))
@@ -170,8 +170,8 @@ def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
     expected = [plainly(model, plans, schedule, rows, fitness, luck) for schedule in schedules]
     for size in (1, 2, 6):
         settings = SearchSettings(fitness=fitness, seed=7)
-        found = Candidates(model, plans, answer_rows(batch=size), settings).evaluate(schedules)
-        assert found == pytest.approx(expected, abs=1e-6)
+        results = Candidates(model, plans, answer_rows(batch=size), settings).evaluate(schedules)
+        assert results == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [0, 20_000, 40_000, 2**31])
@@ -190,7 +190,7 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     assert poor.cost.forwards >= rich.cost.forwards
 
 
-def test_a_damaged_model_is_named() -> None:
+def test_candidates_of_a_damaged_model_are_refused() -> None:
     model = tiny.build("olmoe")
     plans = make_plans(model)
     model.get_output_embeddings().weight.data[5, 5] = float("nan")
@@ -205,8 +205,8 @@ def drafting(model: Any, **settings: Any) -> DraftingCandidates:
 
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
     candidates = drafting(tiny.build("deepseek_v2"), max_new_tokens=4)
-    everything, half = candidates.evaluate([(0, 0), (12, 12)])
-    assert everything == 1 and 0 < half < 1
+    unpruned, half = candidates.evaluate([(0, 0), (12, 12)])
+    assert unpruned == 1 and 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
     with pytest.raises(
         UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"
@@ -214,7 +214,7 @@ def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
         drafting(tiny.build("olmoe"), max_new_tokens=125)
 
 
-def test_contexts_are_just_before_answers_or_on_them_and_prompts_end_before() -> None:
+def test_contexts_end_just_before_answers() -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
@@ -263,7 +263,7 @@ def test_speculative_decoding_by_hand() -> None:
             [[0.5, 0.1, 0.5], [0.5] * 3],
         ]
     )
-    found = accepted_and_proposed(
+    counts = accepted_and_proposed(
         [[0], [0], []],
         luck.double(),
         lambda *batch: markov(candidate, *batch),
@@ -272,27 +272,27 @@ def test_speculative_decoding_by_hand() -> None:
     )
     # first text: 1 is accepted, 2 follows; second: 1 is refused, 0 follows, then 1 is accepted; the
     # third has no task
-    assert found == [(1, 1), (1, 2), (0, 0)]
+    assert counts == [(1, 1), (1, 2), (0, 0)]
 
 
 # ---- which layers are run, which states are kept, and for how many bytes
 
 
-def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
+def test_layers_that_are_skipped_get_their_forward_back() -> None:
     """As the forward of a model that is spread over devices."""
     model = tiny.build("olmoe")
     layer = model.model.layers[0]
     calls = tiny.count_calls(pytest.MonkeyPatch(), layer, "forward")
-    own = layer.forward
+    forward = layer.forward
     ids = tiny.tokens(2, 5)
     states = {}
     valid = torch.ones_like(ids, dtype=torch.bool)
     for schedule in ((0, 0, 0), (0, 0, 4)):
         Decoder(model).logits(ids, valid, valid, schedule, states)
-    assert layer.forward is own and len(calls) == 1
+    assert layer.forward is forward and len(calls) == 1
 
 
-def test_the_budget_holds_and_states_of_the_best_outlive_a_call() -> None:
+def test_candidates_keep_states_within_their_budget() -> None:
     # room for three states of 16 bytes for each batch
     prefix_states, state = PrefixStates(2, 2 * 3 * 16), torch.zeros(4)
     for schedule, states in prefix_states.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
@@ -342,57 +342,76 @@ class World:
     def run(self, out: str, text: CalibrationConfig | None = None, **parameters: Any) -> Path:
         folder = self.folder / out
         folder.mkdir(exist_ok=True)
-        about = {
+        fields = {
             "facts": self.facts,
             "scores": self.scores,
             "settings": self.settings(**parameters),
         }
-        places = {"out": folder, "partial": self.folder / f"{out}.partial"}
-        search(self.model, self.tokenizer, text=text or self.text, seed=5, **about, **places)
+        paths = {"out": folder, "partial": self.folder / f"{out}.partial"}
+        search(self.model, self.tokenizer, text=text or self.text, seed=5, **fields, **paths)
         return folder
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped"])
-def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
-    world = World(name, tmp_path)
+class Optimum(NamedTuple):
+    """A search of 20 generations, and the fitness of every schedule of its space."""
+
+    folder: Path
+    plans: Plans
+    fitness: dict[Any, float]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.folder / "search.json").read_text())
+        return report
+
+
+@pytest.fixture(scope="module", params=["olmoe", "deepseek_v3:grouped"])
+def optimum(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Optimum:
+    world = World(request.param, tmp_path_factory.mktemp("optimum"))
     folder = world.run("found", generations=20)
     space = space_to_search(world.settings(), world.facts, SearchSettings())
     schedules = [space.nth(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
     values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)
-    report = json.loads((folder / "search.json").read_text())
-    assert report["best"]["fitness"] == pytest.approx(max(values), abs=1e-9)
-    assert tuple(report["best"]["schedule"]) == schedules[values.index(max(values))]
-    assert Plan.load(folder / "plan.json") == plans.plan(tuple(report["best"]["schedule"]))
-    assert report["best"]["fitness"] >= report["uniform"]["fitness"]
-    rows = parquet.read_table(folder / "history.parquet").to_pylist()
-    assert len(rows) == report["counts"]["made"] and all(
-        sum(row["schedule"]) == report["budget"] for row in rows
-    )
-    assert (
-        sum(row["evaluated"] for row in rows)
-        == report["counts"]["evaluated"]
-        == report["cost"]["candidates"]
-    )
+    return Optimum(folder, plans, dict(zip(schedules, values, strict=True)))
+
+
+def test_search_finds_the_optimum_of_enumeration(optimum: Optimum) -> None:
+    best = optimum.report["best"]
+    fitness = optimum.fitness
+    assert best["fitness"] == pytest.approx(max(fitness.values()), abs=1e-9)
+    assert tuple(best["schedule"]) == max(fitness, key=lambda schedule: fitness[schedule])
+    plan = optimum.plans.plan(tuple(best["schedule"]))
+    assert Plan.load(optimum.folder / "plan.json") == plan
+    assert best["fitness"] >= optimum.report["uniform"]["fitness"]
+
+
+def test_history_has_every_schedule_that_was_made(optimum: Optimum) -> None:
+    report = optimum.report
+    rows = parquet.read_table(optimum.folder / "history.parquet").to_pylist()
+    assert len(rows) == report["counts"]["made"]
+    assert all(sum(row["schedule"]) == report["budget"] for row in rows)
+    evaluated = sum(row["evaluated"] for row in rows)
+    assert evaluated == report["counts"]["evaluated"] == report["cost"]["candidates"]
     assert report["cost"]["per_candidate"] > 0
 
 
-def test_a_killed_search_ends_as_if_it_had_not_been(
+def test_killed_search_resumes_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World("olmoe", tmp_path)
-    whole = world.run("whole")
+    complete = world.run("whole")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Candidates, "evaluate", kill_at=4)
         world.run("killed")
     assert not (world.folder / "killed" / "plan.json").exists()
     resumed = world.run("killed")
     for file in ("plan.json", "history.parquet"):
-        assert (resumed / file).read_bytes() == (whole / file).read_bytes()
+        assert (resumed / file).read_bytes() == (complete / file).read_bytes()
     costs = [
         json.loads((folder / "search.json").read_text())["cost"]["candidates"]
-        for folder in (whole, resumed)
+        for folder in (complete, resumed)
     ]
     assert costs[1] < costs[0]
 
@@ -431,15 +450,15 @@ def pruned(model: Any, plans: dict[int, Plan]) -> Any:
         channels = plan.layers[index].channels
         for expert, row in enumerate(() if channels is None else channels):
             layers[index].experts.down_proj.data[expert][:, ~torch.from_numpy(row)] = 0
-    whole = {
+    expected_files = {
         index: LayerPlan(layer.n_experts, tuple(range(layer.n_experts)))
         for index, layer in layers.items()
     }
     dropping = {
-        index: LayerPlan(len(whole[index].retained), plan.retained[index])
+        index: LayerPlan(len(expected_files[index].retained), plan.retained[index])
         for index, plan in plans.items()
     }
-    return prune(changed, Plan(whole | dropping))
+    return prune(changed, Plan(expected_files | dropping))
 
 
 def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[int, Plan]:
@@ -462,19 +481,19 @@ def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"])
-def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
+def test_sequential_search_scores_layers_on_pruned_inputs(
     name: str, criterion: str, tmp_path: Path
 ) -> None:
     model = tiny.build(name)
     choose = chooser(model, criterion)
     expected = one_after_the_other(model, choose, tiny.batches())
-    found = run_sequentially(name, choose, tmp_path)
-    assert found.provenance == {"of": "a test"}
+    result = run_sequentially(name, choose, tmp_path)
+    assert result.provenance == {"of": "a test"}
     for number, plan in expected.items():
-        assert found.layers[number].as_json() == plan.layers[number].as_json()
+        assert result.layers[number].as_json() == plan.layers[number].as_json()
 
 
-def test_an_interrupted_one_goes_on_from_its_last_layer(
+def test_interrupted_sequential_search_resumes_at_its_last_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = chooser(tiny.build("olmoe"), "camera")
@@ -490,5 +509,5 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(
     with pytest.raises(KeyboardInterrupt):
         run_sequentially("olmoe", killed, tmp_path / "killed")
     calls = tiny.count_calls(monkeypatch, ForwardHook, "experts")
-    found = run_sequentially("olmoe", choose, tmp_path / "killed")
-    assert found == expected and len(calls) == 2 * len(tiny.batches()), "layers 1 and 2 are left"
+    result = run_sequentially("olmoe", choose, tmp_path / "killed")
+    assert result == expected and len(calls) == 2 * len(tiny.batches()), "layers 1 and 2 are left"

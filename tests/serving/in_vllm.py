@@ -26,11 +26,11 @@ ARGUMENTS = {
 }
 
 
-def logprobs(asked: dict[str, Any], prompts: list[list[int]]) -> list[list[float]]:
+def logprobs(request: dict[str, Any], prompts: list[list[int]]) -> list[list[float]]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        asked["folder"], trust_remote_code=asked["trusted"], enforce_eager=True, **ARGUMENTS
+        request["folder"], trust_remote_code=request["trusted"], enforce_eager=True, **ARGUMENTS
     )
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     answers = engine.generate(
@@ -45,7 +45,7 @@ def logprobs(asked: dict[str, Any], prompts: list[list[int]]) -> list[list[float
     ]
 
 
-def under_plans(asked: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+def under_plans(request: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     unmasked = BaseRouter._select_experts
@@ -53,10 +53,12 @@ def under_plans(asked: dict[str, Any], prompts: list[list[int]]) -> list[dict[st
 
     masked = BaseRouter._select_experts
     engine = vllm_engine.Engine()
-    with patch.object(BaseRouter, "_select_experts", unmasked if asked.get("unmasked") else masked):
-        engine.open(asked["folder"], {**ARGUMENTS, **asked.get("arguments", {})})
+    with patch.object(
+        BaseRouter, "_select_experts", unmasked if request.get("unmasked") else masked
+    ):
+        engine.open(request["folder"], {**ARGUMENTS, **request.get("arguments", {})})
         said = []
-        for plan in asked["plans"]:
+        for plan in request["plans"]:
             engine.set_plan(plan)
             said.append(answers(engine, prompts))
         return said
@@ -69,9 +71,9 @@ def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     return {"losses": [value for _, value, _ in single], "sums": [value for _, value, _ in whole]}
 
 
-def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
+def run(request: dict[str, Any], prompts: list[list[int]]) -> Any:
     try:
-        return under_plans(asked, prompts) if "plans" in asked else logprobs(asked, prompts)
+        return under_plans(request, prompts) if "plans" in request else logprobs(request, prompts)
     except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
         return f"{type(error).__name__}: {error}"
 

@@ -62,15 +62,18 @@ def plans_of(model: Any, uneven: Plan) -> list[Plan | None]:
 
 
 def under_plans(model: Any, plan: Plan, exported: Path) -> dict[str, Any]:
-    plans = [sorted(each.retained.items()) if each else [] for each in plans_of(model, plan)]
+    plans = [
+        sorted(engine_plan.retained.items()) if engine_plan else []
+        for engine_plan in plans_of(model, plan)
+    ]
     return {"folder": str(exported.parent / "model"), "plans": plans}
 
 
 def check_masked(replies: Any, model: Any, plan: Plan) -> None:
     """The replies under each plan are those of the masked model."""
     assert not isinstance(replies, str), replies
-    for each, reply in zip(plans_of(model, plan), replies, strict=True):
-        with mask(model, each) if each else nullcontext():
+    for engine_plan, reply in zip(plans_of(model, plan), replies, strict=True):
+        with mask(model, engine_plan) if engine_plan else nullcontext():
             right = expected(model)
         assert (torch.tensor(reply["losses"]) - right.flatten()).abs().max() < 1e-4
         assert (torch.tensor(reply["sums"]) - right.sum(1)).abs().max() < 1e-3
@@ -98,45 +101,45 @@ def test_masks_are_in_a_compiled_engine(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), [("no effect", "no effect"), ("another model", "layer 7")]
+    ("name", "text"), [("no effect", "no effect"), ("another model", "layer 7")]
 )
 def test_masks_that_would_not_be_those_of_the_plan_are_refused(
-    name: str, word: str, said: dict[str, Any]
+    name: str, text: str, said: dict[str, Any]
 ) -> None:
-    assert isinstance(said[name], str) and word in said[name]
+    assert isinstance(said[name], str) and text in said[name]
 
 
 def study(store: Path, name: str, *overrides: str) -> str:
     """Runs a study of the shipped model; returns what its worker printed."""
-    done = on_boolq(
+    process = on_boolq(
         store, "launcher=inline", "allow_code_execution=true", f"study={name}", *overrides
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     return "".join(log.read_text() for log in (store / "logs").rglob("*.log"))
 
 
 def outcomes(store: Path, name: str) -> dict[tuple[str, ...], list[Any]]:
     """(criterion, ratio, benchmark) -> outcome and answer loss of every item."""
-    found = {}
+    results = {}
     for cell in (read_record(store, name) or {})["cells"]:
         for benchmark, folder in cell["evaluate"].items():
             rows = parquet.read_table(store / folder / "samples.parquet").to_pylist()
             values = [(row["outcome"], row["answer_loss"]) for row in rows]
-            found[(cell["cell"]["criterion"], cell["cell"]["ratio"], benchmark)] = values
-    return found
+            results[(cell["cell"]["criterion"], cell["cell"]["ratio"], benchmark)] = values
+    return results
 
 
-def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
+def test_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
     """Two plans of experts and the unpruned model on one engine; tests/study/test_methods.py has an
     export on one."""
-    words = (
+    text = (
         "criterion=reap",
         "ratio=0.25,0.5",
         "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]",
     )
-    log = study(tmp_path, "masks", *words, "backend=vllm", f"interpreters.vllm={preloaded_vllm()}")
+    log = study(tmp_path, "masks", *text, "backend=vllm", f"interpreters.vllm={preloaded_vllm()}")
     assert log.count("vLLM starts with") == 1
-    study(tmp_path, "loaded", *words)
+    study(tmp_path, "loaded", *text)
     by_vllm = outcomes(tmp_path, "masks")
     by_transformers = outcomes(tmp_path, "loaded")
     assert len(by_vllm) == 3 * 3 and by_vllm.keys() == by_transformers.keys()
@@ -157,7 +160,7 @@ for _ in range(10000):
 """
 
 
-def test_an_engine_ends_with_the_process_that_uses_it() -> None:
+def test_engine_ends_with_its_process() -> None:
     """And so does the folder in which it has moe_lab for the processes that it starts."""
     with subprocess.Popen([sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True) as user:
         assert user.stdout
@@ -179,7 +182,7 @@ def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
     return ENGINE.open(Path(resolve(model.path)), backend, model, None)
 
 
-def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
+def test_dead_engine_is_reported_and_the_next_starts() -> None:
     # one text after the other, so that most are left when the first is there
     subject = opened(max_num_seqs=1)
     texts = subject.items("generate", 200, prompts=[[5, 6]] * 64, max_tokens=200, stop=[], ends=[])
@@ -210,12 +213,12 @@ def test_several_devices_take_the_mask(models: Models) -> None:
         engine.set_plan(plan)
         rows = [ids[:length] for ids in PROMPTS for length in range(2, len(ids) + 1)]
         starts = [len(row) - 1 for row in rows]
-        found = sorted(engine.items("log_likelihoods", 0.0, rows=rows, starts=starts))
+        result = sorted(engine.items("log_likelihoods", 0.0, rows=rows, starts=starts))
     finally:
         engine.close()
     with mask(olmoe, plan):
         right = expected(olmoe).flatten()
-    assert (torch.tensor([value for _, value, _ in found]) - right).abs().max() < 1e-4
+    assert (torch.tensor([value for _, value, _ in result]) - right).abs().max() < 1e-4
 
 
 def test_too_little_memory_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import subprocess
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import preloaded
 import psutil
@@ -85,18 +85,18 @@ def fewer(model: Any, *counts: int) -> Plan:
     """Layers without their first experts, of each of the router's groups: as many as `counts` says
     in turn."""
     layers = moe_layers(model)
-    kept = {}
+    retained = {}
     for layer, count in zip(layers, cycle(counts), strict=False):
         size = layer.n_experts // layer.n_group
-        kept[layer.index] = tuple(
+        retained[layer.index] = tuple(
             expert for expert in range(layer.n_experts) if expert % size >= count
         )
-    return Plan.of_experts(kept, {layer.index: layer.n_experts for layer in layers})
+    return Plan.of_experts(retained, {layer.index: layer.n_experts for layer in layers})
 
 
 def narrower(model: Any) -> Plan:
     """Another width in each layer, one for all of its experts."""
-    widths = [layer.width - 8 * place for place, layer in enumerate(moe_layers(model))]
+    widths = [layer.width - 8 * position for position, layer in enumerate(moe_layers(model))]
     return random_plan(model, "one width", share=1.0, width=widths)
 
 
@@ -123,7 +123,7 @@ def preloaded_vllm() -> str:
 
 def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
     """Name -> what in_vllm.py answers for a run in the environment of vLLM."""
-    done = subprocess.run(
+    process = subprocess.run(
         [preloaded_vllm(), "-m", "in_vllm"],
         input=json.dumps({"prompts": PROMPTS, "runs": list(runs.values())}),
         capture_output=True,
@@ -131,8 +131,8 @@ def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
         cwd=Path(__file__).parent,
         env={**os.environ, "XDG_CACHE_HOME": str(user_cache()), **IN_PROCESS, **environment},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stderr[-5000:]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, process.stderr[-5000:]
     return dict(zip(runs, json.loads(lines[-1].removeprefix("RESULT ")), strict=True))
 
 
@@ -148,23 +148,23 @@ def with_expert(folder: Path, out: Path, expert: int, source: int | None) -> Pat
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     for role in ("gate_proj", "up_proj", "down_proj"):
-        place = f"model.layers.0.mlp.experts.{{}}.{role}.weight"
-        tensors.pop(place.format(expert), None)
+        key = f"model.layers.0.mlp.experts.{{}}.{role}.weight"
+        tensors.pop(key.format(expert), None)
         if source is not None:
-            tensors[place.format(expert)] = tensors[place.format(source)].clone()
+            tensors[key.format(expert)] = tensors[key.format(source)].clone()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     return out
 
 
-def exported(families: dict[str, dict[str, Any]], place: Path) -> Models:
+def exported(families: dict[str, dict[str, Any]], root: Path) -> Models:
     """Name -> the model, a plan whose layers differ, and its natural export."""
-    made = {}
+    models_by_name = {}
     for name, changes in families.items():
-        folder = place / str(len(made))
+        folder = root / str(len(models_by_name))
         model = tiny.save(name, folder / "model", **changes)
         plan = fewer(model, 1, 2)
-        made[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
-    return made
+        models_by_name[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
+    return models_by_name
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def test_uneven_exports_are_served_as_the_masked_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "parts"),
     [
         ("missing", ["layer 0", "[3]"]),
         ("surplus", ["layer 0", "[15]"]),
@@ -227,10 +227,10 @@ def test_uneven_exports_are_served_as_the_masked_model(
         ("deepseek_v2, widths", ["n_shared_experts", "export=masked"]),
     ],
 )
-def test_what_would_be_served_wrong_is_refused(
-    name: str, words: list[str], served: dict[str, Any]
+def test_plugin_refuses_exports_that_vllm_serves_wrong(
+    name: str, parts: list[str], served: dict[str, Any]
 ) -> None:
-    assert isinstance(served[name], str) and all(word in served[name] for word in words), served[
+    assert isinstance(served[name], str) and all(part in served[name] for part in parts), served[
         name
     ]
 
@@ -240,15 +240,19 @@ def stock(
     models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Any, Plan, Path]]:
     """Exports that vLLM's own classes read."""
-    made = {}
+    outputs = {}
     for name in STOCK:
         model, _, folder = models[name]
         plan = tiny.plan(model, 0.25)
-        made[name] = (model, plan, export(folder.parent / "model", plan, folder.parent / "uniform"))
+        outputs[name] = (
+            model,
+            plan,
+            export(folder.parent / "model", plan, folder.parent / "uniform"),
+        )
     model, _, folder = models["qwen3_moe"]
     plan = random_plan(model, "merged rows", share=0.75)
-    made[MERGED] = (model, plan, export(folder.parent / "model", plan, folder.parent / "merged"))
-    return made
+    outputs[MERGED] = (model, plan, export(folder.parent / "model", plan, folder.parent / "merged"))
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -274,45 +278,72 @@ VLLM_SERVER = (
 
 def processes(group: int) -> list[psutil.Process]:
     """The processes of a group that have not ended."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 def written(engine: Engine, prompts: list[str], stop: tuple[str, ...] = ()) -> list[str]:
-    asked = [Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids)) for prompt in prompts]
-    return [text.text for text in engine.generate(asked, GenerationSettings(12, stop))]
+    request = [Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids)) for prompt in prompts]
+    return [text.text for text in engine.generate(request, GenerationSettings(12, stop))]
 
 
-def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
-    """backend=server with vLLM's own server, more stop texts than it takes, and an engine that is
-    killed at last."""
-    model, plan, folder = models["olmoe"]
-    prompts = ["w20 w21 w22", "w30 w40"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
+STOP_TEXTS = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12")
+TEXT_PROMPTS = ["w20 w21 w22", "w30 w40"]
+
+
+class ServedExport(NamedTuple):
+    """Texts of vLLM's own server, those with more stop texts than it takes, of which one is the
+    last word of the first text, and the message of the client when the engine was killed."""
+
+    texts: list[str]
+    stopped: list[str]
+    message: str
+
+    @property
+    def last_word(self) -> str:
+        return self.texts[0].split()[-1]
+
+
+@pytest.fixture(scope="module")
+def served_export(models: Models) -> ServedExport:
+    folder = models["olmoe"][2]
+    backend = BackendConfig(name="server", command=VLLM_SERVER, ready_seconds=280)
+    config = ModelConfig(name="m", path=str(folder))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        backend = BackendConfig(name="server", command=VLLM_SERVER, ready_seconds=280)
-        with serving(folder, backend, ModelConfig(name="m", path=str(folder)), "m") as server:
-            texts = written(server, prompts)
-            last = texts[0].split()[-1]
-            stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
-            stopped = written(server, prompts, stops)
+        with serving(folder, backend, config, "m") as server:
+            texts = written(server, TEXT_PROMPTS)
+            stopped = written(server, TEXT_PROMPTS, (*STOP_TEXTS, texts[0].split()[-1]))
             group = server.exit_reason.args[0].process.pid  # type: ignore[attr-defined]
             (engine,) = (process for process in processes(group) if "EngineCor" in process.name())
             engine.kill()
-            with pytest.raises(Unavailable) as died:
-                written(server, prompts)
-    assert "EngineCore" in str(died.value) and "\n" not in str(died.value)
+            with pytest.raises(Unavailable) as error:
+                written(server, TEXT_PROMPTS)
     until(lambda: not processes(group))  # all are told to end, and none is waited for
+    return ServedExport(texts, stopped, str(error.value))
+
+
+def test_vllm_server_reads_an_export_whose_layers_differ(
+    models: Models, served_export: ServedExport
+) -> None:
+    model, plan, folder = models["olmoe"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
     with mask(model, plan):
-        local = written(LoadedModel(model, tokenizer), prompts)
+        local = written(LoadedModel(model, tokenizer), TEXT_PROMPTS)
     # the two decode spaces in their ways
-    assert [text.split() for text in texts] == [text.split() for text in local]
-    assert [text.partition(last)[0] for text in stopped] == [
-        text.partition(last)[0] for text in texts
-    ]
+    assert [text.split() for text in served_export.texts] == [text.split() for text in local]
+
+
+def test_vllm_server_stops_at_more_texts_than_it_takes(served_export: ServedExport) -> None:
+    last = served_export.last_word
+    stopped = [text.partition(last)[0] for text in served_export.stopped]
+    assert stopped == [text.partition(last)[0] for text in served_export.texts]
+
+
+def test_killed_engine_of_a_server_is_reported(served_export: ServedExport) -> None:
+    assert "EngineCore" in served_export.message and "\n" not in served_export.message
