@@ -209,7 +209,7 @@ def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 if published is None:
                     continue
                 columns = list(cell_of_column)
-                sources = {}
+                sources: dict[str, int] = {}
                 for column, cell in cell_of_column.items():
                     sources |= dict.fromkeys(comparison.weights((column,)), cell)
                 caveats = [
