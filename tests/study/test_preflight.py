@@ -438,7 +438,7 @@ IMPOSSIBLE = [
         "export.converter=x.py: llama.cpp's converter",
     ),
     (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
-    (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),
+    (["export=masked"], "have no bias per expert that could keep tokens from dropped experts"),
     (["allocation=pocket_evolutionary", "ratio=0.95"], "is the largest feasible ratio"),
     (["allocation=global", "allocation.by=heapr"], "by=heapr scores channels"),
     (["allocation=pocket_evolutionary", "allocation.multiple_of=8"], "max_transfer=4"),
