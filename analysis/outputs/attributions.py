@@ -25,7 +25,7 @@ from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 ESTIMATES = ("tokens", "gate", "norm", "first", "second")
-"""Measures of an expert that are compared with TRUTHS."""
+"""Measures of an expert from a forward pass: estimates of TRUTHS."""
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
 """Exact measure of an expert's effect -> the loss whose change it measures."""
 PRIORS = {
@@ -51,32 +51,32 @@ SECONDS = "Time (s)"
 
 
 def agreement_table(results: Results, name: str) -> Table:
-    """Table 14: correlation of cheap measures of experts with the exact effect of removing an
-    expert, and the time of each measure."""
+    """Table 14: correlations over experts of each of ESTIMATES with each of TRUTHS, and the seconds
+    of the step that computes the estimate. A row per model, calibration set and estimate."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
     rows = []
     machines = []
     for key, experts in groups(study.experts, ["model", "calibration"]):
-        same_pass = (study.cells["model"] == key["model"]) & (
+        is_of_pass = (study.cells["model"] == key["model"]) & (
             study.cells["calibration"] == key["calibration"]
         )
-        cells = study.cells[same_pass]
-        by_prior = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
-        seconds, machines_of_steps = measure_seconds(study, cells)
-        machines += machines_of_steps
-        ablated = experts["ablation"].notna().any()
-        for measure in [*ESTIMATES, "ablation"] if ablated else ESTIMATES:
+        cells = study.cells[is_of_pass]
+        plans_with_priors = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
+        seconds, pass_machines = seconds_and_machines(study, cells)
+        machines += pass_machines
+        has_ablation = experts["ablation"].notna().any()
+        for measure in [*ESTIMATES, "ablation"] if has_ablation else ESTIMATES:
             numbers: list[float] = []
             for truth in TRUTHS:
                 if measure == truth:
-                    numbers += [1.0, 1.0, 1.0]
+                    numbers += [1.0, 1.0, 1.0]  # a measure correlates perfectly with itself
                 else:
-                    pooled = correlations(experts, measure, truth)
-                    within_layers = rank_correlation_by_layer(experts, measure, truth)
-                    numbers += [pooled["linear"], pooled["rank"], within_layers]
-                numbers.append(channel_agreement(by_prior, study.retained, measure, truth))
+                    correlation = correlations(experts, measure, truth)
+                    layer_mean = rank_correlation_by_layer(experts, measure, truth)
+                    numbers += [correlation["linear"], correlation["rank"], layer_mean]
+                numbers.append(channel_agreement(plans_with_priors, study.retained, measure, truth))
             labels = (
                 key["model"],
                 names.calibration(key["calibration"]),
@@ -106,32 +106,32 @@ def agreement_table(results: Results, name: str) -> Table:
 
 
 def channel_agreement(
-    by_prior: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
+    plans_with_priors: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
 ) -> float:
-    """Pearson's correlation over experts of the shares that two plans retain: one plan with a prior
-    that is proportional to `measure`, the other with one that is proportional to `truth`.
+    """Pearson's correlation over experts between the shares of channels that two plans retain. The
+    prior of the first plan is proportional to `measure`, the prior of the second plan to `truth`.
 
-    The mean over pairs of plans that differ in the prior alone; NaN without such a pair. by_prior:
-    cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
+    The result is the mean over all pairs of plans that differ in the prior alone; NaN without such
+    a pair. plans_with_priors: cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
     values = []
-    for _, plans_of_setting in groups(by_prior, SAME_BUT_PRIOR):
+    for _, candidates in groups(plans_with_priors, SAME_BUT_PRIOR):
         shares = {}
         for role, name in (("measure", measure), ("truth", truth)):
-            has_prior = plans_of_setting["prior"].isin(PRIORS.get(name, ()))
-            for cell in plans_of_setting.loc[has_prior, "cell"].head(1):
-                of_cell = retained[retained["cell"] == cell]
-                shares[role] = of_cell.set_index(["layer", "expert"])["share"]
+            has_prior = candidates["prior"].isin(PRIORS.get(name, ()))
+            for cell in candidates.loc[has_prior, "cell"].head(1):
+                plan_shares = retained[retained["cell"] == cell]
+                shares[role] = plan_shares.set_index(["layer", "expert"])["share"]
         if len(shares) == 2:
             values.append(correlations(pd.DataFrame(shares), "measure", "truth")["linear"])
-    defined = [value for value in values if not np.isnan(value)]
-    return float(np.mean(defined)) if defined else np.nan
+    numbers = [value for value in values if not np.isnan(value)]
+    return float(np.mean(numbers)) if numbers else np.nan
 
 
-def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Seconds of the steps `pass` and `ablation` that measure the experts of one model and
-    calibration set (`cells`), and the machines of these steps.
+def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
+    """(`pass` and `ablation` -> seconds of the first such step behind `cells`, the machines of
+    these two steps). A step whose time the store lacks has NaN seconds.
 
-    NaN when the store has no time of the step."""
+    cells: all cells of one model and calibration set."""
     folders = shown_passes(study.cells)["statistics_folder"]
     passes = list(folders[folders.index.isin(cells.index)])
     ablations = [
@@ -156,15 +156,15 @@ def measure_seconds(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float]
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Table 14's scores: plans of allocation=coverage that differ in the prior alone, compared with
-    first order."""
+    """Blocks of plans of allocation=coverage that differ in the prior alone; differences are to the
+    plan with the prior of first order."""
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )
-    for key, compared in groups(cells, [*SAME_BUT_PRIOR, "calibration", "recovery"]):
-        if compared["prior"].nunique() < 2:
+    for key, competitors in groups(cells, [*SAME_BUT_PRIOR, "calibration", "recovery"]):
+        if competitors["prior"].nunique() < 2:
             continue
-        rows = compared.sort_values(
+        rows = competitors.sort_values(
             "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
@@ -173,7 +173,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
         base = None
-        first_order = compared[compared["prior"] == plans.FIRST_ORDER]
+        first_order = competitors[competitors["prior"] == plans.FIRST_ORDER]
         if len(first_order):
             texts.append(names.allocated(str(first_order["allocation"].iloc[0])))
             base = int(first_order["cell"].iloc[0])
@@ -181,18 +181,18 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
-def agreements(results: Results, name: str) -> list[Item | None]:
-    """Agreement of attributions with ablations, their time, and the scores of plans that use them
-    as priors."""
+def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]:
+    """Agreement of attributions with ablations, seconds of attributions, and scores by prior."""
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 
 @output("coverage.fig12", chapter="attribution", needs=SUMS)
 @per_model("pruned")
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Target share of the score that each layer keeps, under each smoothing of its losses.
+    """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
-    A panel per calibration set; targets are scaled to mean 1.
+    A panel per calibration set, a line per smoothing; the targets of a line have mean 1. None
+    without losses.
     """
     from moe_lab.allocation.shapes import Smoothing, smooth
 
@@ -203,12 +203,12 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
         return None
     drawing, grid = style.panels(len(sets), 3, 2.1)
     for axes, calibration in zip(grid, sets, strict=True):
-        of_set = losses[losses["calibration"] == calibration].sort_values("layer")
+        layers = losses[losses["calibration"] == calibration].sort_values("layer")
         for number, smoothing in enumerate(get_args(Smoothing)):
-            target = smooth(of_set["loss"].to_numpy(float), smoothing)
+            targets = smooth(layers["loss"].to_numpy(float), smoothing)
             axes.plot(
-                of_set["layer"],
-                target / target.mean(),
+                layers["layer"],
+                targets / targets.mean(),
                 label=smoothing,
                 markersize=3.5,
                 linewidth=1.2,

@@ -22,35 +22,34 @@ from analysis.render.style import Figure
 from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
 from analysis.stats.comparison import Comparison
 
-COMPETING = ["ratio", "method", "gate"]
+EQUAL_COLUMNS = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""
 
 
-def reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
-    """Calibration set -> report of the model's pass over it."""
-    by_set = {}
+def pass_reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
+    """Calibration set -> report of the model's pass over this set."""
+    report_of_set = {}
     for key, report in study.calibrations.items():
-        calibration, _, model_of_pass = key.partition("@")
-        if model_of_pass == model:
-            by_set[calibration] = report
-    return by_set
+        calibration, _, pass_model = key.partition("@")
+        if pass_model == model:
+            report_of_set[calibration] = report
+    return report_of_set
 
 
-def tokens(study: Study, model: str) -> dict[str, int]:
-    """Calibration set -> number of its valid tokens in the model's pass."""
-    by_set = reports(study, model)
+def token_counts(study: Study, model: str) -> dict[str, int]:
+    """Calibration set -> number of valid tokens that the model's pass read of this set."""
     return {
-        name: sum((report.get("valid_tokens") or {}).values()) for name, report in by_set.items()
+        name: sum((report.get("valid_tokens") or {}).values())
+        for name, report in pass_reports(study, model).items()
     }
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text, which is equal for sets that read different
-    numbers of tokens of one text."""
-    by_set = reports(study, model)
+    """Calibration set -> identifier of its text. Sets that read different numbers of tokens of the
+    same text have the same identifier."""
     return {
         name: str(report.get("sha256") or report.get("source") or name)
-        for name, report in by_set.items()
+        for name, report in pass_reports(study, model).items()
     }
 
 
@@ -76,33 +75,34 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     "Difference: Mean minus that of the set of most tokens, the last row, paired.",
 )
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Each method with several calibration sets: a block per ratio and method, with differences to
-    the set with most tokens."""
-    read = tokens(results.study, comparison.model)
-    for key, rows in groups(text_cells(comparison), COMPETING):
+    """Each method with several calibration sets, a block per ratio and method.
+
+    Rows are calibration sets, sorted by number of tokens; differences are to the last set."""
+    counts = token_counts(results.study, comparison.model)
+    for key, rows in groups(text_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
             labels = {}
-            ordered = rows.assign(read=rows["calibration"].map(read)).sort_values(
+            ordered = rows.assign(read=rows["calibration"].map(counts)).sort_values(
                 "read", kind="stable"
             )
             for cell, calibration in ordered["calibration"].items():
-                count = f", {read[calibration]:,} tokens" if calibration in read else ""
-                labels[int(str(cell))] = f"{names.calibration(calibration)}{count}"
+                suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
+                labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
             pruned = f"{comparison.removed(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, list(labels)[-1])
 
 
-def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of one text and method that read different numbers of tokens, sorted
-    by this number (column read)."""
-    read = tokens(study, comparison.model)
-    source = sources(study, comparison.model)
+def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
+    """(label, ratio) -> cells of one method and gate whose calibration sets read different numbers
+    of tokens of one text, sorted by this number (column read). The label names method and text."""
+    counts = token_counts(study, comparison.model)
+    source_of_set = sources(study, comparison.model)
     cells = text_cells(comparison)
     cells = cells.assign(
-        read=cells["calibration"].map(read), source=cells["calibration"].map(source)
+        read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
     )
     lines = {}
-    for key, rows in groups(cells.dropna(subset=["read"]), [*COMPETING, "source"]):
+    for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
         if rows["read"].nunique() > 1:
             line = rows.sort_values("read", kind="stable")
             text = names.calibration(str(line["calibration"].iloc[-1]))
@@ -120,10 +120,10 @@ def sizes(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.Da
 def size_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Scores against the number of calibration tokens.
 
-    A panel per ratio, a line per text and method. None when no text was read with two numbers of
-    tokens.
+    A panel per ratio, a line per text and method. None when no method was calibrated on two numbers
+    of tokens of one text.
     """
-    lines = sizes(results.study, comparison)
+    lines = lines_by_tokens(results.study, comparison)
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
@@ -142,8 +142,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         style.draw(axes, key, line["read"], score[line.index])
     for axes, ratio in zip(grid, ratios, strict=True):
         axes.set_xscale("log", base=2)
-        read = sorted({int(tokens) for line in lines.values() for tokens in line["read"]})
-        style.ticks(axes.xaxis, read, map(style.tokens, read))
+        counts = sorted({int(count) for line in lines.values() for count in line["read"]})
+        style.ticks(axes.xaxis, counts, map(style.tokens, counts))
         axes.set(xlabel="calibration tokens read", title=f"{comparison.removed(ratio)} pruned")
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
@@ -175,13 +175,13 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Change of each benchmark's score with more tokens of one text, relative to the cell that read
-    the fewest tokens.
+    """Score of each cell of `lines_by_tokens` on each benchmark, minus the score of the line's cell
+    with the fewest tokens.
 
-    Columns: label (text and method), ratio, benchmark, read (tokens), and difference, low and high
-    in points. Benchmarks in which less is better are left out: they are not scores."""
+    Columns: label (method and text), ratio, benchmark, read (number of tokens), and difference, low
+    and high in points. Benchmarks in which lower is better are left out."""
     rows = []
-    for (label, ratio), line in sizes(study, comparison).items():
+    for (label, ratio), line in lines_by_tokens(study, comparison).items():
         first, *larger = (int(str(cell)) for cell in line.index)
         more_is_better = [
             str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
@@ -190,9 +190,9 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
         for benchmark in mean_target(comparison, [first, *larger], ordered):
             points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(larger, first))
             key = {"label": label, "ratio": ratio, "benchmark": benchmark}
-            unchanged = {"difference": 0.0, "low": 0.0, "high": 0.0}
-            rows.append({**key, "read": line["read"][first], **unchanged})
-            for cell, change in zip(larger, records(points[list(unchanged)]), strict=True):
+            no_change = {"difference": 0.0, "low": 0.0, "high": 0.0}
+            rows.append({**key, "read": line["read"][first], **no_change})
+            for cell, change in zip(larger, records(points[list(no_change)]), strict=True):
                 rows.append({**key, "read": line["read"][cell], **change})
     return pd.DataFrame(
         rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]
@@ -208,8 +208,8 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
 def change_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Effect of more calibration text in each benchmark, in points (AIMER, Fig. 1).
 
-    A panel per text, method and ratio: each benchmark's change from the fewest tokens to more
-    tokens of the same text.
+    Rows of `changes` against the number of tokens: a panel per text, method and ratio, a line per
+    benchmark. None without rows.
     """
     points = changes(results.study, comparison)
     if points.empty:
@@ -218,43 +218,44 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     panels = list(groups(points, ["label", "ratio"]))
     drawing, grid = style.panels(len(panels), 2, 2.6, below=0.9, sharey=True)
     keys: dict[str, Line2D] = {}
-    for axes, (key, points_of_panel) in zip(grid, panels, strict=True):
-        keys |= _draw_changes(axes, points_of_panel)
+    for axes, (key, panel_points) in zip(grid, panels, strict=True):
+        keys |= _draw_changes(axes, panel_points)
         axes.set_title(f"{key['label']}, {comparison.removed(key['ratio'])} pruned", fontsize=7.5)
     for axes in grid[::2]:
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
-    by_text = points.groupby(["label", "ratio"])["read"]
-    least = " / ".join(style.tokens(read) for read in by_text.min().unique())
-    larger = points[points["read"] > by_text.transform("min")]
-    filled = larger.groupby(["label", "ratio", "benchmark"])["significant"].any()
+    panel_counts = points.groupby(["label", "ratio"])["read"]
+    least = " / ".join(style.tokens(count) for count in panel_counts.min().unique())
+    larger = points[points["read"] > panel_counts.transform("min")]
+    is_filled = larger.groupby(["label", "ratio", "benchmark"])["significant"].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least}) of the same text. Filled markers: the 95 % interval of the paired difference, "
         "not corrected for the number of benchmarks, excludes zero; with one seed it is over "
-        f"items, for these plans. {filled.sum()} of {len(filled)} lines have a filled marker."
+        f"items, for these plans. {is_filled.sum()} of {len(is_filled)} lines have a filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 
 
 def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
-    """Draw one panel of points as in `changes`, with a column significant; returns benchmark -> its
-    entry in the legend.
+    """Draw a line per benchmark through rows of `changes`; returns benchmark -> its legend entry.
 
-    Lines of one family of benchmarks have its colour, and differ in marker and dashes."""
+    Markers of rows that are significant (a column of `points`) are filled, other markers are
+    hollow. Lines of one family of benchmarks have the family's colour, and differ in marker and
+    dashes."""
     families = {
         benchmark: family
         for column, family in _FAMILIES.items()
         for benchmark in names.COLUMNS[column]
     }
     keys: dict[str, Line2D] = {}
-    drawn: Counter[str] = Counter()
+    line_counts: Counter[str] = Counter()
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
     for key, line in groups(points, ["benchmark"]):
         benchmark = str(key["benchmark"])
         family = families.get(benchmark, "")
-        number = drawn[family]
-        drawn[family] += 1
+        number = line_counts[family]
+        line_counts[family] += 1
         shade = _SHADES.get(family, style.OTHER)
         marker = style.MARKERS[number % len(style.MARKERS)]
         look: Any = {
@@ -264,19 +265,19 @@ def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
         }
         axes.plot(line["read"], line["difference"], **look)
         for significant, face in ((False, style.SURFACE), (True, shade)):
-            marked = line[line["significant"] == significant]
+            rows = line[line["significant"] == significant]
             mark: Any = {
                 "color": shade,
                 "markerfacecolor": face,
                 "markersize": 3.8,
                 "markeredgewidth": 0.9,
             }
-            axes.plot(marked["read"], marked["difference"], marker, **mark)
+            axes.plot(rows["read"], rows["difference"], marker, **mark)
         keys[benchmark] = style.key(
             names.benchmark(benchmark), marker=marker, markersize=3.8, **look
         )
-    read = sorted(points["read"].unique())
-    style.ticks(axes.xaxis, read, map(style.tokens, read))
+    counts = sorted(points["read"].unique())
+    style.ticks(axes.xaxis, counts, map(style.tokens, counts))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
     return keys

@@ -25,7 +25,7 @@ ABLATED = (
 )
 TIMED = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
-"""HEAPR to LOSSES: data that several outputs need, printed when a study lacks them."""
+"""HEAPR to LOSSES: names of data that several outputs need; printed when a study lacks the data."""
 GPU_PEAK = "Peak GPU memory (MiB)"
 """Column of several tables."""
 SECONDS_NOTE = (
@@ -37,8 +37,8 @@ MEBIBYTE = 2**20
 
 @lru_cache(maxsize=8)
 def score_setup(study: Study) -> str:
-    """Text for captions of scores: items, metrics, confidence level of intervals, and
-    `run_setup`."""
+    """Text for captions of scores: numbers of items per benchmark, metrics, confidence level of
+    intervals, then `run_setup` and sentences on mixed metrics."""
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
@@ -55,7 +55,7 @@ def score_setup(study: Study) -> str:
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
-    """The metric of each result, with unit and direction where less is better."""
+    """The metric of each result; where lower is better, the text adds unit and direction."""
     columns = (results[name] for name in ("metric", "scale", "unit"))
     return [
         Quantity(scale, unit).described(str(metric))
@@ -65,78 +65,85 @@ def metrics_in_words(results: pd.DataFrame) -> list[str]:
 
 @lru_cache(maxsize=8)
 def run_setup(study: Study) -> str:
-    """Text for captions of numbers of cells: seeds, gates, calibration tokens, library versions."""
+    """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
+    calibration tokens and library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
     return _joined([_seeds(cells), _gates(cells), *_texts(study)])
 
 
 @lru_cache(maxsize=8)
 def pass_setup(study: Study) -> str:
-    """Text for captions of numbers of the shown calibration passes: as `run_setup`, with the seeds
-    and gates of these passes, followed by all seeds and gates of the study if there are more."""
+    """Text for captions of numbers from calibration passes: the seeds and gates of the shown
+    passes, calibration tokens and library versions.
+
+    If cells have seeds or gates that no shown pass has, all values follow in brackets."""
     cells = study.cells[
         (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
     ]
     passes = shown_passes(cells)
     parts = []
-    for describe, axis in ((_seeds, "seed"), (_gates, "gate")):
+    for describe, column in ((_seeds, "seed"), (_gates, "gate")):
         text = describe(passes)
-        if set(cells[axis]) > set(passes[axis]):
-            text += f" (of {_values(cells[axis])})"
+        if set(cells[column]) > set(passes[column]):
+            text += f" (of {_values(cells[column])})"
         parts.append(text)
     return _joined([*parts, *_texts(study)])
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The parts that are not empty as one sentence, separated by semicolons."""
+    """One sentence: the parts that are not empty, separated by semicolons."""
     return "; ".join(filter(None, parts)) + "."
 
 
 MOST_METHODS = 3
-"""Most methods that a caption names together with their seeds; of more, it gives the number."""
+"""Largest number of methods with equal seeds that a caption names; of more methods, the caption
+gives the number."""
 
 
 def _seeds(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seed 42`, `seeds 1 and 2`, or, where methods have
-    different seeds, `seed 42 (Random: seeds 1, 2 and 3)`."""
+    """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`.
+
+    Where methods have different seeds, the seeds of most methods come first, then those of the
+    other methods in brackets: `seed 42 (Random: seeds 1, 2 and 3)`."""
     methods_by_seeds: dict[str, list[str]] = {}
-    for method, values in cells.groupby("method", sort=False)["seed"]:
-        noun = "seeds" if values.nunique() > 1 else "seed"
-        methods_by_seeds.setdefault(f"{noun} {_values(values)}", []).append(
+    for method, seeds in cells.groupby("method", sort=False)["seed"]:
+        noun = "seeds" if seeds.nunique() > 1 else "seed"
+        methods_by_seeds.setdefault(f"{noun} {_values(seeds)}", []).append(
             names.method(str(method))
         )
-    most_common = max(methods_by_seeds, key=lambda seeds: len(methods_by_seeds[seeds]), default="")
+    most_common = max(methods_by_seeds, key=lambda text: len(methods_by_seeds[text]), default="")
     exceptions = []
-    for seeds, methods in methods_by_seeds.items():
-        if seeds != most_common:
+    for text, methods in methods_by_seeds.items():
+        if text != most_common:
             subject = names.listing(methods)
             if len(methods) > MOST_METHODS:
                 subject = names.count(len(methods), "method")
-            exceptions.append(f"{subject}: {seeds}")
+            exceptions.append(f"{subject}: {text}")
     return f"{most_common} ({'; '.join(exceptions)})" if exceptions else most_common
 
 
 def _gates(cells: pd.DataFrame) -> str:
-    """Text with the gates of these cells, as `gate=raw`; "" without cells."""
+    """Text with the gates of these cells: `gate=raw`; "" without cells."""
     return f"gate={_values(cells['gate'])}" if len(cells) else ""
 
 
 def _values(values: pd.Series) -> str:
-    """Text that lists the different values."""
+    """Text that lists each distinct value once."""
     return names.listing(map(str, values.drop_duplicates()))
 
 
 def _texts(study: Study) -> list[str]:
-    """Texts with the calibration tokens and the library versions; "" for unknown ones."""
-    tokens = sorted(
+    """Two texts: the numbers of calibration tokens of the study's passes, and the library versions.
+    A text is "" when the store does not record its values."""
+    counts = sorted(
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )
-    counts = " / ".join(f"{count:,}" for count in tokens)
+    tokens = " / ".join(f"{count:,}" for count in counts)
     libraries = [
         f"{library} {'/'.join(library_versions)}"
         for library, library_versions in versions(study.origins).items()
     ]
-    return [f"{counts} calibration tokens" if tokens else "", ", ".join(libraries)]
+    return [f"{tokens} calibration tokens" if counts else "", ", ".join(libraries)]
 
 
 def machines_sentence(machines: Iterable[str]) -> str:
