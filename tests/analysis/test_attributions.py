@@ -41,26 +41,31 @@ def budgets(golden_results: Results) -> pd.DataFrame:
     return layer_budgets.layer_budgets(golden_results.study, comparison)
 
 
-def test_numbers_of_experts_are_those_of_the_sums(golden: Study, experts: pd.DataFrame) -> None:
-    found = experts.set_index(["layer", "expert"])
-    assert len(found) == LAYERS * EXPERTS
-    for layer, expert in ((0, 0), (2, 31), (3, 5)):
-        one = sums()[layer]
-        row = found.loc[(layer, expert)]
-        count = one["tokens"][expert]
-        assert row["gate"] == pytest.approx(one["sums_model"][expert][1][0] / count)
-        assert row["norm"] == pytest.approx(one["sums_model"][expert][0][1] / count)
-        assert row["first"] == pytest.approx(one["ala_first"][expert] / TOKENS)
-        assert row["second"] == pytest.approx(one["ala_second"][expert] / TOKENS)
-        assert row["ablation"] == pytest.approx(ablations()[layer]["ablation"][expert])
-        assert row["size"] == pytest.approx(
-            (sum(one["channel_square"][expert]) / count / WIDTH) ** 0.5
-        )
-    silent = found.xs(SILENT, level="expert")
+@pytest.mark.parametrize(("layer", "expert"), [(0, 0), (2, 31), (3, 5)])
+def test_numbers_of_experts_are_those_of_the_sums(
+    layer: int, expert: int, experts: pd.DataFrame
+) -> None:
+    row = experts.set_index(["layer", "expert"]).loc[(layer, expert)]
+    of_layer = sums()[layer]
+    count = of_layer["tokens"][expert]
+    assert row["gate"] == pytest.approx(of_layer["sums_model"][expert][1][0] / count)
+    assert row["norm"] == pytest.approx(of_layer["sums_model"][expert][0][1] / count)
+    assert row["first"] == pytest.approx(of_layer["ala_first"][expert] / TOKENS)
+    assert row["second"] == pytest.approx(of_layer["ala_second"][expert] / TOKENS)
+    assert row["ablation"] == pytest.approx(ablations()[layer]["ablation"][expert])
+    square = sum(of_layer["channel_square"][expert]) / count / WIDTH
+    assert row["size"] == pytest.approx(square**0.5)
+
+
+def test_experts_without_tokens_have_no_means(experts: pd.DataFrame) -> None:
+    assert len(experts) == LAYERS * EXPERTS
+    silent = experts[experts["expert"] == SILENT]
     assert silent[["gate", "norm", "size"]].isna().all(axis=None) and (silent["first"] == 0).all()
-    assert golden.layer_losses["loss"].tolist() == pytest.approx(
-        [(70 + layer) / TOKENS for layer in range(LAYERS)]
-    )
+
+
+def test_layer_losses_are_means_over_tokens(golden: Study) -> None:
+    losses = [(70 + layer) / TOKENS for layer in range(LAYERS)]
+    assert golden.layer_losses["loss"].tolist() == pytest.approx(losses)
 
 
 def test_agreement_is_counted_over_all_and_inside_layers(
@@ -84,25 +89,31 @@ def test_agreement_is_counted_over_all_and_inside_layers(
     assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
 
 
-def test_concentration_and_coverage_against_loops() -> None:
-    values = np.array([[8.0, 1, 1, 0], [3, 3, 2, 2]])
-    curve = tables.concentration({4: values})
-    assert [place[:2] for place in curve] == [(4, 0)] * 5 + [(4, 1)] * 5
+SCORES = np.array([[8.0, 1, 1, 0], [3, 3, 2, 2]])
+
+
+def test_concentration_is_the_share_of_the_best_channels() -> None:
+    curve = tables.concentration({4: SCORES})
+    assert [row[:2] for row in curve] == [(4, 0)] * 5 + [(4, 1)] * 5
     assert [share for _, _, share, _ in curve] == pytest.approx([0, 0.25, 0.5, 0.75, 1] * 2)
     assert [held for *_, held in curve] == pytest.approx([0, 0.8, 0.9, 1, 1, 0, 0.3, 0.6, 0.8, 1])
-    kept = np.array([[True, False, False, False], [True, True, True, False]])
-    assert tables.budgets({4: values}, {4: kept}) == [(4, pytest.approx((8 + 3 + 3 + 2) / 20), 0.5)]
-    assert tables.budgets({4: values - 2}, {4: kept}) == [(4, 1.0, 0.5)], (
-        "negative scores count as 0"
-    )
     assert all(np.isnan(held) for *_, held in tables.concentration({0: np.zeros((1, 2))}))
     assert len(tables.concentration({0: np.ones((5, 1000))})) == 5 * tables.POINTS
+
+
+def test_coverage_is_the_share_of_retained_scores() -> None:
+    retained = np.array([[True, False, False, False], [True, True, True, False]])
+    covered = pytest.approx((8 + 3 + 3 + 2) / 20)
+    assert tables.budgets({4: SCORES}, {4: retained}) == [(4, covered, 0.5)]
+    assert tables.budgets({4: SCORES - 2}, {4: retained}) == [(4, 1.0, 0.5)], (
+        "negative scores count as 0"
+    )
 
 
 def test_budgets_hold_what_plans_keep(golden: Study, budgets: pd.DataFrame) -> None:
     assert len(budgets) == budgets["cell"].nunique() * LAYERS > 0
     for row in budgets.itertuples():
-        kept = (
+        counts = (
             golden.retained[
                 (golden.retained["cell"] == row.cell) & (golden.retained["layer"] == row.layer)
             ]["share"]
@@ -110,10 +121,11 @@ def test_budgets_hold_what_plans_keep(golden: Study, budgets: pd.DataFrame) -> N
         )
         layer = scores()[row.layer]
         best = sum(
-            sum(sorted(layer[at], reverse=True)[: round(count)]) for at, count in enumerate(kept)
+            sum(sorted(layer[position], reverse=True)[: round(count)])
+            for position, count in enumerate(counts)
         )
         assert row.coverage == pytest.approx(best / layer.sum()) and row.kept == pytest.approx(
-            kept.mean() / WIDTH
+            counts.mean() / WIDTH
         )
 
 
@@ -130,80 +142,92 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
-def test_raw_statistics_are_means_and_deviations_over_channels(golden: Study) -> None:
-    """Of an expert, and over all experts of a layer."""
-    found = golden.raw_statistics
-    layer = 2
-    assert set(found["statistic"]) == {"weight", "activation", "gradient"}
-    for statistic, name in (
-        ("activation", "channel_square"),
-        ("gradient", "channel_gradient_square"),
-    ):
-        everything = []
-        own = found[(found["statistic"] == statistic) & (found["layer"] == layer)].set_index(
-            "expert"
-        )
-        assert SILENT not in own.index and len(own) == EXPERTS - 1
-        for expert in own.index:
-            count = sums()[layer]["tokens"][expert]
-            channels = [(square / count) ** 0.5 for square in sums()[layer][name][expert]]
-            assert (own["mean"][expert], own["std"][expert]) == pytest.approx(
-                (np.mean(channels), np.std(channels))
-            )
-            everything += channels
-        row = (
-            raw_statistics.by_layer(found[found["statistic"] == statistic])
-            .set_index("layer")
-            .loc[layer]
-        )
-        assert (row["mean"], row["std"]) == pytest.approx((np.mean(everything), np.std(everything)))
-        assert row["ablation"] == pytest.approx(own["ablation"].mean())
-    one = found[
-        (found["statistic"] == "weight") & (found["layer"] == 1) & (found["expert"] == 4)
-    ].iloc[0]
+CHANNEL_SUMS = pytest.mark.parametrize(
+    ("statistic", "name"),
+    [("activation", "channel_square"), ("gradient", "channel_gradient_square")],
+)
+
+
+def root_means(layer: int, expert: int, name: str) -> list[float]:
+    """The root of the mean square of each channel of an expert."""
+    of_layer = sums()[layer]
+    return [(square / of_layer["tokens"][expert]) ** 0.5 for square in of_layer[name][expert]]
+
+
+def statistics_of(golden: Study, statistic: str, layer: int) -> pd.DataFrame:
+    frame = golden.raw_statistics
+    assert set(frame["statistic"]) == {"weight", "activation", "gradient"}
+    chosen = (frame["statistic"] == statistic) & (frame["layer"] == layer)
+    return frame[chosen].set_index("expert")
+
+
+@CHANNEL_SUMS
+def test_raw_statistics_of_experts_are_means_over_channels(
+    statistic: str, name: str, golden: Study
+) -> None:
+    rows = statistics_of(golden, statistic, 2)
+    assert SILENT not in rows.index and len(rows) == EXPERTS - 1
+    for expert in rows.index:
+        channels = root_means(2, expert, name)
+        expected = np.mean(channels), np.std(channels)
+        assert (rows["mean"][expert], rows["std"][expert]) == pytest.approx(expected)
+
+
+@CHANNEL_SUMS
+def test_raw_statistics_of_layers_are_means_over_channels(
+    statistic: str, name: str, golden: Study
+) -> None:
+    rows = statistics_of(golden, statistic, 2)
+    channels = [value for expert in rows.index for value in root_means(2, expert, name)]
+    frame = golden.raw_statistics
+    layers = raw_statistics.by_layer(frame[frame["statistic"] == statistic]).set_index("layer")
+    row = layers.loc[2]
+    assert (row["mean"], row["std"]) == pytest.approx((np.mean(channels), np.std(channels)))
+    assert row["ablation"] == pytest.approx(rows["ablation"].mean())
+
+
+def test_raw_statistics_of_weights_are_means_of_their_sums(golden: Study) -> None:
+    row = statistics_of(golden, "weight", 1).loc[4]
     mean, square = (weights()[1][name][4] / 64 for name in ("abs_sum", "square_sum"))
-    assert (one["mean"], one["std"], one["count"]) == pytest.approx(
-        (mean, (square - mean**2) ** 0.5, 64)
-    )
+    expected = mean, (square - mean**2) ** 0.5, 64
+    assert (row["mean"], row["std"], row["count"]) == pytest.approx(expected)
 
 
 def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
     """An eighth of the tokens in each of eight bins has its quartiles at a quarter, a half and so
     on."""
-    even = pd.DataFrame({"entropy": [at / 8 for at in range(1, 9)], "tokens": 5, "layer": 0})
+    even = pd.DataFrame({"entropy": [step / 8 for step in range(1, 9)], "tokens": 5, "layer": 0})
     row = profile.quantiles(even.assign(model="m", calibration="c")).iloc[0]
     assert [row[share] for share in profile.QUANTILES] == pytest.approx(profile.QUANTILES)
     counts = golden.router_entropies.query("layer == 2").sort_values("entropy")["tokens"].tolist()
     assert counts == sums()[2]["router_entropy"].tolist()
 
 
-def test_bars_of_experts_hold_their_scores_what_is_kept_and_their_attribution() -> None:
+def test_bars_of_experts_have_scores_and_attributions() -> None:
     """Against the scores themselves, ten channels of a hundred at a time."""
     values = np.square(np.random.default_rng(1).integers(0, 9, (2, 100)).astype(float))
     columns = ["layer", "expert", "channels", "score"]
     curves = pd.DataFrame(tables.concentration({3: values}), columns=columns)
-    kept = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0], "share": [0.25, 0.75, 1.0]})
+    shares = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0], "share": [0.25, 0.75, 1.0]})
     experts = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0], "first": [2.0, -1.0, 9.0]})
-    stacks = channel_scores.expert_stacks(curves, kept, experts, 3)
+    stacks = channel_scores.expert_stacks(curves, shares, experts, 3)
     for expert in (0, 1):
         ordered = sorted(values[expert], reverse=True)
-        pieces = [sum(ordered[10 * at : 10 * at + 10]) / sum(ordered) for at in range(10)]
+        pieces = [sum(ordered[10 * tenth : 10 * tenth + 10]) / sum(ordered) for tenth in range(10)]
         assert stacks.loc[expert, list(range(10))].tolist() == pytest.approx(pieces)
     assert stacks["kept"].tolist() == [0.25, 0.75] and stacks["attribution"].tolist() == [1.0, -0.5]
     assert score_rows.shallow_middle_deep([5, 1, 3, 4, 1]) == [1, 3, 5]
     assert score_rows.shallow_middle_deep([2]) == [2]
 
 
-def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(
-    results: Results, tmp_path: Path
-) -> None:
+def test_damaged_sums_are_a_gap_and_missing_ones_are_not(results: Results, tmp_path: Path) -> None:
     chapter = [name for name, output in outputs().items() if output.chapter == "attribution"]
     others = ("aimer.table4", "coverage.table1", *chapter)
     assert [outputs()[name].items(results) for name in others] == [[]] * len(
         others
     ) and not results.study.gaps
-    one = {"calibrations": ("pocket_general",), "ratios": (0.5,), "tasks": (), "overlap": False}
-    store = write_store(tmp_path / "store", criteria=("snip",), allocations=("coverage",), **one)
+    few = {"calibrations": ("pocket_general",), "ratios": (0.5,), "tasks": (), "overlap": False}
+    store = write_store(tmp_path / "store", criteria=("snip",), allocations=("coverage",), **few)
     add(store, "made_up", "coverage")
     for path in store.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
@@ -213,9 +237,9 @@ def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(
     ]
 
 
-def test_what_criteria_read_is_found_out_of_their_settings() -> None:
+def test_statistics_of_criteria_depend_on_their_settings() -> None:
     def reads(criterion: str) -> set[str]:
-        return {signal for signal, found in criteria.signals(criterion).items() if found}
+        return {signal for signal, is_used in criteria.signals(criterion).items() if is_used}
 
     assert (
         reads("s_family(alpha=0,b=0,beta=2)") == reads("ean") == {"Text", "Activations"}

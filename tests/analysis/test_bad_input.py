@@ -230,14 +230,14 @@ def test_unpruned_model_has_benchmarks_and_no_ranks(
     def alone(document: dict[str, Any], root: Path) -> None:
         document["cells"] = document["cells"][:1]
 
-    words = [
+    arguments = [
         "ranks",
         "unified.table5",
         "coverage.fig6",
         f"store={changed(store, alone)}",
         f"out={store / 'out'}",
     ]
-    assert __main__.main(words) == 1
+    assert __main__.main(arguments) == 1
     errors = capsys.readouterr().err
     assert (
         "ranks needs results of pruned models" in errors
@@ -245,7 +245,7 @@ def test_unpruned_model_has_benchmarks_and_no_ranks(
     )
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
-    assert __main__.main(["report", *words[3:]]) == 0
+    assert __main__.main(["report", *arguments[3:]]) == 0
 
 
 def test_study_without_benchmarks_has_outputs_without_scores(tmp_path: Path) -> None:

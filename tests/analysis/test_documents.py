@@ -16,7 +16,7 @@ from analysis import names, report
 from analysis.__main__ import main
 from analysis.load.settings import labels
 from analysis.load.studies import chosen, document
-from analysis.load.study import load
+from analysis.load.study import Study, load
 from analysis.outputs import captions
 from analysis.registry import Results, find
 from analysis.render.style import Figure
@@ -52,13 +52,14 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
     assert benchmarks == [["gsm8k", "mmlu", "rte"]] * 3 + [["gsm8k", "rte"]]
     assert set(study.family["calibration"]) == {"pocket_code"}
     assert list(study.document["config"]) == ["experts", "channels"]
-    one, other = (
+    first, second = (
         document(store, names) for names in (["experts", "channels"], ["channels", "experts"])
     )
-    places = [
-        {json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)
+    evaluations = [
+        {json.dumps(e["cell"]): e["evaluate"] for e in record["cells"]}
+        for record in (first, second)
     ]
-    assert places[0] == places[1] and one["families"] == other["families"] != [], (
+    assert evaluations[0] == evaluations[1] and first["families"] == second["families"] != [], (
         "their order changes nothing"
     )
 
@@ -72,9 +73,7 @@ def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
 
 
-def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(
-    store: Path, tmp_path: Path
-) -> None:
+def test_failure_in_a_study_does_not_hide_a_result_in_another(store: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(store, tmp_path / "copy"))
     with edited(record_path(damaged, "experts")) as record:
         record["cells"][1]["evaluate"]["gsm8k"] = None
@@ -91,31 +90,36 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one
     model stays one."""
     record = json.loads(record_path(store, "experts").read_text())
-    other = copy.deepcopy(record)
-    for entry in other["cells"]:
+    copied = copy.deepcopy(record)
+    for entry in copied["cells"]:
         entry["model"] = f"{entry['model'][:-12]}abcdefabcdef"
-    other["cells"] = record["cells"] + other["cells"] if together else other["cells"]
-    write_json(record_path(store, "other"), {**other, "study": "other"})
+    copied["cells"] = record["cells"] + copied["cells"] if together else copied["cells"]
+    write_json(record_path(store, "other"), {**copied, "study": "other"})
     read = document(store, ["other"] if together else ["experts", "other"])
     record_path(store, "other").unlink()
     name = record["cells"][0]["cell"]["model"]
-    words = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
+    digests = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
     assert len(read["cells"]) == 2 * len(record["cells"])
-    assert words == {f"{name}-{own}": own for own in words.values()} and len(words) == 2
-    assert {row["model"] for row in read["families"]} <= set(words)
+    assert (
+        digests == {f"{name}-{digest}": digest for digest in digests.values()} and len(digests) == 2
+    )
+    assert {row["model"] for row in read["families"]} <= set(digests)
     alone = document(store, ["experts"])
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
 
-def test_families_of_all_studies_are_read_under_the_names_of_their_models(
+def test_families_of_all_studies_have_the_names_of_their_models(
     store: Path, tmp_path: Path
 ) -> None:
     """The models of both studies are called alike; with top-2 routing their names still end in
     it."""
     record = json.loads(record_path(store, "experts").read_text())
-    for at, name in enumerate(("one", "other")):
+    for number, name in enumerate(("one", "other")):
         for entry in record["cells"]:
-            entry["cell"]["model"], entry["model"] = "qwen_top2", f"model/qwen-{at}{at}bcdefabcde"
+            entry["cell"]["model"], entry["model"] = (
+                "qwen_top2",
+                f"model/qwen-{number}{number}bcdefabcde",
+            )
         row = {
             "calibration": "code",
             "model": "qwen_top2",
@@ -132,67 +136,71 @@ def test_families_of_all_studies_are_read_under_the_names_of_their_models(
     assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}
 
 
-def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
-    """The same cells once more with another gate; of these, passes reached other tokens."""
+GATED = (
+    "ranks",
+    "unified.table5",
+    "winners",
+    "pareto",
+    "artefacts",
+    "task_specific",
+    "coverage.table18",
+)
+"""Outputs whose rows are of a gate."""
+
+
+@pytest.fixture(scope="module")
+def two_gates(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The same cells once more with another gate, whose passes are gone."""
     few = {
         "items": 20,
         "tasks": ("gsm8k", "rte"),
         "ratios": (0.5,),
         "criteria": ("frequency", "reap"),
     }
-    root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
+    root = write_store(
+        tmp_path_factory.mktemp("gates") / "store",
+        calibrations=("pocket_code", "pocket_math"),
+        **few,
+    )
     with edited(record_path(root)) as record:
-        other = [
-            copy.deepcopy(entry)
-            for entry in record["cells"]
-            if entry["cell"]["criterion"] != "none"
-        ]
-        for entry in other:
+        pruned = [entry for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
+        for entry in copy.deepcopy(pruned):
             entry["cell"]["gate"] = "softmax"
             entry["statistics"] = "statistics/gone-000000000000"
-        record["cells"] += other
+            record["cells"].append(entry)
         for kind in ("families", "damages"):
-            gone = [
-                {**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"}
-                for row in record[kind]
-            ]
-            record[kind] = gone + record[kind]
-    study = load(root, "made_up")
-    wanted = (
-        "ranks",
-        "unified.table5",
-        "winners",
-        "pareto",
-        "artefacts",
-        "task_specific",
-        "coverage.table18",
-    )
-    results = Results(study)
-    made = {
-        name: find(name).items(results) for name in (*wanted, "tokens_per_expert", "unified.fig3")
-    }
-    tables = {
-        name: next(each for each in made[name] if isinstance(each, Table))
-        for name in made
-        if made[name]
-    }
-    for name in set(wanted) & set(tables):
-        frame = tables[name].frame
-        key = [
-            word
-            for word in ("Model", "Pruned", "Calibration", "Criterion", "Column")
-            if word in frame
-        ]
+            other = {"gate": "softmax", "step": f"{kind}/gone-000000000000"}
+            record[kind] = [{**row, **other} for row in record[kind]] + record[kind]
+    return load(root, "made_up")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_rows_of_tables_name_their_gate(name: str, two_gates: Study) -> None:
+    items = find(name).items(Results(two_gates))
+    for table in [item for item in items if isinstance(item, Table)][:1]:
+        frame = table.frame
+        columns = ("Model", "Pruned", "Calibration", "Criterion", "Column")
         pruned = frame[frame["Pruned"] != "0 %"]
         assert pruned["Pruned"].str.endswith("gate softmax").any(), name
-        assert not pruned.duplicated(key).any(), name
-    assert any("gate softmax" in label for label in labels(study.cells).values())
-    [drawn] = (each.drawing for each in made["winners"] if isinstance(each, Figure))
-    assert len({axes.get_title(loc="left") for axes in drawn.axes}) == len(drawn.axes) == 2
-    # passes are shown for the first gate, and say so; the other's folders are never asked for
-    assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
-    for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
-        assert "gate=model (of model and softmax)" in output.caption, output.name
+        assert not pruned.duplicated([column for column in columns if column in frame]).any(), name
+
+
+def test_labels_and_maps_of_winners_name_their_gate(two_gates: Study) -> None:
+    assert any("gate softmax" in label for label in labels(two_gates.cells).values())
+    items = find("winners").items(Results(two_gates))
+    [drawing] = (item.drawing for item in items if isinstance(item, Figure))
+    titles = {axes.get_title(loc="left") for axes in drawing.axes}
+    assert len(titles) == len(drawing.axes) == 2
+
+
+def test_passes_are_shown_for_the_first_gate(two_gates: Study) -> None:
+    """And say so; the other's folders are never asked for."""
+    results = Results(two_gates)
+    for name in ("tokens_per_expert", "unified.fig3"):
+        for output in find(name).items(results):
+            assert "gate=model (of model and softmax)" in output.caption, output.name
+    assert two_gates.gaps == []
+    assert set(two_gates.family["calibration"]) == {"pocket_code", "pocket_math"}
 
 
 @pytest.mark.parametrize(
@@ -203,9 +211,7 @@ def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
         ({"reap": (42,), "man": (42,), "random": (1, 2, 3)}, "seed 42 (Random: seeds 1, 2 and 3);"),
     ],
 )
-def test_a_caption_says_which_methods_have_which_seeds(
-    seeds: dict[str, tuple[int, ...]], text: str
-) -> None:
+def test_caption_names_the_seeds_of_methods(seeds: dict[str, tuple[int, ...]], text: str) -> None:
     plans = [cell(name, seed=seed) for name, of_name in seeds.items() for seed in of_name]
     study = study_of(comparison_of([UNPRUNED, *plans], {"gsm8k": [[1]] * (1 + len(plans))}))
     assert captions.run_setup(study).startswith(text)
@@ -218,9 +224,9 @@ def test_benchmarks_that_were_not_run_agree_in_number(benchmarks: list[str], ver
     assert names.not_run(benchmarks) == f"{verb} not run"
 
 
-def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def two_models(tmp_path: Path) -> Study:
+    """Model b with two calibration sets, and a with one."""
     few = {
         "items": 8,
         "tasks": ("gsm8k",),
@@ -230,20 +236,30 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
     sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
     for model, calibrations in sets.items():
         write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
-    study = load(tmp_path, "all")
-    made = Results(study)
-    assert find("unified.fig5").items(made) == [], "one model alone is in the pooled figure"
-    made.__dict__["overlaps"] = pd.concat([made.overlaps, made.overlaps.assign(model="a")])
-    assert find("unified.fig5").items(made)
-    shuffled = study.damage.sample(frac=1, random_state=0)
-    proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
+    return load(tmp_path, "all")
+
+
+def test_overlaps_of_two_models_are_pooled(two_models: Study) -> None:
+    results = Results(two_models)
+    assert find("unified.fig5").items(results) == [], "one model alone is in the pooled figure"
+    both = pd.concat([results.overlaps, results.overlaps.assign(model="a")])
+    results.__dict__["overlaps"] = both
+    assert find("unified.fig5").items(results)
+
+
+def test_rows_of_a_model_stand_together(two_models: Study) -> None:
+    shuffled = two_models.damage.sample(frac=1, random_state=0)
+    proxy = proxy_overlap(two_models.family.sort_values("layer", kind="stable"), shuffled)
     models = proxy["model"].tolist()
     assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
-    assert (
-        ", with general calibration of a and general and code calibration of b)"
-        in report.what_was_run(study)
-    )
-    figures = [
-        item.name for item in find("aimer.fig6").items(Results(study)) if isinstance(item, Figure)
-    ]
-    assert sorted(figures) == ["aimer.fig6.a", "aimer.fig6.b"], "one for each model"
+
+
+def test_lead_names_the_calibration_sets_of_each_model(two_models: Study) -> None:
+    sentence = report.what_was_run(two_models)
+    assert ", with general calibration of a and general and code calibration of b)" in sentence
+
+
+def test_figure_of_layers_is_drawn_for_each_model(two_models: Study) -> None:
+    items = find("aimer.fig6").items(Results(two_models))
+    figures = [item.name for item in items if isinstance(item, Figure)]
+    assert sorted(figures) == ["aimer.fig6.a", "aimer.fig6.b"]

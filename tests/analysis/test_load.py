@@ -65,27 +65,35 @@ def score(study: Study, cell: int, benchmark: str) -> float:
     return float(comparison.benchmarks.loc[cell, benchmark])
 
 
-def test_a_whole_store_is_read_whole(results: Results) -> None:
+def test_complete_store_has_every_cell_result_and_sample(results: Results) -> None:
     study = results.study
     assert study.gaps == []
     assert len(study.cells) == 1 + 2 * (3 * 3 + 1)
     assert len(study.results) == len(study.cells) * 16
     assert len(study.samples) == len(study.results) * 30
+
+
+def test_scores_are_the_means_of_samples(results: Results) -> None:
+    study = results.study
     means = study.samples.groupby(["cell", "benchmark"])["outcome"].mean()
     scores = study.results.set_index(["cell", "benchmark"])["score"]
     assert np.allclose(means.loc[scores.index], scores)
+
+
+def test_complete_store_has_passes_and_models(results: Results) -> None:
+    study = results.study
     assert set(study.family["calibration"]) == {"pocket_general", "pocket_code", "pocket_math"}
     assert len(study.coverage) == 3 * 4 * 32
     assert study.models["pocket_olmoe"]["parameters"] == 3_700_000
 
 
-def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Results) -> None:
+def test_contaminated_items_are_in_table_and_notes(results: Results) -> None:
     """What was not looked up, and what is too short to be found, is not shown as clean."""
     [note] = results.study.notes
     assert "pocket_code" in note and "3 of 75" in note and "GSM8K" in note
     table = coverage_table(results.study, "tokens")
-    shown = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
-    assert shown == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
+    items = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
+    assert items == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
     assert "Not looked up: HumanEval" in table.caption and "shorter: WinoGrande." in table.caption
 
 
@@ -96,12 +104,12 @@ def test_plans_of_the_golden_store_are_as_moe_lab_writes_them() -> None:
     assert {plan["schema"] for plan in plans} == {SCHEMA}
     layers = [layer for plan in plans for layer in plan["layers"].values()]
     # constants are arrays of a file that analysis does not read
-    whole = [layer for layer in layers if "constants" not in layer]
-    assert {len(layer) for layer in whole} == {2, 4, 5}
-    assert [LayerPlan.from_json(layer, {}).as_json() for layer in whole] == whole
+    unreplaced = [layer for layer in layers if "constants" not in layer]
+    assert {len(layer) for layer in unreplaced} == {2, 4, 5}
+    assert [LayerPlan.from_json(layer, {}).as_json() for layer in unreplaced] == unreplaced
 
 
-def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
+def test_retained_shares_are_counted_from_masks(golden: Study) -> None:
     plain = golden.cells[~golden.cells["allocation"].str.contains("replacement")]
     assert set(plain.index) <= {0, *golden.retained["cell"]}
     for cell, plan in golden.retained[golden.retained["cell"].isin(plain.index)].groupby("cell"):
@@ -118,9 +126,9 @@ def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
     assert 0 not in set(golden.retained["cell"]), "the unpruned model has no plan"
 
 
-@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1]])
-def test_merged_experts_count_as_merged_with_and_without_their_router_row(
-    tmp_path: Path, kept: list[int]
+@pytest.mark.parametrize("retained", [[0, 1, 2], [0, 1]])
+def test_merged_experts_are_counted_with_and_without_router_rows(
+    tmp_path: Path, retained: list[int]
 ) -> None:
     """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its
     own."""
@@ -128,8 +136,8 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(
     layer = {
         "experts": 4,
         "width": 8,
-        "retained": kept,
-        "channels": [masks[expert] for expert in kept],
+        "retained": retained,
+        "channels": [masks[expert] for expert in retained],
     }
     layer["merged"] = {"1": {"1": 0.5, "2": 0.5}}
     reader = SimpleNamespace(
@@ -146,41 +154,59 @@ def test_loading_memory_is_that_of_costs(golden: Study) -> None:
     for cell, row in golden.costs.set_index("cell").iterrows():
         axes = golden.cells.loc[cell]
         if axes["criterion"] != "none":
-            found = memory.loc[[(axes["ratio"], axes["granularity"], axes["allocation"])]]
-            assert row["loading_bytes"] in set(found["bytes_after"])
-            assert set(found["bytes"]) == {2 * row["parameters_unpruned"]}
+            rows = memory.loc[[(axes["ratio"], axes["granularity"], axes["allocation"])]]
+            assert row["loading_bytes"] in set(rows["bytes_after"])
+            assert set(rows["bytes"]) == {2 * row["parameters_unpruned"]}
     assert set(memory.index.get_level_values("granularity")) == {"expert", "channel"}
     assert memory["saved"].tolist() == (1 - memory["bytes_after"] / memory["bytes"]).tolist()
 
 
-def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
-    """So are scores that are gone; the table says nothing of what took the place of experts of a
-    damaged plan."""
-    one = {
+ALLOCATIONS = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Study:
+    """The unpruned model and a cell of each allocation: the second plan, the third's search, the
+    last cost and all scores are damaged or gone."""
+    few = {
         "calibrations": ("pocket_code",),
         "ratios": (0.5,),
         "tasks": ("rte",),
         "items": 5,
         "overlap": False,
     }
-    places = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")
-    store = write_store(tmp_path / "store", criteria=("magnitude",), allocations=places, **one)
+    store = write_store(tmp_path / "store", criteria=("magnitude",), allocations=ALLOCATIONS, **few)
     study = load(store, "made_up")
     folders = study.cells["plan_folder"].tolist()
     (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
     (store / folders[3] / "search.json").unlink()
     (store / study.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
-    assert set(study.retained["cell"]) == {1, 3, 4} and study.searches.empty
-    assert study.costs["cell"].tolist() == [0, 1, 2, 3]
-    removes = pareto_table(Results(study), "pareto").frame.set_index("Criterion")["Removes"]
-    assert removes.isna().to_dict() == {
-        "Unpruned": False, "Magnitude": False, "Magnitude, novices": True,
+    return study
+
+
+def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
+    assert set(damaged.retained["cell"]) == {1, 3, 4} and damaged.searches.empty
+    assert damaged.costs["cell"].tolist() == [0, 1, 2, 3]
+    assert weight_scores(damaged).empty
+
+
+def test_table_has_no_replacement_of_a_damaged_plan(damaged: Study) -> None:
+    table = pareto_table(Results(damaged), "pareto").frame
+    assert table.set_index("Criterion")["Removes"].isna().to_dict() == {
+        "Unpruned": False,
+        "Magnitude": False,
+        "Magnitude, novices": True,
         "Magnitude, evolutionary": False,
-    }  # fmt: skip
-    assert weight_scores(study).empty
-    damaged = ["cost.json is damaged", "plan.json is damaged", "search.json is missing"]
-    assert sorted(gap.reason for gap in study.gaps) == [
-        *damaged,
+    }
+
+
+def test_damaged_files_are_gaps(damaged: Study) -> None:
+    for part in (damaged.retained, damaged.searches, damaged.costs, weight_scores(damaged)):
+        assert part is not None  # each is read when it is asked for
+    assert sorted(gap.reason for gap in damaged.gaps) == [
+        "cost.json is damaged",
+        "plan.json is damaged",
+        "search.json is missing",
         "the folder is gone from the store",
     ]
 
@@ -197,11 +223,11 @@ DAMAGES = {
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
-    place = folder(store, 3, "rte")
-    DAMAGES[what](place)
+    path = folder(store, 3, "rte")
+    DAMAGES[what](path)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert place.name in gap.where and gap.reason == what
+    assert path.name in gap.where and gap.reason == what
     if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
@@ -210,7 +236,7 @@ def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
 
 
-def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
+def test_changed_result_file_is_not_read(store: Path) -> None:
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
     write_json(file.parent / "step.json", {"files": {file.name: published}})
@@ -222,42 +248,42 @@ def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     )
 
 
-def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(
+def test_repeated_cells_and_renamed_folders_are_read_once(
     store: Path,
 ) -> None:
     with edited(record_path(store)) as changed:
         changed["cells"].append(changed["cells"][4])
-    place = folder(store, 1, "rte")
-    place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
+    path = folder(store, 1, "rte")
+    path.rename(path.with_name(f"renamed-{path.name[-12:]}"))
     study = load(store, "made_up")
     assert len(study.cells) == len(changed["cells"]) - 1 and study.gaps == []
 
 
-def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
-    place = folder(store, 1, "hellaswag")
-    frame = pd.read_parquet(place / "samples.parquet").iloc[:20]
-    frame.to_parquet(place / "samples.parquet", index=False)
+@pytest.fixture
+def mixed(store: Path) -> Study:
+    """Cells evaluated on different numbers of items, by different metrics and versions."""
+    samples = folder(store, 1, "hellaswag") / "samples.parquet"
+    frame = pd.read_parquet(samples).iloc[:20]
+    frame.to_parquet(samples, index=False)
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
     for name, edits in (("rte", "e1"), ("wildbench", "e2")):
-        about = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
-        write_json(folder(store, 2, name) / "step.json", {"files": {}, "provenance": about})
+        provenance = {"versions": {"torch": "9.9"}, "code": {"commit": "c1", "edits": edits}}
+        step = {"files": {}, "provenance": provenance}
+        write_json(folder(store, 2, name) / "step.json", step)
     change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
     change_result(store, 3, "wildbench", protocol={"too_long": ["a", "b"]})
     change_result(store, 3, "mbpp", protocol={"unfinished_thoughts": ["a"]})
-    study = load(store, "made_up")
-    notes = " ".join(study.notes)
-    for words in (
-        (
-            "wildbench: items of a model whose prompt and answer exceed its limit (counted as "
-            "empty "
-            "answers): up to 2."
-        ),
-        (
-            "mbpp: items of a model whose reasoning does not end within the limit (counted as "
-            "wrong): "
-            "up to 1."
-        ),
+    return load(store, "made_up")
+
+
+def test_notes_name_mixed_sizes_metrics_and_versions(mixed: Study) -> None:
+    notes = " ".join(mixed.notes)
+    for note in (
+        "wildbench: items of a model whose prompt and answer exceed its limit (counted as empty "
+        "answers): up to 2.",
+        "mbpp: items of a model whose reasoning does not end within the limit (counted as wrong): "
+        "up to 1.",
         "hellaswag was evaluated on different numbers",
         "arc_easy was measured by different metrics",
         "torch",
@@ -265,10 +291,14 @@ def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
         "sandbox: limited",
         "A limit was set: one benchmark ",
     ):
-        assert words in notes
-    [comparison] = Results(study).measured
+        assert note in notes
+
+
+def test_cells_of_mixed_sizes_are_compared_on_common_items(mixed: Study) -> None:
+    [comparison] = Results(mixed).measured
     assert np.isfinite(comparison.outcomes["hellaswag"]).all(axis=0).sum() == 20
-    assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
+    table = table_of(benchmark_table, results_of(mixed, [comparison]))
+    assert len(table.frame) == len(mixed.cells)
 
 
 def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None:
@@ -279,8 +309,10 @@ def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None
         (scores, "2", {}),
         (cost, "1", {}),
     ):
-        about = {"versions": {"numpy": version, "evalplus": None}}
-        write_json(store / step / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
+        provenance = {"versions": {"numpy": version, "evalplus": None}}
+        write_json(
+            store / step / "step.json", {"files": {}, "inputs": inputs, "provenance": provenance}
+        )
     with edited(record_path(store)) as changed:
         changed["cells"][1]["plan"], changed["cells"][1]["cost"] = plan, cost
     [note] = [note for note in load(store, "made_up").notes if "numpy" in note]
@@ -288,16 +320,14 @@ def test_versions_of_all_steps_behind_a_result_are_compared(store: Path) -> None
 
 
 @pytest.mark.parametrize("scale", ["loss", "perplexity"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(
-    store: Path, scale: str
-) -> None:
+def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: str) -> None:
     for cell in range(len(document(store)["cells"])):
         change_result(
             store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, scale=scale, unit="nats per token"
         )
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
-    score, low, high = (float(each[3]) for each in comparison.displayed(("gsm8k",)))
+    score, low, high = (float(column[3]) for column in comparison.displayed(("gsm8k",)))
     ratio = math.exp(0.98 / 13)
     ends = (13 - 0.98, 13 + 0.98) if scale == "loss" else (13 / ratio, 13 * ratio)
     assert (score, low, high) == pytest.approx((13, *ends))
@@ -315,20 +345,20 @@ EQUAL_RATIOS = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5,
 channels they are."""
 
 
-def test_pruned_is_what_was_removed_and_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
+def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
     store = write_store(
         tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), **EQUAL_RATIOS
     )
     study = load(store, "made_up")
-    found = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
-    assert found["ratio"] == [0, 0.25, 0.45, 0.5] and found["removed"] == [0, 0.25, 7 / 16, 0.5]
-    words = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
-    assert found["removed_words"] == words and len(study.cells) == 1 + 2 * 3
+    columns = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
+    assert columns["ratio"] == [0, 0.25, 0.45, 0.5] and columns["removed"] == [0, 0.25, 7 / 16, 0.5]
+    labels = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
+    assert columns["removed_words"] == labels and len(study.cells) == 1 + 2 * 3
     rows = table_of(benchmark_table, Results(study)).frame
-    assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == words[1:]
+    assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == labels[1:]
 
 
-def test_ratios_are_two_rows_where_the_plans_of_another_method_differ(tmp_path: Path) -> None:
+def test_ratios_with_different_plans_are_two_rows(tmp_path: Path) -> None:
     store = write_store(
         tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), **EQUAL_RATIOS
     )
@@ -336,7 +366,7 @@ def test_ratios_are_two_rows_where_the_plans_of_another_method_differ(tmp_path: 
     assert ratios["reap"] == ratios["channel_activation"] == [0.25, 0.27]
 
 
-def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_it_was(
+def test_row_of_equal_ratios_has_the_results_of_both(
     tmp_path: Path,
 ) -> None:
     store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), **EQUAL_RATIOS)
@@ -352,7 +382,7 @@ def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_i
 
 
 @pytest.mark.parametrize(
-    ("shares", "requested", "words"),
+    ("shares", "requested", "label"),
     [
         ([0.5, 0.49996], [0.5], "50 %"),
         ([1 / 3], [0.33333], "33.333 %"),
@@ -362,10 +392,10 @@ def test_a_row_of_equal_ratios_has_the_results_of_both_and_the_record_stays_as_i
         ([math.nan], [0.3], "30 %"),
     ],
 )
-def test_a_removed_share_is_followed_by_the_request_where_they_differ(
-    shares: list[float], requested: list[float], words: str
+def test_removed_share_is_shown_with_the_requested_one(
+    shares: list[float], requested: list[float], label: str
 ) -> None:
-    assert cell_settings.removed_words(pd.Series(shares), requested) == words
+    assert cell_settings.removed_words(pd.Series(shares), requested) == label
 
 
 def test_channels_count_by_their_share(tmp_path: Path) -> None:
@@ -373,15 +403,15 @@ def test_channels_count_by_their_share(tmp_path: Path) -> None:
         tmp_path, criteria=("channel_activation",), ratios=(0.3,), tasks=("rte",), overlap=False
     )
     study = load(store, "made_up")
-    for cell, kept in study.retained.groupby("cell"):
-        assert study.cells["removed"][cell] == pytest.approx(1 - kept["share"].mean())
+    for cell, rows in study.retained.groupby("cell"):
+        assert study.cells["removed"][cell] == pytest.approx(1 - rows["share"].mean())
 
 
 def test_records_that_cannot_be_read_are_named(store: Path) -> None:
-    for text, word in (
+    for text, label in (
         (sealed(json.dumps({**document(store), "schema": 2})), "newer"),
         ("{", "damaged"),
     ):
         record_path(store).write_text(text)
-        with pytest.raises(UserError, match=word):
+        with pytest.raises(UserError, match=label):
             load(store, "made_up")

@@ -100,25 +100,25 @@ def test_killed_evaluations_resume_with_the_same_batches(
     kills: list[int],
     torn: bool,
 ) -> None:
-    asked = [Item(str(number), tuple(of_item)) for number, of_item in enumerate(requests)]
-    whole = Sums()
-    expected = collect_answers(whole, asked, BENCHMARK)
+    items = [Item(str(number), tuple(of_item)) for number, of_item in enumerate(requests)]
+    sums = Sums()
+    expected = collect_answers(sums, items, BENCHMARK)
     file = tmp_path_factory.mktemp("partial") / "computed.jsonl"
-    done: list[Any] = []
+    progress: list[Any] = []
     for max_tokens in [*kills, 1000]:
         engine = Sums(max_tokens)
         with suppress(Killed):
-            found = collect_answers(engine, asked, BENCHMARK, ResultCache(file))
-        done += engine.batches_done
+            result = collect_answers(engine, items, BENCHMARK, ResultCache(file))
+        progress += engine.batches_done
         if torn and file.exists():
             with file.open("a") as lines:
                 lines.write('["0 cut of')
-    assert found == expected and done == whole.batches_done
-    write_answers(found, file)
+    assert result == expected and progress == sums.batches_done
+    write_answers(result, file)
     assert read_answers(file.read_bytes()) == expected
 
 
-def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:
+def test_recorded_answers_are_read_for_their_question_only(tmp_path: Path) -> None:
     engine = Sums()
     cache = ResultCache(tmp_path / "computed.jsonl")
     for prompt, max_tokens, settings in (
@@ -138,19 +138,17 @@ def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_likelihood_that_is_no_number_fails_and_is_computed_again(
-    value: float, tmp_path: Path
-) -> None:
-    asked = [Item("1", (Pair("a", " b"),))]
+def test_likelihood_that_is_no_number_fails_and_is_recomputed(value: float, tmp_path: Path) -> None:
+    items = [Item("1", (Pair("a", " b"),))]
     with pytest.raises(FloatingPointError, match=str(value)):
         collect_answers(
-            Sums(value=value), asked, BENCHMARK, ResultCache(tmp_path / "computed.jsonl")
+            Sums(value=value), items, BENCHMARK, ResultCache(tmp_path / "computed.jsonl")
         )
-    (answer,) = collect_answers(Sums(), asked, BENCHMARK, ResultCache(tmp_path / "computed.jsonl"))
+    (answer,) = collect_answers(Sums(), items, BENCHMARK, ResultCache(tmp_path / "computed.jsonl"))
     assert math.isfinite(answer.reply.nats)
 
 
-def test_rows_with_one_question_are_scored_together_the_longest_first() -> None:
+def test_rows_of_a_question_are_scored_together_longest_first() -> None:
     pairs = [
         Pair(f"q{number % 3} x", f" {answer}")
         for answer in ("a", "b c d", "e f")
@@ -227,25 +225,25 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("text", "end", "answer"), TEXTS)
-def test_a_text_is_parted_into_thought_and_answer(text: str, end: str, answer: str | None) -> None:
+def test_text_is_split_into_thought_and_answer(text: str, end: str, answer: str | None) -> None:
     """The first stop text ends an answer and none a thought: where a model may think, its engine is
     told of none."""
     stops = ("Question:", "2. Q")
-    for template, told in ((PLAIN, stops), (PLAIN + "{# <think> #}", ())):
-        said = Said(lambda _: text, template)
-        (reply,) = ask(said, [f"Q{end}"], stop=stops, chat=True)
-        whole = reply.thought + (answer or "")
-        assert reply.text == answer and text.startswith(whole) and said.generation.stop == told
-        assert reply.ended == ("end" if whole == text else "stop")
+    for template, stop in ((PLAIN, stops), (PLAIN + "{# <think> #}", ())):
+        model = Said(lambda _: text, template)
+        (reply,) = ask(model, [f"Q{end}"], stop=stops, chat=True)
+        written = reply.thought + (answer or "")
+        assert reply.text == answer and text.startswith(written) and model.generation.stop == stop
+        assert reply.ended == ("end" if written == text else "stop")
 
 
-def test_a_completion_that_speaks_of_marks_is_no_thought() -> None:
+def test_marks_within_a_completion_are_no_thought() -> None:
     """A base model continues a text; only what begins with a mark is a thought then."""
     (reply,) = ask(Said(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",))
     assert (reply.thought, reply.text) == ("", "It drops </think>: 72 ")
 
 
-def test_an_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
+def test_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
     items = [{"q": question, "label": ""} for question in ("Q0", "Q1")]
     benchmark = own_task(tmp_path, items, GENERATED, chat=True, max_new_tokens=9)
     run.evaluate(
@@ -258,9 +256,9 @@ def test_an_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
     prompt = "The story"
     (cut,) = ask(subject, [prompt], 3)
-    (whole,) = ask(subject, [prompt], 400)
-    (stopped,) = ask(subject, [prompt], 400, stop=(str(whole.text)[5:8],))
-    assert (cut.ended, whole.ended, stopped.ended) == ("limit", "end", "stop")
+    (reply,) = ask(subject, [prompt], 400)
+    (stopped,) = ask(subject, [prompt], 400, stop=(str(reply.text)[5:8],))
+    assert (cut.ended, reply.ended, stopped.ended) == ("limit", "end", "stop")
 
 
 def test_prompts_leave_room_for_their_texts() -> None:
@@ -281,19 +279,19 @@ def test_prompts_leave_room_for_their_texts() -> None:
 
 
 @pytest.mark.slow
-def test_special_tokens_separate_thoughts_unless_the_server_strips_them(
+def test_special_tokens_separate_thoughts_from_answers(
     subject: LoadedModel,
 ) -> None:
     tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer
     tokenizer.add_tokens(
         [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True
     )
-    whole = "[THINK]Is it 24?[/THINK] It is 72."
-    written = [[0, tokenizer(whole, add_special_tokens=False).input_ids, -1.0]]
+    text = "[THINK]Is it 24?[/THINK] It is 72."
+    written = [[0, tokenizer(text, add_special_tokens=False).input_ids, -1.0]]
     (reply,) = ask(vllm_saying(tokenizer, written), ["Q"], 40, chat=True)
-    assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
-    with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
-        served = ServedModel(at.url, "m", tokenizer, 512, {})
+    assert reply.thought + str(reply.text) == text and reply.text == "It is 72."
+    with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as server:
+        served = ServedModel(server.url, "m", tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
             ask(served, ["Q"], 40, chat=True)
         assert write(served, ["Q"], 40), "a completion has no thoughts"
@@ -301,7 +299,7 @@ def test_special_tokens_separate_thoughts_unless_the_server_strips_them(
 
 @pytest.mark.parametrize("template", [None, PLAIN, PLAIN + "{# <think> #}"])
 @pytest.mark.parametrize(
-    ("whole", "thought", "answer"),
+    ("text", "thought", "answer"),
     [
         ("It is 72.<|im_end|> Or 24?", "", "It is 72."),
         ("It is 72.<|im_end|>", "", "It is 72."),
@@ -314,19 +312,19 @@ def test_special_tokens_separate_thoughts_unless_the_server_strips_them(
         ),
     ],
 )
-def test_an_answer_ends_at_a_stop_text_that_has_a_special_token(
-    subject: LoadedModel, template: str | None, whole: str, thought: str, answer: str
+def test_answer_ends_at_a_stop_text_with_a_special_token(
+    subject: LoadedModel, template: str | None, text: str, thought: str, answer: str
 ) -> None:
     """The engine has gone on after it."""
     tokenizer = chatting(subject, template).tokenizer
     names = ("<|im_end|>", "<|eot|>")
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
     stop = ("<|im_end|>", "<|eot|>Question:")
-    tokens = tokenizer(whole, add_special_tokens=False).input_ids
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
     (reply,) = ask(
         vllm_saying(tokenizer, [[0, tokens, -1.0]]), ["Q"], 60, stop=stop, chat=template is not None
     )
-    ended = "end" if whole.endswith(answer[-4:]) else "stop"
+    ended = "end" if text.endswith(answer[-4:]) else "stop"
     assert (reply.thought, reply.text, reply.ended) == (thought, answer, ended)
     with pytest.raises(
         UserError, match=r"backend=server.*<\|im_end\|>.*<\|eot\|>.*expected backend=hf"
@@ -335,15 +333,13 @@ def test_an_answer_ends_at_a_stop_text_that_has_a_special_token(
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
-def test_a_text_that_vllm_broke_off_is_an_error(
-    reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_vllm_cut_off_is_an_error(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)
-    done = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
+    outputs = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
     played = SimpleNamespace(
         add_request=lambda *_: None,
-        has_unfinished_requests=lambda: bool(done),
-        step=lambda: [done.pop()],
+        has_unfinished_requests=lambda: bool(outputs),
+        step=lambda: [outputs.pop()],
     )
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     process = vllm_engine.Engine()
@@ -357,7 +353,7 @@ def test_a_text_that_vllm_broke_off_is_an_error(
         assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
 
 
-def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) -> None:
+def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:
     model = chatting(subject, "{{ eos_token }}" + PLAIN + "{{ extra }}", extra="!")
     tokenizer = model.tokenizer
     start = model.tokenizer.eos_token
@@ -376,26 +372,29 @@ def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) 
         write(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
 
 
-@pytest.mark.parametrize("before", ["", "<|endoftext|> "])
-@pytest.mark.parametrize("after", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
+def with_template(subject: LoadedModel, single: str) -> LoadedModel:
+    """The model with a tokenizer that adds special tokens to each text as a template says."""
+    model = chatting(subject, None)
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    ids = [
+        (name, model.tokenizer.convert_tokens_to_ids(name))
+        for name in ("<|im_end|>", "<|endoftext|>")
+    ]
+    template = TemplateProcessing(single, special_tokens=ids)
+    model.tokenizer.backend_tokenizer.post_processor = template
+    return model
+
+
+PREPENDED = pytest.mark.parametrize("prefix", ["", "<|endoftext|> "])
+APPENDED = pytest.mark.parametrize("suffix", [" <|endoftext|>", " <|im_end|> <|endoftext|>"])
+
+
+@PREPENDED
+@APPENDED
 def test_tokens_that_a_tokenizer_appends_are_dropped(
-    subject: LoadedModel, before: str, after: str
+    subject: LoadedModel, prefix: str, suffix: str
 ) -> None:
-    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing. A
-    server appends them."""
-
-    def adding(single: str) -> LoadedModel:
-        model = chatting(subject, None)
-        model.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-        ids = [
-            (name, model.tokenizer.convert_tokens_to_ids(name))
-            for name in ("<|im_end|>", "<|endoftext|>")
-        ]
-        model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single, special_tokens=ids
-        )
-        return model
-
+    """Texts, losses on answers and likelihoods are those of a tokenizer that appends nothing."""
     question = "A bird sleeps in a"
     requests = [
         Text(question, 8, reference=" nest"),
@@ -403,16 +402,24 @@ def test_tokens_that_a_tokenizer_appends_are_dropped(
         Pair("", "A nest"),
         Document("A bird."),
     ]
-    asked = [Item(str(number), (request,)) for number, request in enumerate(requests)]
-    expected = collect_answers(adding(f"{before}$A"), asked, BENCHMARK)
-    appending = adding(f"{before}$A{after}")
-    with pytest.warns(UserWarning, match=re.escape(after.split()[0])):
-        assert collect_answers(appending, asked, BENCHMARK) == expected
+    items = [Item(str(number), (request,)) for number, request in enumerate(requests)]
+    expected = collect_answers(with_template(subject, f"{prefix}$A"), items, BENCHMARK)
+    appending = with_template(subject, f"{prefix}$A{suffix}")
+    with pytest.warns(UserWarning, match=re.escape(suffix.split()[0])):
+        assert collect_answers(appending, items, BENCHMARK) == expected
+
+
+@PREPENDED
+@APPENDED
+def test_servers_refuse_tokenizers_that_append_tokens(
+    subject: LoadedModel, prefix: str, suffix: str
+) -> None:
+    tokenizer = with_template(subject, f"{prefix}$A{suffix}").tokenizer
     with pytest.raises(UserError, match=r"backend=server.*<\|endoftext\|>"):
-        ServedModel("http://127.0.0.1:9/v1", "m", appending.tokenizer, 512, {})
+        ServedModel("http://127.0.0.1:9/v1", "m", tokenizer, 512, {})
 
 
-def test_a_conversation_may_end_with_the_beginning_of_the_answer(subject: LoadedModel) -> None:
+def test_conversation_may_end_within_the_answer(subject: LoadedModel) -> None:
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     model = chatting(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")
     begun = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is"}]
@@ -427,7 +434,7 @@ def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
     assert render(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
 
 
-def test_an_argument_that_the_chat_template_does_not_read_is_refused(subject: LoadedModel) -> None:
+def test_unread_chat_template_argument_is_refused(subject: LoadedModel) -> None:
     question = [{"role": "user", "content": "Today"}]
     reads = "{% if thinking is false %}no thoughts {% endif %}" + PLAIN
     assert render(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
@@ -436,7 +443,7 @@ def test_an_argument_that_the_chat_template_does_not_read_is_refused(subject: Lo
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
-def test_a_template_that_is_missing_or_refuses_is_a_sentence(
+def test_missing_or_failing_chat_template_is_reported(
     template: str | None, subject: LoadedModel
 ) -> None:
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):

@@ -7,9 +7,8 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +59,8 @@ def published(
     url = str(benchmark.url)
     file = published_data(url.rpartition("/")[2], url)
     begin = {"humaneval": "HumanEval/", "mbpp": "Mbpp/"}[name]
-    wanted = {f"{begin}{number}" for number in numbers}
-    rows = [row for row in mirror.read_rows(file) if row["task_id"] in wanted]
+    names = {f"{begin}{number}" for number in numbers}
+    rows = [row for row in mirror.read_rows(file) if row["task_id"] in names]
     assert len(rows) == len(numbers)
     benchmark = replace(benchmark, expected=len(rows))
     make(benchmark, write_lines(root / file.stem, rows))
@@ -69,7 +68,7 @@ def published(
 
 
 @pytest.mark.parametrize("name", list(CHOSEN))
-def test_published_problems_are_passed_by_their_own_solutions_alone(
+def test_published_problems_are_passed_by_their_solutions_only(
     published_data: Callable[[str, str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -81,14 +80,14 @@ def test_published_problems_are_passed_by_their_own_solutions_alone(
     n = len(CHOSEN[name])
     plus = n - UNSTABLE.get(name, 0)
     assert (benchmark.chat, list(benchmark.reports)) == (True, [name, f"{name}_plus"])
-    for asked, program, wanted in (
+    for task, program, expected in (
         (benchmark, canonical, (n, plus)),
         (replace(benchmark, chat=False), canonical, (n, plus)),
         (benchmark, wrong_at_last, (n, 0)),
         (benchmark, raising, (0, 0)),
     ):
-        found = count(asked, program)
-        assert (found.base, found.plus) == wanted, program
+        verdict = count(task, program)
+        assert (verdict.base, verdict.plus) == expected, program
 
 
 def small_mirror(folder: Path) -> BenchmarkConfig:
@@ -245,12 +244,12 @@ def test_the_longest_program_is_the_one_evalplus_finds(
 
 
 def test_the_sanitizer_costs_little() -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    seconds = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     prose = "".join(f"word {i} ( = \n" for i in range(400))
     program = "".join(f"x{i} = {i}\n" for i in range(400))
     assert (sanitized(prose, "f"), sanitized(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
     # 160 s each, as EvalPlus does it
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - seconds < 10
 
 
 def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
@@ -267,10 +266,10 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
     assert [*map(sanitized_by_grader, [*broken, program])] == [*broken, "def f(x): return x"]
 
 
-def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:
+def test_sanitizing_keeps_a_generator_that_the_entry_point_needs(original: ModuleType) -> None:
     program = "def g(x):\n    yield x\ndef h():\n    print(1)\ndef f(x):\n    return list(g(x))"
-    kept = sanitized(program, "f")
-    assert [node.name for node in ast.parse(kept).body if isinstance(node, ast.FunctionDef)] == [
+    code = sanitized(program, "f")
+    assert [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)] == [
         "g",
         "f",
     ]
@@ -286,27 +285,35 @@ GRADER.grade(GradeRequest("humaneval", sys.argv[1], answers, sys.argv[2] == "", 
 """
 
 
-def test_graders_import_no_torch_and_killed_workers_leave_nothing(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def grading(tmp_path: Path) -> Iterator[psutil.Popen]:
+    """A process that grades a program, which runs."""
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
-    (temporary := tmp_path / "temporary").mkdir()
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    worker = subprocess.Popen(
-        [sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""], env=environment
-    )
-    below = psutil.Process(worker.pid)
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = psutil.Popen(command, env=environment)
     # the runner, process 1 of its tree, the program
-    until(lambda: len(below.children(recursive=True)) >= 3)
-    started = [each.pid for each in below.children(recursive=True)]
-    looked_at = 0
-    for process in started:
+    until(lambda: len(process.children(recursive=True)) >= 3)
+    yield process
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+    process.wait()
+
+
+def test_graders_import_no_torch(grading: psutil.Popen) -> None:
+    read = 0
+    for child in grading.children(recursive=True):
         # it has ended meanwhile, or is in the sandbox
-        with suppress(FileNotFoundError, PermissionError):
-            assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
-            looked_at += 1
-    assert looked_at
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.wait()
-    until(lambda: not any(map(is_running, started)))
-    assert not list(temporary.iterdir())
+        with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+            assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text()
+            read += 1
+    assert read
+
+
+def test_killed_grader_leaves_no_processes_and_files(grading: psutil.Popen, tmp_path: Path) -> None:
+    children = [child.pid for child in grading.children(recursive=True)]
+    os.kill(grading.pid, signal.SIGKILL)
+    grading.wait()
+    until(lambda: not any(map(is_running, children)))
+    assert not list((tmp_path / "temporary").iterdir())

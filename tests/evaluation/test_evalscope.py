@@ -56,7 +56,7 @@ def problem(number: int, day: str, *, function: bool = False) -> dict[str, Any]:
     else:
         tests = [(f"2\n1 {n}\n{n} 5\n", f"{1 + n}\n{n + 5}.0\n") for n in range(6)]
     kind = "functional" if function else "stdin"
-    cases = [{"input": given, "output": wanted, "testtype": kind} for given, wanted in tests]
+    cases = [{"input": text, "output": expected, "testtype": kind} for text, expected in tests]
     return {
         "question_title": f"Problem {number}",
         "question_content": f"Problem {number}: add the numbers of each line.",
@@ -99,8 +99,8 @@ def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any
     """The mirror of the benchmark's data: split -> its rows."""
     source = Path(str(of.root), "source")
     source.mkdir(parents=True, exist_ok=True)
-    for split, each in rows.items():
-        parquet.write_table(arrow.Table.from_pylist(list(each)), source / f"{split}.parquet")
+    for split, records in rows.items():
+        parquet.write_table(arrow.Table.from_pylist(list(records)), source / f"{split}.parquet")
     mirror.make(of, source)
 
 
@@ -211,7 +211,7 @@ def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> Non
     assert "Problem 0" in conversations[0][1]["content"]
 
 
-def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_runner_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
     monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
     programs = evalscope_code.Programs(confined=False)
@@ -281,7 +281,7 @@ def test_evalscope_deletes_no_file_of_a_mirror(gsm8k_run: Gsm8kRun) -> None:
     assert (mirror.folder(gsm8k_run.benchmark) / "dataset_infos.json").exists()
 
 
-def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(
+def test_limit_takes_items_from_all_subsets_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sample(number: int) -> Any:
@@ -320,8 +320,8 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
-    python, *words = command("moe_lab.child_process", evalscope_worker.__name__)
-    with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
+    python, *arguments = command("moe_lab.child_process", evalscope_worker.__name__)
+    with Child([python, "-S", *arguments], {}) as process, pytest.raises(Refused) as refused:
         process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
     assert (refused.value.kind, str(refused.value)) == (
         "ModuleNotFoundError",
@@ -329,13 +329,9 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     )
 
 
-def test_errors_of_evalscope_and_of_its_process(
-    tmp_path: Path,
-) -> None:
-    python = tmp_path / "python"
-    benchmark = configured("gsm8k", tmp_path, python=str(python))
-    write_data(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
-    for reply, kind, message in (
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
         (
             'echo \'{"error": "its tests are pickled", "kind": "DataError"}\'',
             UserError,
@@ -351,14 +347,21 @@ def test_errors_of_evalscope_and_of_its_process(
             RuntimeError,
             "EvalScope failed: exit code 3: last words",
         ),
-    ):
-        python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
-        python.chmod(0o755)
-        with pytest.raises(kind, match=f"^benchmark gsm8k: {re.escape(message)}$"):
-            HARNESS.items(benchmark)
+    ],
+)
+def test_errors_of_evalscope_and_of_its_process(
+    code: str, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    benchmark = configured("gsm8k", tmp_path, python=str(python))
+    write_data(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
+    python.write_text(f"#!/bin/sh\nread line\n{code}\n")
+    python.chmod(0o755)
+    with pytest.raises(kind, match=f"^benchmark gsm8k: {re.escape(message)}$"):
+        HARNESS.items(benchmark)
 
 
-def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
+def test_incomparable_answers_are_wrong_and_must_be_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     benchmark = BenchmarkConfig(
@@ -368,7 +371,7 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch.setattr(
-        evalscope, "_call_worker", lambda *given, **more: {"samples": verdicts, "versions": {}}
+        evalscope, "_call_worker", lambda *arguments, **more: {"samples": verdicts, "versions": {}}
     )
     graded = HARNESS.grade(answers, benchmark, Policy())
     assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
@@ -379,33 +382,48 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(
         HARNESS.grade(answers, benchmark, Policy())
 
 
-def test_what_cannot_work_is_said_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def code_benchmark(tmp_path: Path) -> BenchmarkConfig:
+    benchmark = configured("live_code_bench", tmp_path, python=sys.executable)
+    write_data(benchmark, {"test": [problem(1, "2025-01-01T00:00:00")]})
+    return benchmark
+
+
+def test_interpreter_without_evalscope_is_reported(code_benchmark: BenchmarkConfig) -> None:
+    messages = problems([code_benchmark], Policy(allow_code_execution=True))
+    assert any(
+        f"interpreters.evalscope={sys.executable} " in message and "make evalscope" in message
+        for message in messages
+    )
+    assert any("allow_pickled_data=false" in message for message in messages)
+
+
+def test_missing_interpreter_is_reported(code_benchmark: BenchmarkConfig, tmp_path: Path) -> None:
+    missing = replace(code_benchmark, python=str(tmp_path / "nowhere"))
+    assert any(
+        "and there is no such file: run make evalscope" in message
+        for message in problems([missing], ALLOWED)
+    )
+
+
+def test_unset_interpreter_is_reported(
+    code_benchmark: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = configured("live_code_bench", tmp_path, python=sys.executable)
-    write_data(code, {"test": [problem(1, "2025-01-01T00:00:00")]})
-    said = problems([code], Policy(allow_code_execution=True))
-    assert any(
-        f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one
-        for one in said
-    )
-    assert any("allow_pickled_data=false" in one for one in said)
-    missing = replace(code, python=str(tmp_path / "nowhere"))
-    assert any(
-        "and there is no such file: run make evalscope" in one
-        for one in problems([missing], ALLOWED)
-    )
     monkeypatch.setattr(machine, "_ROOT", tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    *_, sentence = HARNESS.missing(replace(code, python=None), ALLOWED)
-    assert "benchmark live_code_bench" in sentence and "interpreters.evalscope=" in sentence
-    bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})
-    assert [sentence.partition(": ")[2].partition("=")[0] for sentence in HARNESS.wrong(bad)] == [
+    *_, message = HARNESS.missing(replace(code_benchmark, python=None), ALLOWED)
+    assert "benchmark live_code_bench" in message and "interpreters.evalscope=" in message
+
+
+def test_wrong_settings_of_evalscope_are_named(code_benchmark: BenchmarkConfig) -> None:
+    parameters = {"end_date": "2025-04-31", "processes": 1}
+    messages = HARNESS.wrong(replace(code_benchmark, shots=2, parameters=parameters))
+    assert [message.partition(": ")[2].partition("=")[0] for message in messages] == [
         "shots",
         "parameters.start_date",
         "parameters.end_date",
     ]
-    [unknown_task] = HARNESS.wrong(replace(code, task="gsm8"))
+    [unknown_task] = HARNESS.wrong(replace(code_benchmark, task="gsm8"))
     assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
 
 
@@ -440,7 +458,10 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
         for text in content
     ]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
-    own = f"ANSWER: {letters[0]}" if letters[0] else f"\\boxed{{{rows[0]['answer']}}}"
-    given = [own, "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
-    graded = HARNESS.grade(answered(benchmark, given), benchmark, Policy())
+    first_answer = f"ANSWER: {letters[0]}" if letters[0] else f"\\boxed{{{rows[0]['answer']}}}"
+    answers = [
+        first_answer,
+        "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}",
+    ]
+    graded = HARNESS.grade(answered(benchmark, answers), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import lm_eval
@@ -65,69 +65,82 @@ def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: Loa
     equals_lm_eval(subject, replace(choose(BenchmarkConfig, "benchmark", name), limit=6))
 
 
-def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
-    reports = {"gsm8k": "exact_match"}
-    benchmark = BenchmarkConfig(
-        name="g",
-        harness="lm_eval",
-        task="pocket:benchmarks/gsm8k.yaml",
-        reports=reports,
-        limit=6,
-        max_new_tokens=48,
-    )
-    graded = evaluate(subject, benchmark)
+WORKED = BenchmarkConfig(
+    name="g",
+    harness="lm_eval",
+    task="pocket:benchmarks/gsm8k.yaml",
+    reports={"gsm8k": "exact_match"},
+    limit=6,
+    max_new_tokens=48,
+)
+
+
+def test_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
+    graded = evaluate(subject, WORKED)
     for row, sample in zip(shipped_items("gsm8k", 6), graded.samples, strict=True):
         answer = " " + row["target"]
-        expected = (
-            -log_likelihood(subject, row["prompt"], answer) / math.log(2) / len(answer.encode())
-        )
-        assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
+        bits = -log_likelihood(subject, row["prompt"], answer) / math.log(2)
+        assert sample["answer_loss"] == pytest.approx(bits / len(answer.encode()), abs=1e-4)
         assert sample["outcome"] == float(sample["extracted"] == row["target"].split("#### ")[1])
-    (chat,) = {
-        s["answer_loss"]
-        for s in evaluate(chatting(subject, PLAIN), replace(benchmark, chat=True)).samples
-    }
-    assert chat is None
 
 
-def test_generated_answers(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Right answers are what the model writes; the last is made wrong. Without a pass for the loss
-    on the right answer. Task objects are kept, but belong to the content of a file."""
+def test_chats_have_no_loss_of_answers(subject: LoadedModel) -> None:
+    graded = evaluate(chatting(subject, PLAIN), replace(WORKED, chat=True))
+    assert {sample["answer_loss"] for sample in graded.samples} == {None}
+
+
+class Graded(NamedTuple):
+    """A task with the model's own texts as right answers (the third made wrong), and its grades."""
+
+    task: BenchmarkConfig
+    items: list[dict[str, Any]]
+    prompts: list[str]
+    texts: list[str]
+    grades: Any
+
+
+@pytest.fixture
+def generated(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Graded:
+    """Without a pass for the loss on the right answer."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
-    expected = write(subject, prompts, 40)
-    labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(expected)]
+    texts = write(subject, prompts, 40)
+    labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(texts)]
     items = [
         {"id": f"a{number}", "q": prompts[number], "label": label}
         for number, label in enumerate(labels)
     ]
+    filters = [{"function": "remove_whitespace"}, {"function": "take_first"}]
     definition = {
         **GENERATED,
         "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
-        "filter_list": [
-            {
-                "name": "strip",
-                "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}],
-            }
-        ],
+        "filter_list": [{"name": "strip", "filter": filters}],
     }
     task = own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
     monkeypatch.setattr(LoadedModel, "score", None)
-    graded = evaluate(subject, task)
-    assert [(sample["item"], sample["outcome"]) for sample in graded.samples] == [
-        ("a0", 1),
-        ("a1", 1),
-        ("a2", 0),
-    ]
-    assert [sample["output"] for sample in graded.samples] == expected
+    return Graded(task, items, prompts, texts, evaluate(subject, task))
+
+
+def test_generated_answers_are_graded(generated: Graded) -> None:
+    graded = generated.grades
+    outcomes = [(sample["item"], sample["outcome"]) for sample in graded.samples]
+    assert outcomes == [("a0", 1), ("a1", 1), ("a2", 0)]
+    assert [sample["output"] for sample in graded.samples] == generated.texts
     assert None not in [sample["answer_loss"] for sample in graded.samples]
-    assert graded.protocol["prompt"] == prompts[0]
-    assert evaluate(subject, replace(task, max_new_tokens=0)).samples[0]["output"] != expected[0]
-    write_lines(
-        Path(task.task).with_suffix(".jsonl"), [{**item, "label": "nothing"} for item in items]
-    )
-    assert evaluate(subject, task).results[0]["score"] == 0
+    assert graded.protocol["prompt"] == generated.prompts[0]
+
+
+def test_max_new_tokens_of_zero_leaves_the_length_to_the_task(
+    generated: Graded, subject: LoadedModel
+) -> None:
+    graded = evaluate(subject, replace(generated.task, max_new_tokens=0))
+    assert graded.samples[0]["output"] != generated.texts[0]
+
+
+def test_task_is_read_again_when_its_file_changes(generated: Graded, subject: LoadedModel) -> None:
+    """Task objects are kept, but belong to the content of a file."""
+    lines = [{**item, "label": "nothing"} for item in generated.items]
+    write_lines(Path(generated.task.task).with_suffix(".jsonl"), lines)
+    assert evaluate(subject, generated.task).results[0]["score"] == 0
 
 
 class Unasked(LoadedModel):
@@ -142,9 +155,15 @@ class Unasked(LoadedModel):
 CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
 
 
-def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
-    subject: LoadedModel, tmp_path: Path
-) -> None:
+class Likelihoods(NamedTuple):
+    """Grades of continuations by perplexity and accuracy, and their log-likelihoods."""
+
+    grades: Any
+    values: list[float]
+
+
+@pytest.fixture
+def likelihoods(subject: LoadedModel, tmp_path: Path) -> Likelihoods:
     definition = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{q}}",
@@ -153,18 +172,27 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
     reports = {"p": "perplexity", "p,none": "perplexity,none", "a": "acc"}
-    graded = evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition, reports=reports))
-    likelihoods = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
-    perplexity, filtered, accuracy = graded.results
+    grades = evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition, reports=reports))
+    values = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
+    return Likelihoods(grades, values)
+
+
+def test_perplexity_of_answers_is_that_of_their_mean_likelihood(likelihoods: Likelihoods) -> None:
+    grades, values = likelihoods
+    perplexity, filtered, _ = grades.results
     assert (filtered["score"], filtered["stderr"]) == (perplexity["score"], perplexity["stderr"])
-    assert perplexity["score"] == pytest.approx(math.exp(-np.mean(likelihoods)), rel=1e-3)
+    assert perplexity["score"] == pytest.approx(math.exp(-np.mean(values)), rel=1e-3)
     # times sqrt 2: the standard error of the mean of two, uncorrected
-    half = abs(likelihoods[0] - likelihoods[1]) / 2
+    half = abs(values[0] - values[1]) / 2
     assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
-    losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
-    assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
-    assert accuracy["score"] in (0.0, 0.5, 1.0)
-    scales = [(result["scale"], result["unit"]) for result in graded.results]
+
+
+def test_outcomes_of_answers_are_losses(likelihoods: Likelihoods) -> None:
+    grades, values = likelihoods
+    losses = [sample["outcome"] for sample in grades.samples if sample["benchmark"] == "p"]
+    assert losses == pytest.approx([-value for value in values], abs=1e-3)
+    assert grades.results[2]["score"] in (0.0, 0.5, 1.0)
+    scales = [(result["scale"], result["unit"]) for result in grades.results]
     assert scales == [("perplexity", "nats per answer")] * 2 + [("score", "")]
 
 
@@ -180,7 +208,7 @@ def test_the_task_says_whether_less_is_better(
     assert result["scale"] == ("score" if higher else "loss")
 
 
-def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Path) -> None:
+def test_unknown_metric_or_filter_is_named(subject: LoadedModel, tmp_path: Path) -> None:
     for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
         with pytest.raises(UserError, match=says):
             evaluate(
@@ -188,35 +216,32 @@ def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Pat
             )
 
 
-def test_an_answer_without_a_token_of_its_own_is_refused(
-    subject: LoadedModel, tmp_path: Path
-) -> None:
+def merging_tokens(tokenizer: Any) -> tuple[str, str]:
+    """A token, and a longer one that begins with it."""
+    tokens = sorted(token for token in tokenizer.get_vocab() if token.isascii() and token.isalpha())
+    single = [token for token in tokens if len(tokenizer(token).input_ids) == 1]
+    return next(
+        (short, long)
+        for short in single
+        for long in single
+        if long.startswith(short) and long != short
+    )
+
+
+def test_answer_without_a_token_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
     """As where the end of the question and the answer are one token. Its likelihood is 1, whatever
     the model."""
-    tokens = sorted(
-        token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha()
-    )
-
-    def is_one(text: str) -> bool:
-        return len(subject.tokenizer(text).input_ids) == 1
-
-    short, long = next(
-        (a, b)
-        for a in tokens
-        for b in tokens
-        if b.startswith(a) and b != a and is_one(a) and is_one(b)
-    )
-    merged = {"q": short, "c": [f"{short} {short}", long[len(short) :]], "label": 0}
+    short, long = merging_tokens(subject.tokenizer)
+    rest = long[len(short) :]
+    merged = {"q": short, "c": [f"{short} {short}", rest], "label": 0}
     empty = {"q": "A bird sleeps in a", "c": [" nest", ""], "label": 0}
     only_space = {"q": "  ", "c": ["a nest", "a barn"], "label": 0}
     usual = {"q": "A dog sleeps in a", "c": [" kennel", " nest"], "label": 0}
     definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
-    for item, value in ((merged, long[len(short) :]), (empty, ""), (only_space, "a nest")):
+    for item, value in ((merged, rest), (empty, ""), (only_space, "a nest")):
+        task = own_task(tmp_path, [usual, item], definition)
         with pytest.raises(UserError, match=re.escape(f"question={item['q']!r} answer={value!r}")):
-            evaluate(
-                Unasked(subject.model, subject.tokenizer),
-                own_task(tmp_path, [usual, item], definition),
-            )
+            evaluate(Unasked(subject.model, subject.tokenizer), task)
     assert evaluate(subject, own_task(tmp_path, [usual], definition)).results[0]["n"] == 1
 
 
@@ -262,7 +287,7 @@ METRICS = [
         ),
     ],
 )
-def test_a_task_that_cannot_be_asked_is_refused(
+def test_task_that_cannot_be_asked_is_refused(
     subject: LoadedModel,
     tmp_path: Path,
     items: Rows,
@@ -292,10 +317,10 @@ def test_no_item_shows_itself(
 ) -> None:
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
-        shown = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
+        counts = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
         assert (
-            max(shown) == 1
-            and sum(shown) == (shots or 3) + 1
+            max(counts) == 1
+            and sum(counts) == (shots or 3) + 1
             and answer.prompt.endswith(str(item["q"]))
         )
 
@@ -315,20 +340,20 @@ def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: P
 
 
 @pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_item_needs_a_right_choice(
-    subject: LoadedModel, tmp_path: Path, label: Any, place: int
+@pytest.mark.parametrize("position", [0, 1])
+def test_item_without_a_right_choice_is_refused(
+    subject: LoadedModel, tmp_path: Path, label: Any, position: int
 ) -> None:
     right: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
     items = [
         {"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": right}
         for who in ("bird", "dog")
     ]
-    items[place]["label"] = label
+    items[position]["label"] = label
     benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
     with pytest.raises(UserError, match=r"own.*label"):
         evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
-    if place == 1:
+    if position == 1:
         assert evaluate(subject, replace(benchmark, limit=1)).results[0]["n"] == 1
 
 
@@ -342,7 +367,7 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
-def test_an_empty_stop_text_ends_nothing(subject: LoadedModel, tmp_path: Path, until: Any) -> None:
+def test_empty_stop_text_is_ignored(subject: LoadedModel, tmp_path: Path, until: Any) -> None:
     definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
     (sample,) = evaluate(subject, own_task(tmp_path, items, definition, max_new_tokens=4)).samples
@@ -410,46 +435,67 @@ def reader() -> LoadedModel:
     )
 
 
-@pytest.mark.parametrize("name", [*REAL, *sorted(MINIATURES)])
-def test_questions_equal_an_independent_script_and_lm_eval(
-    reader: LoadedModel, tmp_path: Path, published_data: Callable[[str, str], Path], name: str
-) -> None:
+class ChoicesRun(NamedTuple):
+    """Grades of up to eight questions, and their rows."""
+
+    benchmark: BenchmarkConfig
+    rows: Rows
+    grades: Any
+
+
+@pytest.fixture(scope="module", params=[*REAL, *sorted(MINIATURES)])
+def choices_run(
+    request: pytest.FixtureRequest,
+    reader: LoadedModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    published_data: Callable[[str, str], Path],
+) -> ChoicesRun:
     """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for
     every item."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
     if name in MINIATURES:
-        benchmark = mirrored(tmp_path, name, MINIATURES[name])
+        benchmark = mirrored(folder, name, MINIATURES[name])
     else:
-        (benchmark,) = benchmarks([name], str(tmp_path / "data"))
+        (benchmark,) = benchmarks([name], str(folder / "data"))
         file = published_data(file_name(benchmark), f"{benchmark.split} of {benchmark.data}")
-        mirror_files(benchmark, file.parent, tmp_path)
+        mirror_files(benchmark, file.parent, folder)
     metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
-    benchmark = replace(
-        benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5
-    )
+    reports = {metric: metric for metric in metrics}
+    benchmark = replace(benchmark, limit=8, reports=reports, batch_size=5)
     assert problems([benchmark], Policy()) == []
-    graded = evaluate(reader, benchmark)
-    rows = mirror.rows(benchmark)[:8]
-    if name == "mmlu":
-        subsets = mirror.subsets(benchmark)
-        first = [
-            str(sample["item"]).removeprefix("mmlu_").removesuffix("/0")
-            for sample in graded.samples
-        ]
-        assert sorted(first) == sorted(subsets)[:8]
-        rows = [mirror.read_rows(subsets[subject]["test"][0])[0] for subject in first]
-    for result in graded.results:
-        samples = [sample for sample in graded.samples if sample["benchmark"] == result["metric"]]
+    grades = evaluate(reader, benchmark)
+    rows = mmlu_rows(benchmark, grades) if name == "mmlu" else mirror.rows(benchmark)[:8]
+    return ChoicesRun(benchmark, rows, grades)
+
+
+def mmlu_rows(benchmark: BenchmarkConfig, grades: Any) -> Rows:
+    """The first row of each subject that was asked."""
+    subsets = mirror.subsets(benchmark)
+    items = [str(sample["item"]) for sample in grades.samples]
+    subjects = [item.removeprefix("mmlu_").removesuffix("/0") for item in items]
+    assert sorted(subjects) == sorted(subsets)[:8]
+    return [mirror.read_rows(subsets[subject]["test"][0])[0] for subject in subjects]
+
+
+def test_choices_equal_those_of_an_independent_script(
+    reader: LoadedModel, choices_run: ChoicesRun
+) -> None:
+    benchmark, rows, grades = choices_run
+    for result in grades.results:
+        samples = [sample for sample in grades.samples if sample["benchmark"] == result["metric"]]
         for sample, row in zip(samples, rows, strict=True):
-            choice = choices.CHOICES[name](row)
+            choice = choices.CHOICES[benchmark.name](row)
             scores = choices.likelihoods(reader.model, reader.tokenizer, choice)
             assert sample["outcome"] == choices.outcome(scores, choice, result["metric"])
             assert np.allclose(json.loads(str(sample["output"])), scores, atol=1e-3)
             right = int(str(sample["extracted"])) == choice.label
-            assert right == bool(sample["outcome"]), "what is said to be chosen is what was graded"
-        assert result["n"] == len(rows) and result["score"] == pytest.approx(
-            np.mean([s["outcome"] for s in samples])
-        )
-    equals_lm_eval(reader, benchmark)
+            assert right == bool(sample["outcome"]), "the choice that is shown was graded"
+        mean = np.mean([sample["outcome"] for sample in samples])
+        assert result["n"] == len(rows) and result["score"] == pytest.approx(mean)
+
+
+def test_choices_equal_those_of_lm_eval(reader: LoadedModel, choices_run: ChoicesRun) -> None:
+    equals_lm_eval(reader, choices_run.benchmark)
 
 
 def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path: Path) -> None:
@@ -459,10 +505,10 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
     rows = [row for name in subjects for row in subject_rows(name, 5 if name == "anatomy" else 1)]
     benchmark = mirrored(tmp_path, "mmlu", rows)
     graded = evaluate(reader, benchmark)
-    asked = [choices.CHOICES["mmlu"](row) for row in rows]
+    questions = [choices.CHOICES["mmlu"](row) for row in rows]
     outcomes = [
         choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc")
-        for c in asked
+        for c in questions
     ]
     assert graded.results[0]["score"] == pytest.approx(np.mean(outcomes))
     assert len({sample["item"] for sample in graded.samples}) == graded.results[0]["n"] == 61
@@ -493,46 +539,47 @@ def mirrored_group(
     return benchmark
 
 
-def test_tasks_of_a_group_count_as_in_lm_eval(reader: LoadedModel, tmp_path: Path) -> None:
+def group_benchmark(folder: Path) -> BenchmarkConfig:
     """A group with weight_by_size=false, whose tasks have different numbers of items."""
-    subsets = sorted(
-        file.stem for file in (Path(lm_eval.__file__).parent / "tasks/bhs").glob("basque-*.yaml")
-    )
+    tasks = Path(lm_eval.__file__).parent / "tasks/bhs"
     good = {"ending_good": "nest.", "ending_bad": "kennel."}
     bad = {"ending_good": "kennel.", "ending_bad": "nest."}
     parts: dict[str, Rows] = {}
-    for number, subset in enumerate(subsets):
+    for number, file in enumerate(sorted(tasks.glob("basque-*.yaml"))):
         endings = [good] * (8 if number else 20) + [bad] * 2
-        parts[subset] = [
+        parts[file.stem] = [
             {"context": f"Bird {n} sleeps in a", **row} for n, row in enumerate(endings)
         ]
-    benchmark = mirrored_group(tmp_path, "bhs_basque", "bhs", parts)
-    benchmark = replace(benchmark, reports={"bhs": "acc", "bhs,none": "acc,none"})
+    benchmark = mirrored_group(folder, "bhs_basque", "bhs", parts)
+    return replace(benchmark, reports={"bhs": "acc", "bhs,none": "acc,none"})
+
+
+def test_tasks_of_a_group_count_as_in_lm_eval(reader: LoadedModel, tmp_path: Path) -> None:
+    benchmark = group_benchmark(tmp_path)
     loaded = lm_eval_tasks.tasks_and_groups(benchmark)
     lm = HFLM(reader.model, tokenizer=reader.tokenizer)
-    expected = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"][
-        "bhs_basque"
-    ]
+    groups = evaluator.evaluate(lm=lm, task_dict=loaded, bootstrap_iters=1)["groups"]
+    expected = groups["bhs_basque"]
     graded = evaluate(reader, benchmark)
     for result in graded.results:
-        samples = [
-            sample for sample in graded.samples if sample["benchmark"] == result["benchmark"]
-        ]
-        outcomes, units = (
-            [float(str(sample[key])) for sample in samples] for key in ("outcome", "units")
-        )
+        name = result["benchmark"]
+        samples = [sample for sample in graded.samples if sample["benchmark"] == name]
+        outcomes = [float(str(sample["outcome"])) for sample in samples]
+        units = [float(str(sample["units"])) for sample in samples]
         assert result["score"] == pytest.approx(expected["acc,none"])
         assert result["stderr"] == pytest.approx(expected["acc_stderr,none"])
         assert result["n"] == len(samples) == 92
         assert np.average(outcomes, weights=units) == pytest.approx(result["score"])
         assert abs(np.mean(outcomes) - result["score"]) > 1e-3, "items do not count alike"
+
+
+def test_metric_that_a_group_lacks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
+    benchmark = replace(group_benchmark(tmp_path), reports={"bhs": "acc_norm"})
     with pytest.raises(UserError, match=r"metric=acc_norm.*bhs_basque.*acc"):
-        evaluate(
-            Unasked(reader.model, reader.tokenizer), replace(benchmark, reports={"bhs": "acc_norm"})
-        )
+        evaluate(Unasked(reader.model, reader.tokenizer), benchmark)
 
 
-def test_a_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
+def test_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
     """lm-eval takes the mean of their perplexities, which is no perplexity."""
     folder = Path(lm_eval.__file__).parent / "tasks/uncheatable_eval"
     names = [
@@ -548,46 +595,78 @@ def test_a_perplexity_of_several_tasks_is_refused(reader: LoadedModel, tmp_path:
         )
 
 
-def test_perplexities_equal_independent_computations(
-    reader: LoadedModel, published_data: Callable[[str, str], Path], tmp_path: Path
-) -> None:
-    """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all of them."""
-    windows, pages = benchmarks(["wikitext2", "wikitext2_word"], str(tmp_path / "data"))
+class WikiText(NamedTuple):
+    """Benchmarks of the first articles of WikiText-2, by windows of tokens and by pages."""
+
+    windows: BenchmarkConfig
+    pages: BenchmarkConfig
+
+
+@pytest.fixture(scope="module")
+def wikitext(
+    published_data: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> WikiText:
+    """`python -m benchmarks.evaluation` takes all articles."""
+    folder = tmp_path_factory.mktemp("wikitext")
+    windows, pages = benchmarks(["wikitext2", "wikitext2_word"], str(folder / "data"))
     file = published_data(file_name(windows), f"{windows.split} of {windows.data}")
     lines = file.read_text().split("\n")[:200]
-    (tmp_path / file.name).write_text("\n".join(lines) + "\n")
-    pages = replace(pages, expected=2, max_length=512)
+    (folder / file.name).write_text("\n".join(lines) + "\n")
     for benchmark in (windows, pages):
-        mirror_files(replace(benchmark, expected=None), tmp_path, tmp_path / "source")
+        mirror_files(replace(benchmark, expected=None), folder, folder / "source")
     windows = replace(windows, limit=3, parameters={"length": 256}, batch_size=2)
-    text = "\n\n".join(row["text"] for row in mirror.rows(windows))
-    (result,) = evaluate(reader, windows).results
-    naive = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
-    assert result["score"] == pytest.approx(naive, rel=1e-4) and result["n"] == 3
-    reports = {metric: metric for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
-    rows = mirror.rows(pages)
-    pages = replace(pages, reports=reports, expected=len(rows))
-    graded = evaluate(reader, pages)
-    read = [(wikitext_detokenizer(row), row["page"]) for row in rows]
-    naive = choices.word_perplexity(reader.model, reader.tokenizer, read, 512)
-    word, byte, bits = graded.results
-    words = sum(len(re.split(r"\s+", p)) for _, p in read)
-    size = sum(len(p.encode()) for _, p in read)
-    assert word["score"] == pytest.approx(naive, rel=1e-4)
-    assert np.log(byte["score"]) * size == pytest.approx(np.log(naive) * words, rel=1e-4)
+    return WikiText(windows, replace(pages, expected=2, max_length=512))
+
+
+def test_perplexity_of_windows_equals_an_independent_computation(
+    reader: LoadedModel, wikitext: WikiText
+) -> None:
+    text = "\n\n".join(row["text"] for row in mirror.rows(wikitext.windows))
+    (result,) = evaluate(reader, wikitext.windows).results
+    expected = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
+    assert result["score"] == pytest.approx(expected, rel=1e-4) and result["n"] == 3
+
+
+class PagesRun(NamedTuple):
+    """Grades of pages of WikiText-2, and their perplexity per word by an independent script."""
+
+    texts: list[tuple[str, str]]
+    grades: Any
+    perplexity: float
+
+
+@pytest.fixture(scope="module")
+def pages_run(reader: LoadedModel, wikitext: WikiText) -> PagesRun:
+    metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    rows = mirror.rows(wikitext.pages)
+    reports = {metric: metric for metric in metrics}
+    grades = evaluate(reader, replace(wikitext.pages, reports=reports, expected=len(rows)))
+    texts = [(wikitext_detokenizer(row), row["page"]) for row in rows]
+    perplexity = choices.word_perplexity(reader.model, reader.tokenizer, texts, 512)
+    return PagesRun(texts, grades, perplexity)
+
+
+def test_perplexities_of_pages_equal_an_independent_computation(pages_run: PagesRun) -> None:
+    texts, grades, perplexity = pages_run
+    word, byte, bits = grades.results
+    word_count = sum(len(re.split(r"\s+", page)) for _, page in texts)
+    size = sum(len(page.encode()) for _, page in texts)
+    assert word["score"] == pytest.approx(perplexity, rel=1e-4)
+    assert np.log(byte["score"]) * size == pytest.approx(np.log(perplexity) * word_count, rel=1e-4)
     assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
+    assert word["stderr"] is not None and word["n"] == len(texts) > 1
+
+
+def test_outcomes_of_pages_are_in_the_unit_of_the_result(pages_run: PagesRun) -> None:
+    results, samples = pages_run.grades.results, pages_run.grades.samples
     units = ["nats per word", "nats per byte", "bits per byte"]
-    assert [result["unit"] for result in graded.results] == units and bits["scale"] == "loss"
-    of_bits = [sample for sample in graded.samples if sample["benchmark"] == "bits_per_byte"]
-    mean = np.average(
-        [sample["outcome"] for sample in of_bits], weights=[sample["units"] for sample in of_bits]
-    )
-    assert mean == pytest.approx(bits["score"]), "outcomes are in the unit of the result"
-    assert word["stderr"] is not None and word["n"] == len(rows) > 1
-    outcomes = [
-        sample["outcome"] for sample in graded.samples if sample["benchmark"] == "word_perplexity"
-    ]
-    assert min(outcomes) <= np.log(naive) <= max(outcomes)
+    assert [result["unit"] for result in results] == units and results[2]["scale"] == "loss"
+    of_bits = [sample for sample in samples if sample["benchmark"] == "bits_per_byte"]
+    weights = [sample["units"] for sample in of_bits]
+    mean = np.average([sample["outcome"] for sample in of_bits], weights=weights)
+    assert mean == pytest.approx(results[2]["score"])
+    outcomes = [s["outcome"] for s in samples if s["benchmark"] == "word_perplexity"]
+    assert min(outcomes) <= np.log(pages_run.perplexity) <= max(outcomes)
 
 
 def test_examples_are_shown_and_drawn_the_same_every_time(
@@ -621,9 +700,7 @@ GSM8K: Rows = [
 ]
 
 
-def test_a_task_that_generates_does_so_through_the_subject(
-    subject: LoadedModel, tmp_path: Path
-) -> None:
+def test_generating_tasks_use_the_model(subject: LoadedModel, tmp_path: Path) -> None:
     benchmark = replace(
         mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None
     )
@@ -642,7 +719,7 @@ def test_a_task_that_generates_does_so_through_the_subject(
         evaluate(subject, replace(benchmark, max_length=64))
 
 
-def test_a_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) -> None:
+def test_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
     )
@@ -666,9 +743,9 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
 ) -> None:
     benchmark = replace(mirrored(tmp_path, "hellaswag", MINIATURES["hellaswag"]), max_length=None)
     expected = evaluate(reader, benchmark).samples
-    taken = tmp_path / "work/Rowan/hellaswag"  # as `datasets` would take a folder of that name
-    taken.mkdir(parents=True)
-    (taken / "validation.jsonl").write_text('{"label": "0"}\n')
+    folder = tmp_path / "work/Rowan/hellaswag"  # as `datasets` would take a folder of that name
+    folder.mkdir(parents=True)
+    (folder / "validation.jsonl").write_text('{"label": "0"}\n')
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lm_eval_tasks._built.clear()
@@ -698,8 +775,8 @@ def test_mistakes_are_said_before_a_model_is_loaded(
 ) -> None:
     benchmark = mirrored(tmp_path, "boolq", BOOLQ)
     assert problems([benchmark], Policy()) == []
-    said = problems([replace(benchmark, **changes)], Policy())
-    assert len(said) == 1 and says in said[0], said
+    messages = problems([replace(benchmark, **changes)], Policy())
+    assert len(messages) == 1 and says in messages[0], messages
 
 
 PROMPT = "def prompt(doc):\n    return doc['q'] + answer(doc)\n"
@@ -791,7 +868,7 @@ UNIDENTIFIED_READS = {
 
 
 @pytest.mark.parametrize("code", UNIDENTIFIED_READS.values(), ids=UNIDENTIFIED_READS)
-def test_a_task_that_reads_what_does_not_identify_its_items_is_refused(
+def test_task_that_reads_unidentified_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     """In one process again and again, as code that is imported is not read twice."""
@@ -821,7 +898,7 @@ STARTED_PROGRAMS = {
 
 
 @pytest.mark.parametrize("event", STARTED_PROGRAMS)
-def test_a_task_that_starts_a_program_for_its_items_is_refused(tmp_path: Path, event: str) -> None:
+def test_task_that_starts_a_program_is_refused(tmp_path: Path, event: str) -> None:
     """When its code is imported, and when a prompt is made, with errors ignored."""
     code = STARTED_PROGRAMS[event]
     body = "".join(f"        {line}\n" for line in code.splitlines())
@@ -836,7 +913,7 @@ def test_a_task_that_starts_a_program_for_its_items_is_refused(tmp_path: Path, e
             HARNESS.items(benchmark)
 
 
-def test_reads_of_threads_that_ran_before_a_task_are_not_its_own(tmp_path: Path) -> None:
+def test_reads_of_earlier_threads_are_not_of_a_task(tmp_path: Path) -> None:
     (tmp_path / "status.txt").write_text("")
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
@@ -870,7 +947,7 @@ def test_folders_of_libraries(file: str, library: bool) -> None:
         ("more/tools/utils.py", "def prompt(:\n", r"utils\.py"),
     ],
 )
-def test_a_definition_that_cannot_be_read_is_said_before_anything_is_loaded(
+def test_unreadable_task_definition_is_reported_before_loading(
     tmp_path: Path, file: str, content: str, says: str
 ) -> None:
     (sentence,) = problems([task_of_files(tmp_path, {file: content})], Policy())

@@ -36,8 +36,8 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judges, "PARALLEL", 4)
 
 
-def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
-    url = at if isinstance(at, str) else at.url
+def settings(server: Endpoint | str, **changes: Any) -> JudgeConfig:
+    url = server if isinstance(server, str) else server.url
     return replace(JudgeConfig("some/judge", url, KEY), **changes)
 
 
@@ -47,8 +47,8 @@ def scripted(**steps: list[Reply]) -> Callable[[dict[str, Any]], Reply]:
 
     def answer(body: dict[str, Any]) -> Reply:
         with lock:
-            left = steps[body["messages"][0]["content"]]
-            return left.pop(0) if len(left) > 1 else left[0]
+            replies = steps[body["messages"][0]["content"]]
+            return replies.pop(0) if len(replies) > 1 else replies[0]
 
     return answer
 
@@ -72,12 +72,12 @@ def scored(number: Any) -> Reply:
     ],
     ids=["busy", "broken", "garbage", "out of range", "no answer", "broken off", "cut"],
 )
-def test_a_request_is_repeated_until_a_reply_has_a_score(
+def test_judge_is_asked_until_a_reply_has_a_score(
     replies: list[Reply], expected: int, tmp_path: Path
 ) -> None:
-    with endpoint(scripted(p=replies)) as at:
-        (verdict,) = verdicts(settings(at), tmp_path, ["p"], 0)
-    assert verdict.score == expected and len(at.asked) == 3
+    with endpoint(scripted(p=replies)) as server:
+        (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
+    assert verdict.score == expected and len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
@@ -88,30 +88,30 @@ def test_a_request_is_repeated_until_a_reply_has_a_score(
     ],
 )
 def test_the_last_score_after_a_thought_counts(reply: str, expected: int, tmp_path: Path) -> None:
-    with endpoint(lambda _: message(reply)) as at:
-        (verdict,) = verdicts(settings(at), tmp_path, ["p"], 0)
-    assert verdict.score == expected and len(at.asked) == 1
+    with endpoint(lambda _: message(reply)) as server:
+        (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
+    assert verdict.score == expected and len(server.asked) == 1
 
 
 def test_scores_are_stored_in_the_order_of_the_prompts(tmp_path: Path) -> None:
-    with endpoint(scripted(a=[scored(1)], b=[scored(2)], c=[scored(3)])) as at:
+    with endpoint(scripted(a=[scored(1)], b=[scored(2)], c=[scored(3)])) as server:
         for prompts, scores in (("abc", [1, 2, 3]), ("cab", [3, 1, 2])):
-            found = verdicts(settings(at), tmp_path, list(prompts), 0)
-            assert [verdict.score for verdict in found] == scores
-            assert len(at.asked) == 3
+            result = verdicts(settings(server), tmp_path, list(prompts), 0)
+            assert [verdict.score for verdict in result] == scores
+            assert len(server.asked) == 3
 
 
 def test_requests_have_the_settings_and_the_key_of_the_judge(tmp_path: Path) -> None:
-    with endpoint(lambda _: scored(3)) as at:
-        verdicts(settings(at), tmp_path, ["p"], 0)
-    (body,), (headers,) = at.asked, at.headers
+    with endpoint(lambda _: scored(3)) as server:
+        verdicts(settings(server), tmp_path, ["p"], 0)
+    (body,), (headers,) = server.asked, server.headers
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/judge", 0.0, 2048)
     assert headers["authorization"] == "Bearer a-secret"
 
 
-def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_path: Path) -> None:
-    with endpoint(lambda body: scored(3)) as at, endpoint(lambda body: scored(9)) as moved:
-        first = settings(at)
+def test_reply_is_reused_for_the_same_judge_and_prompt_only(tmp_path: Path) -> None:
+    with endpoint(lambda body: scored(3)) as server, endpoint(lambda body: scored(9)) as moved:
+        first = settings(server)
         verdicts(first, tmp_path, ["p"], 0)
         same = replace(first, url=moved.url, key_variable="ANOTHER")
         assert verdicts(same, tmp_path, ["p"], 0)[0].score == 3 and not moved.asked
@@ -125,13 +125,13 @@ def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_p
             assert len(moved.asked) == number
         assert moved.asked[-1]["reasoning_effort"] == "low"
         assert verdicts(same, tmp_path, ["q"], 0)[0].score == 9
-    kept = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
-    assert "a-secret" not in kept and "127.0.0.1" not in kept
+    content = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
+    assert "a-secret" not in content and "127.0.0.1" not in content
 
 
-def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path: Path) -> None:
-    with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as at:
-        asking = partial(verdicts, settings(at), tmp_path)
+def test_failed_and_damaged_replies_are_requested_again(tmp_path: Path) -> None:
+    with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as server:
+        asking = partial(verdicts, settings(server), tmp_path)
         verdict = asking(["p"], 1)[0]
         assert (
             verdict.score is None
@@ -141,12 +141,12 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
         assert asking(["p"], 0)[0].score == 2
         (file,) = tmp_path.rglob("*.json")
         file.write_text(file.read_text()[:-9])
-        assert asking(["p"], 0)[0].score == 2 and len(at.asked) == 5
+        assert asking(["p"], 0)[0].score == 2 and len(server.asked) == 5
         assert json.loads(file.read_text())["judge"]["model"] == "some/judge"
 
 
 @pytest.mark.parametrize(
-    ("reply", "asked", "says"),
+    ("reply", "requests", "says"),
     [
         (Reply({"error": {"message": "too\nlong"}}, 400), 1, "HTTP 400"),
         (Reply({"message": "no"}, 401), 1, KEY),
@@ -168,33 +168,37 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
         (message("I think", finish_reason="length"), 3, "cut off at judge.max_tokens"),
     ],
 )
-def test_refused_requests_end_the_judge_and_missing_replies_are_retried(
-    reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_refused_requests_end_the_judge(
+    reply: Reply, requests: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""
     monkeypatch.setattr(judges, "PARALLEL", 1)
     # of which those behind the first are called off
-    prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]
-    with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
-        verdicts(settings(at), tmp_path, prompts, len(prompts) - 1)
-    assert len(at.asked) == asked and says in str(caught.value) and "\n" not in str(caught.value)
+    prompts = ["p"] if requests == 3 else [f"p{n}" for n in range(40)]
+    with endpoint(lambda _: reply) as server, pytest.raises(Unavailable) as caught:
+        verdicts(settings(server), tmp_path, prompts, len(prompts) - 1)
+    assert (
+        len(server.asked) == requests
+        and says in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
     assert error_document(caught.value)["transient"]
 
 
-@pytest.mark.parametrize(("wait", "each"), [("0.01", 4), ("3600", 1)])
-def test_an_endpoint_that_stays_busy_ends_it_after_bounded_attempts(
-    tmp_path: Path, wait: str, each: int
+@pytest.mark.parametrize(("wait", "requests_each"), [("0.01", 4), ("3600", 1)])
+def test_busy_endpoint_ends_the_judge_after_bounded_attempts(
+    tmp_path: Path, wait: str, requests_each: int
 ) -> None:
     """It is asked again as it says, but not when it says that this would take longer than two
     minutes."""
     with (
-        endpoint(lambda _: Reply({}, 429, {"Retry-After": wait})) as at,
+        endpoint(lambda _: Reply({}, 429, {"Retry-After": wait})) as server,
         pytest.raises(Unavailable) as caught,
     ):
-        verdicts(settings(at), tmp_path, [f"p{n}" for n in range(100)], 1)
+        verdicts(settings(server), tmp_path, [f"p{n}" for n in range(100)], 1)
     assert "2 of 100 answers, and at most 1 may go without: HTTP 429" in str(caught.value)
     # 4 at a time, and no new ones once it is clear
-    assert 2 * each <= len(at.asked) <= 4 * 4 * each
+    assert 2 * requests_each <= len(server.asked) <= 4 * 4 * requests_each
     assert error_document(caught.value)["transient"] and not error_document(caught.value)["trace"]
 
 
@@ -204,26 +208,28 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(
     monkeypatch.setattr(judges, "TIMEOUT", 1)
     monkeypatch.setattr(judges, "ATTEMPTS", 2)
     never = threading.Event()
-    with endpoint(lambda _: never.wait() and scored(5)) as at:
+    with endpoint(lambda _: never.wait() and scored(5)) as server:
         with pytest.raises(Unavailable, match="no answer within 1 s"):
-            verdicts(settings(at), tmp_path, ["p"], 0)
+            verdicts(settings(server), tmp_path, ["p"], 0)
         never.set()
-        assert len(at.asked) == 2
+        assert len(server.asked) == 2
     with pytest.raises(Unavailable, match=r"no connection .*refused"):
-        verdicts(settings(at), tmp_path, ["p"], 0)
+        verdicts(settings(server), tmp_path, ["p"], 0)
 
 
 def naive_score(reply: str) -> float | None:
     """By hand: the text behind the last "score":, up to what ends a number."""
     if '"score":' not in reply:
         return None
-    rest = reply.rsplit('"score":', 1)[1].lstrip().removeprefix('"').lstrip()
-    digits = next((rest[:n] for n in range(len(rest)) if rest[n] not in string.digits + "."), "")
+    number = reply.rsplit('"score":', 1)[1].lstrip().removeprefix('"').lstrip()
+    digits = next(
+        (number[:n] for n in range(len(number)) if number[n] not in string.digits + "."), ""
+    )
     try:
         value = float(digits) if digits and digits[0] != "." and digits[-1] != "." else None
     except ValueError:
         return None
-    ended = rest[len(digits) : len(digits) + 1] in tuple('"}, \n')
+    ended = number[len(digits) : len(digits) + 1] in tuple('"}, \n')
     return value if value is not None and ended and 1 <= value <= 10 else None
 
 
@@ -232,10 +238,10 @@ def naive_score(reply: str) -> float | None:
         some.sampled_from(['"score":', '"score": "', *' "},107.-\nx', "/10", '10"', "0.5}", "8,"])
     )
 )
-def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[str]) -> None:
+def test_last_score_on_the_scale_counts(pieces: list[str]) -> None:
     reply = "".join(pieces)
     try:
-        found: float | None = score(reply)
+        number: float | None = score(reply)
     except Unparsable:
-        found = None
-    assert found == naive_score(reply)
+        number = None
+    assert number == naive_score(reply)

@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from asking import write
@@ -69,7 +69,7 @@ def script(tmp_path: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_server_serves_the_checkpoint_and_is_gone_after_an_exception(named: bool) -> None:
+def test_server_ends_after_an_exception(named: bool) -> None:
     """Some servers go by the checkpoint's path."""
     command = FAKE + (" {port} {name} {checkpoint}" if named else " {port} {checkpoint}")
     with (
@@ -113,13 +113,13 @@ def refused(
         ),
     ],
 )
-def test_a_server_that_dies_while_starting_is_quoted(
+def test_server_that_dies_while_starting_is_quoted(
     text: str, sentence: str, tmp_path: Path
 ) -> None:
     refused(script(tmp_path, text), f"ended before it was ready: {sentence}")
 
 
-def test_a_server_that_is_not_ready_in_time_there_is_stopped(
+def test_server_that_is_not_ready_in_time_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = tmp_path / "started"
@@ -132,17 +132,17 @@ def test_a_server_that_is_not_ready_in_time_there_is_stopped(
     until(lambda: not is_running(process))
 
 
-def test_a_stale_server_in_place_of_one_that_died_is_noticed(
+def test_stale_server_of_a_dead_one_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with endpoint(lambda body: completion("x", "stale"), ("stale",)) as at:
+    with endpoint(lambda body: completion("x", "stale"), ("stale",)) as server:
         monkeypatch.setattr(
-            servers, "_free_port", lambda: int(at.url.split(":")[2].removesuffix("/v1"))
+            servers, "_free_port", lambda: int(server.url.split(":")[2].removesuffix("/v1"))
         )
         refused(script(tmp_path, "sys.exit('address in use')"), "serves stale")
 
 
-def test_a_server_that_lists_the_model_and_is_mute_is_stopped(
+def test_server_that_lists_the_model_without_replies_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "_ANSWER_SECONDS", 1.0)
@@ -159,7 +159,7 @@ def test_a_server_that_lists_the_model_and_is_mute_is_stopped(
     refused(script(tmp_path, text) + " {name}", match, seconds=1)
 
 
-def test_what_dies_while_generating_is_tried_again_by_the_next_run() -> None:
+def test_server_that_dies_while_generating_is_unavailable() -> None:
     with serving(CHECKPOINT, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "n") as served:
         watcher = served.exit_reason.args[0].process.pid  # type: ignore[attr-defined]
         (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
@@ -178,7 +178,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("watcher", ["alive", "killed", "orphaned"])
-def test_a_stubborn_server_and_its_children_die(
+def test_server_that_ignores_signals_is_killed_with_its_children(
     watcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "GRACE", 0.3)
@@ -186,7 +186,7 @@ def test_a_stubborn_server_and_its_children_die(
         shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
     ) as process:
         until(lambda: len(process.log().split()) == 2)
-        processes = [int(word) for word in process.log().split()]
+        processes = [int(number) for number in process.log().split()]
         assert all(map(is_running, processes))
         if watcher == "killed":
             process.process.kill()
@@ -210,77 +210,114 @@ def altered(folder: Path, contents: Mapping[str, str]) -> Path:
     return folder
 
 
-def test_what_is_served_prefers_nothing(subject: LoadedModel, tmp_path: Path) -> None:
-    preferring = {
-        "generation_config.json": {
-            "repetition_penalty": 1.3,
-            "temperature": 0.6,
-            "eos_token_id": [5, 3],
-        },
-        "tokenizer_config.json": {
-            **read(CHECKPOINT / "tokenizer_config.json"),
-            "clean_up_tokenization_spaces": True,
-        },
+@pytest.fixture
+def preferring(tmp_path: Path) -> Path:
+    """A checkpoint that prefers to sample with a penalty, and to clean texts."""
+    generation = {"repetition_penalty": 1.3, "temperature": 0.6, "eos_token_id": [5, 3]}
+    tokenizer = read(CHECKPOINT / "tokenizer_config.json")
+    contents = {
+        "generation_config.json": json.dumps(generation),
+        "tokenizer_config.json": json.dumps({**tokenizer, "clean_up_tokenization_spaces": True}),
     }
-    own = altered(
-        tmp_path / "own", {name: json.dumps(content) for name, content in preferring.items()}
-    )
+    return altered(tmp_path / "own", contents)
+
+
+def test_served_checkpoint_has_the_files_of_the_model(
+    subject: LoadedModel, preferring: Path, tmp_path: Path
+) -> None:
     view = tmp_path / "view"
-    servers.make_view(own, view, subject.tokenizer)
-    assert {file.name for file in view.iterdir()} == {file.name for file in own.iterdir()}
+    servers.make_view(preferring, view, subject.tokenizer)
+    assert {file.name for file in view.iterdir()} == {file.name for file in preferring.iterdir()}
     assert (view / "model.safetensors").resolve() == (CHECKPOINT / "model.safetensors").resolve()
+
+
+def test_served_checkpoint_has_no_generation_preferences(
+    subject: LoadedModel, preferring: Path, tmp_path: Path
+) -> None:
+    view = tmp_path / "view"
+    servers.make_view(preferring, view, subject.tokenizer)
     greedy = {"do_sample": False, "eos_token_id": [0, 3, 5], "pad_token_id": 1}
     assert read(view / "generation_config.json") == greedy
     assert read(view / "tokenizer_config.json")["clean_up_tokenization_spaces"] is False
-    (own / "generation_config.json").unlink()
-    servers.make_view(own, tmp_path / "second", subject.tokenizer)
-    assert read(tmp_path / "second/generation_config.json")["eos_token_id"] == subject.ends
+
+
+def test_served_checkpoint_without_generation_config_ends_like_the_model(
+    subject: LoadedModel, preferring: Path, tmp_path: Path
+) -> None:
+    (preferring / "generation_config.json").unlink()
+    servers.make_view(preferring, tmp_path / "view", subject.tokenizer)
+    assert read(tmp_path / "view/generation_config.json")["eos_token_id"] == subject.ends
 
 
 def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def test_a_server_writes_what_the_loaded_model_does(tmp_path: Path) -> None:
-    """By transformers' own server. A judge can be behind it as well, though this one has nothing to
-    say."""
+CHATTY_TEMPLATE = (
+    "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "
+    "endfor %}assistant:"
+)
+PENALTIES = {
+    "repetition_penalty": 3.0,
+    "do_sample": True,
+    "temperature": 2.0,
+    "no_repeat_ngram_size": 2,
+}
+SERVE = (
+    "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
+)
+PROMPTS = [
+    item["prompt"]
+    for name, count in (("gsm8k", 3), ("wildbench", 3), ("humaneval", 4))
+    for item in shipped_items(name, count)
+]
+
+
+class Pair(NamedTuple):
+    """A model as loaded in this process and as served by transformers' own server."""
+
+    loaded: LoadedModel
+    served: Any
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Its files prefer sampling with penalties, which neither follows."""
     pytest.importorskip(
         "fastapi", reason="transformers serve needs it: pip install transformers[serving]"
     )
-    penalties = {
-        "repetition_penalty": 3.0,
-        "do_sample": True,
-        "temperature": 2.0,
-        "no_repeat_ngram_size": 2,
-    }
-    generation = json.dumps({**read(CHECKPOINT / "generation_config.json"), **penalties})
-    template = (
-        "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% "
-        "endfor %}assistant:"
-    )
-    contents = {"chat_template.jinja": template, "generation_config.json": generation}
-    model = ModelConfig(name="chatty", path=str(altered(tmp_path / "chatty", contents)), threads=1)
+    generation = json.dumps({**read(CHECKPOINT / "generation_config.json"), **PENALTIES})
+    contents = {"chat_template.jinja": CHATTY_TEMPLATE, "generation_config.json": generation}
+    folder = altered(tmp_path_factory.mktemp("served") / "chatty", contents)
+    model = ModelConfig(name="chatty", path=str(folder), threads=1)
     loaded = LoadedModel(*load_model(model))
-    of_each = (("gsm8k", 3), ("wildbench", 3), ("humaneval", 4))
-    asked = [item["prompt"] for name, count in of_each for item in shipped_items(name, count)]
-    stop = ("\ndef ", ")", "\n\n", *(f"{end} " for end in {prompt[-1] for prompt in asked}))
-    chats = [[{"role": "user", "content": prompt}] for prompt in asked[:4]]
-    command = (
-        "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu "
-        "--dtype float32"
+    with serving(folder, backend(SERVE, 60), model, "n") as served:
+        yield Pair(loaded, served)
+
+
+def test_server_writes_texts_of_the_loaded_model(pair: Pair) -> None:
+    stop = ("\ndef ", ")", "\n\n", *(f"{end} " for end in {prompt[-1] for prompt in PROMPTS}))
+    texts = write(pair.loaded, PROMPTS, batch_size=4)
+    assert write(pair.served, PROMPTS, batch_size=4) == texts
+    stopped = write(pair.loaded, PROMPTS, 40, stop=stop)
+    assert write(pair.served, PROMPTS, 40, stop=stop) == stopped
+
+
+def test_server_writes_chats_of_the_loaded_model(pair: Pair) -> None:
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
+    rendered = [render(pair.served, chat) for chat in chats]
+    assert rendered == [render(pair.loaded, chat) for chat in chats]
+    texts = write(pair.served, rendered, 16, chat=True)
+    assert texts == write(pair.loaded, rendered, 16, chat=True) and any(texts)
+
+
+def test_server_can_have_a_judge_behind_it(pair: Pair, tmp_path: Path) -> None:
+    """Though this one has nothing to say."""
+    judge = JudgeConfig(pair.served.name, pair.served.url, max_tokens=8)
+    (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], tolerated=1)
+    assert verdict.score is None and "without a usable score" in verdict.reply, (
+        "it was asked, and it answered"
     )
-    with serving(Path(model.path), backend(command, 60), model, "n") as served:
-        assert write(served, asked, batch_size=4) == write(loaded, asked, batch_size=4)
-        assert write(served, asked, 40, stop=stop) == write(loaded, asked, 40, stop=stop)
-        rendered = [render(served, chat) for chat in chats]
-        assert rendered == [render(loaded, chat) for chat in chats]
-        texts = write(served, rendered, 16, chat=True)
-        assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
-        judge = JudgeConfig(served.name, served.url, max_tokens=8)
-        (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], tolerated=1)
-        assert verdict.score is None and "without a usable score" in verdict.reply, (
-            "it was asked, and it answered"
-        )
 
 
 @pytest.fixture
@@ -291,43 +328,45 @@ def fake(subject: LoadedModel) -> Iterator[Any]:
         def make(
             answer: Callable[[dict[str, Any]], Reply], **changes: Any
         ) -> tuple[ServedModel, Endpoint]:
-            at = opened.enter_context(endpoint(answer))
-            return replace(ServedModel(at.url, "m", subject.tokenizer, 512, {}), **changes), at
+            server = opened.enter_context(endpoint(answer))
+            return replace(
+                ServedModel(server.url, "m", subject.tokenizer, 512, {}), **changes
+            ), server
 
         yield make
 
 
 def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
     """At most four stop texts are sent; a text is cut at the others here."""
-    served, at = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
+    served, server = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
     assert write(served, ["Is it"], 17, stop=("1", "2", "3", "4", "No", "Maybe")) == [" yes. "]
     greedy = {"temperature": 0, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0}
-    asked = {
+    request = {
         "model": "m",
         "prompt": "Is it",
         "max_tokens": 17,
         "stop": ["1", "2", "3", "4"],
         **greedy,
     }
-    assert at.asked == [asked]
+    assert server.asked == [request]
 
 
-def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
+def test_stop_text_that_begins_in_the_prompt_is_ignored(fake: Any) -> None:
     """As `transformers serve` does: it looks for stop texts at the end of prompt and text
     together."""
 
     def answer(body: dict[str, Any]) -> Reply:
-        whole = "\ntwo words END more"
+        text = "\ntwo words END more"
         prompt = body["prompt"]
-        for length in range(1, len(whole) + 1):
-            if any((prompt + whole[:length]).endswith(stop) for stop in body["stop"] or ()):
-                return completion(whole[:length], "m")
-        return completion(whole, "m", "length")
+        for length in range(1, len(text) + 1):
+            if any((prompt + text[:length]).endswith(stop) for stop in body["stop"] or ()):
+                return completion(text[:length], "m")
+        return completion(text, "m", "length")
 
-    served, at = fake(answer)
+    served, server = fake(answer)
     stops = ("\n\n", "END")
     assert write(served, ["a\n", "a"], 9, stop=stops) == ["\ntwo words ", "\ntwo words "]
-    assert {body["prompt"]: body["stop"] for body in at.asked} == {
+    assert {body["prompt"]: body["stop"] for body in server.asked} == {
         "a": ["\n\n", "END"],
         "a\n": ["END"],
     }
@@ -341,7 +380,7 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
         *({"finish_reason": reason} for reason in ("abort", "content_filter", None)),
     ],
 )
-def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], fake: Any) -> None:
+def test_incomplete_completion_is_an_error(choice: dict[str, Any], fake: Any) -> None:
     """One that is empty, or reaches the limit, is whole."""
     reply = completion("", "m")
     reply.body["choices"][0].update(choice)
@@ -353,7 +392,7 @@ def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], 
         write(served, ["a"], 4)
 
 
-def test_texts_are_asked_for_at_the_same_time_the_longest_prompt_first(fake: Any) -> None:
+def test_requests_are_concurrent_longest_prompt_first(fake: Any) -> None:
     both = threading.Barrier(2, timeout=60)
 
     def answer(body: dict[str, Any]) -> Reply:
@@ -362,39 +401,54 @@ def test_texts_are_asked_for_at_the_same_time_the_longest_prompt_first(fake: Any
             both.wait()
         return completion(body["prompt"], "m")
 
-    served, at = fake(answer)
+    served, server = fake(answer)
     prompts = ["b", "slow slow slow", "a a"]
     assert write(served, prompts, 4, batch_size=2) == prompts
-    assert {body["prompt"] for body in at.asked[:2]} == {"slow slow slow", "a a"}
+    assert {body["prompt"] for body in server.asked[:2]} == {"slow slow slow", "a a"}
     assert write(served, [], 4) == []
 
 
-def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(
+def test_slow_server_may_take_its_time_between_two_texts(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "TOKEN_SECONDS", 0.1)
     waits: list[float] = []
-    monkeypatch.setattr(servers, "wait", lambda *given: waits.append(given[1]) or wait(*given))
+    monkeypatch.setattr(
+        servers, "wait", lambda *arguments: waits.append(arguments[1]) or wait(*arguments)
+    )
     slow, _ = fake(lambda body: completion("x", "m"), patience=200)
     assert write(slow, list("abcdef"), 4, batch_size=1) == ["x"] * 6
     assert len(waits) > 1 and set(waits) == {200.4}, (
         "so long may pass between two, whatever all take"
     )
-    told = threading.Event()
-    silent, _ = fake(lambda body: told.wait() and completion("x", "m"), patience=0.2)
+
+
+@pytest.fixture
+def stopped() -> Iterator[threading.Event]:
+    """Fake servers that wait for this are let go after the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_hanging_server_is_given_up(
+    fake: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "TOKEN_SECONDS", 0.1)
+    silent, _ = fake(lambda body: stopped.wait() and completion("x", "m"), patience=0.2)
+    with pytest.raises(Unavailable, match=r"0\.6 s, .*ready_seconds=0\.2"):
+        write(silent, list("abcdef"), 4, batch_size=2)
+
+
+def test_failed_request_ends_the_others(fake: Any, stopped: threading.Event) -> None:
     failing, _ = fake(
         lambda body: (
-            Reply("oops", 500) if body["prompt"] == "b" else told.wait() and completion("", "m")
+            Reply("oops", 500) if body["prompt"] == "b" else stopped.wait() and completion("", "m")
         )
     )
-    try:
-        with pytest.raises(Unavailable, match=r"0\.6 s, .*ready_seconds=0\.2"):
-            write(silent, list("abcdef"), 4, batch_size=2)
-        # while other texts are still written
-        with pytest.raises(Unavailable, match="HTTP 500: oops"):
-            write(failing, ["b", "a a"], 4)
-    finally:
-        told.set()
+    # while other texts are still written
+    with pytest.raises(Unavailable, match="HTTP 500: oops"):
+        write(failing, ["b", "a a"], 4)
 
 
 def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
@@ -405,15 +459,15 @@ def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         f"{start} $A", special_tokens=special
     )
-    served, at = fake(lambda body: completion("x", "m"), tokenizer=tokenizer)
+    served, server = fake(lambda body: completion("x", "m"), tokenizer=tokenizer)
     write(served, [f"{start}user"], 4, chat=True)
     write(served, ["user", f"{start}user"], 4)
-    assert [body["prompt"] for body in at.asked] == ["user", "user", "user"]
+    assert [body["prompt"] for body in server.asked] == ["user", "user", "user"]
     with pytest.raises(UserError, match="wants none: expected backend=hf"):
         write(served, ["user"], 4, chat=True)
 
 
-def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) -> None:
+def test_refused_and_too_long_requests_are_reported(fake: Any) -> None:
     served, _ = fake(lambda body: Reply({"message": "too long"}, 400))
     with pytest.raises(UserError, match=r"the server of m answered HTTP 400: too long$"):
         write(served, ["a"], 4)
@@ -439,14 +493,12 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
         "serve '{checkpoint} {port}",
     ],
 )
-def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None) -> None:
+def test_wrong_server_command_is_reported_before_loading(command: str | None) -> None:
     (sentence,) = engines.wrong(BackendConfig("server", command), [], [])
     assert f"backend.command={command}" in sentence
 
 
-def test_an_engine_that_says_nothing_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_engine_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late reply would be taken for that to the next request."""
     monkeypatch.setattr(child_process, "GRACE", 0.1)
     python = tmp_path / "python"
@@ -493,11 +545,13 @@ def test_vllm_is_given_all_gpus_of_its_process(
     python.chmod(0o755)
     backend = BackendConfig("vllm", arguments=asked, python=str(python))
     vllm.VllmModel(model, backend, replace(POCKET, device="auto")).close()
-    told = json.loads((tmp_path / "told").read_text())[1]["arguments"]
-    assert told.get("tensor_parallel_size") == given and "pipeline_parallel_size" not in told
+    arguments = json.loads((tmp_path / "told").read_text())[1]["arguments"]
+    assert (
+        arguments.get("tensor_parallel_size") == given and "pipeline_parallel_size" not in arguments
+    )
 
 
-def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:
+def test_ported_family_is_refused_for_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "deepseek"}')
     ported = ModelConfig(name="ported", path=str(tmp_path))
     (sentence,) = engines.wrong(BackendConfig("vllm"), [], [POCKET, ported])
@@ -505,7 +559,7 @@ def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:
     assert not list(engines.wrong(BackendConfig("hf"), [], [ported]))
 
 
-def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(
+def test_missing_server_program_is_reported_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines.check_installed(BackendConfig("hf"))
@@ -523,17 +577,17 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(
     )
     (sentence,) = preflight.missing_requirements([step], LauncherConfig())
     assert "backend.command starts no-such-server" in sentence
-    said = "no-such-server cannot be started: there is no such program"
-    refused("no-such-server {port} {checkpoint}", said, error=UserError)
+    message = "no-such-server cannot be started: there is no such program"
+    refused("no-such-server {port} {checkpoint}", message, error=UserError)
     elsewhere = LauncherConfig(python="apptainer exec image.sif python")
     assert preflight.missing_requirements([step], elsewhere) == []
 
 
-def test_what_is_put_into_a_command_stays_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_in_a_command_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a {b} $c")
     serve = backend("serve '{checkpoint}' --port={port} {name} --token=$HF_TOKEN")
-    found = engines.command_line(serve, Path("/a b/$(c)"), 7, "x y;z")
-    assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z", "--token=a {b} $c"]
+    command = engines.command_line(serve, Path("/a b/$(c)"), 7, "x y;z")
+    assert command == ["serve", "/a b/$(c)", "--port=7", "x y;z", "--token=a {b} $c"]
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="HF_TOKEN"):
         engines.command_line(serve, Path("x"), 7, "n")

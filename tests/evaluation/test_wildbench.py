@@ -31,7 +31,7 @@ ALLOWED = Policy(allow_judge=True)
 CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
 
 
-def test_a_template_is_filled_once(tmp_path: Path) -> None:
+def test_judge_template_is_filled_once(tmp_path: Path) -> None:
     (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
     benchmark = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
     filled = question(template(benchmark), CONVERSATION, "{$checklist} {$x}", ["Rhymes?", "Short?"])
@@ -40,7 +40,7 @@ def test_a_template_is_filled_once(tmp_path: Path) -> None:
     assert filled.split("|") == parts
 
 
-def test_the_default_template_has_all_parts_and_the_form_of_a_reply() -> None:
+def test_default_judge_template_has_all_parts() -> None:
     filled = question(template(BENCHMARK), CONVERSATION, "A rose", ["Rhymes?"])
     for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?"):
         assert part in filled
@@ -67,7 +67,7 @@ def test_templates_that_cannot_be_filled(text: str | None, message: str, tmp_pat
         template(replace(BENCHMARK, parameters={"template": str(file)}))
 
 
-def test_a_judge_and_its_key_are_missing(published: BenchmarkConfig, monkeypatch: Any) -> None:
+def test_missing_judge_and_key_are_reported(published: BenchmarkConfig, monkeypatch: Any) -> None:
     def missing(judge: JudgeConfig | None) -> str:
         return " ".join(HARNESS.missing(replace(published, judge=judge), ALLOWED))
 
@@ -79,7 +79,7 @@ def test_a_judge_and_its_key_are_missing(published: BenchmarkConfig, monkeypatch
     assert f"judge.key_variable={KEY}" in missing(distant)
 
 
-def test_a_chat_template_is_required() -> None:
+def test_wildbench_requires_a_chat_template() -> None:
     (problem,) = (
         sentence
         for sentence in wrong_benchmarks([replace(BENCHMARK, chat=False)])
@@ -126,15 +126,15 @@ def mark(body: dict[str, Any]) -> Reply:
 
 
 @pytest.fixture
-def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with endpoint(mark) as judge:
         yield judge
 
 
 @pytest.fixture
-def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
-    return replace(published, judge=JudgeConfig("fake/judge", at.url))
+def judged(published: BenchmarkConfig, judge: Endpoint) -> BenchmarkConfig:
+    return replace(published, judge=JudgeConfig("fake/judge", judge.url))
 
 
 def test_items_are_the_conversations_with_the_tag(published: BenchmarkConfig) -> None:
@@ -175,15 +175,15 @@ def test_the_result_is_the_mean_share_of_the_scale(graded: Any) -> None:
 
 
 @pytest.mark.slow
-def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, at: Endpoint) -> None:
-    sent = [str(body["messages"]) for body in at.asked]
+def test_empty_answers_and_thoughts_are_not_sent_to_the_judge(graded: Any, judge: Endpoint) -> None:
+    sent = [str(body["messages"]) for body in judge.asked]
     assert len(sent) == 142 + 3, "three requests for the answer without a score"
     assert not any("<reply>\n9" in text or "think" in text for text in sent)
 
 
 @pytest.mark.slow
 def test_protocol_names_unscored_items_and_hides_the_judge_address(
-    graded: Any, at: Endpoint, tmp_path: Path
+    graded: Any, judge: Endpoint, tmp_path: Path
 ) -> None:
     content = protocol(tmp_path)
     assert content["unasked"] == 3
@@ -191,7 +191,7 @@ def test_protocol_names_unscored_items_and_hides_the_judge_address(
     assert content["unfinished_thoughts"] == [f"session{CREATIVE[7]}#0"]
     assert content["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
     assert "Now tale 0, please." in content["judge_prompt"]
-    assert at.url not in json.dumps(content) and "OPENAI_API_KEY" not in json.dumps(content)
+    assert judge.url not in json.dumps(content) and "OPENAI_API_KEY" not in json.dumps(content)
 
 
 @pytest.mark.slow
@@ -208,17 +208,17 @@ def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path:
 
 @pytest.mark.slow
 def test_grading_again_requests_missing_scores_only(
-    graded: Any, judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+    graded: Any, judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
-    at.asked.clear()
+    judge.asked.clear()
     texts = [OUTPUTS.get(number, f"{number % 10 + 1} and half a \ud83d") for number in range(146)]
     run.grade(answered(judged, texts), judged, tmp_path, policy=ALLOWED)
-    assert len(at.asked) == 3
+    assert len(judge.asked) == 3
 
 
 @pytest.mark.slow
 def test_too_long_conversations_count_as_empty_answers(
-    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+    judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
     """Those with a turn before have nine words, the others four."""
     benchmark = replace(judged, max_length=8, max_new_tokens=4)
@@ -229,7 +229,7 @@ def test_too_long_conversations_count_as_empty_answers(
     assert len(long) == 73
     assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long
     (result,) = run.grade(answers, benchmark, tmp_path, policy=ALLOWED)
-    assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
+    assert result["n"] == result["expected"] == 146 and len(judge.asked) == 73
     assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
     assert protocol(tmp_path)["too_long"] == long
     rows = [row for row in samples(tmp_path) if "do not fit" in row["extracted"]]
@@ -238,20 +238,20 @@ def test_too_long_conversations_count_as_empty_answers(
 
 @pytest.mark.slow
 def test_no_permission_and_too_few_scores_are_unavailable(
-    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+    judged: BenchmarkConfig, judge: Endpoint, tmp_path: Path
 ) -> None:
     """Both may be different in the next run."""
     outputs = answered(judged, ["0"] * 2 + ["7"] * 144)
     with pytest.raises(Unavailable, match="allow_judge=false"):
         run.grade(outputs, judged, tmp_path / "out", policy=Policy())
-    assert not at.asked and not (tmp_path / "out").exists()
+    assert not judge.asked and not (tmp_path / "out").exists()
     with pytest.raises(
         Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"
     ):
         run.grade(outputs, judged, tmp_path / "out", policy=ALLOWED)
 
 
-def test_the_address_and_the_key_of_a_judge_are_no_part_of_the_identity(
+def test_identity_lacks_address_and_key_of_the_judge(
     published: BenchmarkConfig,
 ) -> None:
     judged = replace(published, judge=JUDGE)
@@ -262,12 +262,12 @@ def test_the_address_and_the_key_of_a_judge_are_no_part_of_the_identity(
         assert HARNESS.identity(replace(judged, judge=replace(JUDGE, **change))) != identity
 
 
-def test_a_template_changes_the_grades_but_not_the_questions(
+def test_judge_template_changes_grades_not_questions(
     published: BenchmarkConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
     parameters = {**published.parameters, "template": str(tmp_path / "t.md")}
     judged = replace(published, judge=JUDGE)
-    other = replace(judged, parameters=parameters)
-    assert HARNESS.identity(other) != HARNESS.identity(judged)
-    assert HARNESS.question_identity(other) == HARNESS.question_identity(judged)
+    changed = replace(judged, parameters=parameters)
+    assert HARNESS.identity(changed) != HARNESS.identity(judged)
+    assert HARNESS.question_identity(changed) == HARNESS.question_identity(judged)

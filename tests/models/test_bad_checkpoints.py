@@ -43,24 +43,24 @@ def refused(attempt: Callable[[], object], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_plan_knows_the_model_it_was_made_for(folder: Path) -> None:
+def test_plan_of_another_checkpoint_is_refused(folder: Path) -> None:
     """Two models of one shape are told apart by their weights."""
-    made = replace(
+    plan = replace(
         tiny.plan(tiny.build("olmoe"), 0.5), provenance={"model_sha256": fingerprint(folder)}
     )
-    shutil.rmtree(export(folder, made, folder.parent / "out"))
+    shutil.rmtree(export(folder, plan, folder.parent / "out"))
     tensors = load_file(folder / SHARD)
     next(iter(tensors.values())).view(-1)[:1].add_(1)
     save_file(tensors, folder / SHARD, {"format": "pt"})
     refused(
-        lambda: export(folder, made, folder.parent / "out"),
+        lambda: export(folder, plan, folder.parent / "out"),
         "plan is for another model: .* model_sha256=",
     )
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "stated", "lost"),
+    ("name", "fields", "stated", "lost"),
     [
         ("glm4_moe", {"use_qk_norm": True}, {"use_qk_norm": False}, "self_attn.k_norm.weight"),
         ("qwen3_moe", {"attention_bias": True}, {"attention_bias": False}, "self_attn.k_proj.bias"),
@@ -74,15 +74,15 @@ def test_a_plan_knows_the_model_it_was_made_for(folder: Path) -> None:
         ("olmoe", {}, {"hidden_size": 33}, "config.json asks for"),
     ],
 )
-def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_are_read(
+def test_unexpected_weights_are_named_before_reading(
     name: str,
-    made: dict[str, Any],
+    fields: dict[str, Any],
     stated: dict[str, Any],
     lost: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiny.save(name, tmp_path, **made)
+    tiny.save(name, tmp_path, **fields)
     load_model(settings(tmp_path))
     reconfigure(tmp_path, **stated)
     monkeypatch.setattr(
@@ -113,8 +113,8 @@ def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) ->
         folders[kind],
         lambda tensors: tensors.update({name: torch.ones(2) for name in added.split()}),
     )
-    found, _ = load_model(settings(folders[kind]))
-    assert torch.equal(tiny.logits(found), tiny.logits(expected))
+    model, _ = load_model(settings(folders[kind]))
+    assert torch.equal(tiny.logits(model), tiny.logits(expected))
     if kind == "plain":
         streamed, _ = open_streamed(settings(folders[kind]))
         with streamed.layer(1) as layer:
@@ -126,7 +126,7 @@ def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) ->
 def test_the_files_that_transformers_reads_are_downloaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    there = [
+    names = [
         "config.json",
         "additional_chat_templates/tool_use.jinja",
         "original/model.safetensors",
@@ -139,7 +139,7 @@ def test_the_files_that_transformers_reads_are_downloaded(
     patterns = {
         name: download.call_args.kwargs.get(name) for name in ("allow_patterns", "ignore_patterns")
     }
-    assert list(filter_repo_objects(there, **patterns)) == there[:2]
+    assert list(filter_repo_objects(names, **patterns)) == names[:2]
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "bitsandbytes"])
@@ -149,9 +149,9 @@ def test_quantised_checkpoints_are_recognised(
     reconfigure(folder, quantization_config={"quant_method": method})
     assert quantization(settings(folder)) == method
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert f"criteria of channels none, for its weights are stored as {method}" in said
-    assert "exports natural, padded" in said and "reap" in said and "aimer" not in said
+    output = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"criteria of channels none, for its weights are stored as {method}" in output
+    assert "exports natural, padded" in output and "reap" in output and "aimer" not in output
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_scores_are_of_the_dequantised_experts(
             for name, tensor in tensors.items()
         }
         save_file(rounded, plain / "model.safetensors", {"format": "pt"})
-    expected, found = (
+    expected, actual = (
         naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
-    naive.assert_alike(found, expected)
+    naive.assert_alike(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -209,17 +209,17 @@ def test_kernels_for_eight_bits_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU transformers would run the experts by functions that moe_lab cannot observe."""
-    asked: list[bool] = []
+    answers: list[bool] = []
 
     def validate(self: Any, *words: Any, **named: Any) -> None:
-        asked.append(self.quantization_config.dequantize)
+        answers.append(self.quantization_config.dequantize)
 
     monkeypatch.setattr(
         quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer, "validate_environment", validate
     )
     _, stored = quantised.save("olmoe", "fp8", tmp_path)
     load_model(settings(stored))
-    assert asked == [True]
+    assert answers == [True]
     _, stored = quantised.save("gpt_oss", "mxfp4", tmp_path / "mxfp4")
     refused(lambda: weigh_experts(stored), "down_proj_blocks is stored as U8")
 
@@ -239,13 +239,13 @@ def test_four_bits_of_bitsandbytes_can_be_scored(tmp_path: Path) -> None:
     )
     shutil.copytree(plain, stored, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(stored)
-    expected, found = (
+    expected, actual = (
         naive.observed(load_model(settings(folder))[0], ForwardHook) for folder in (plain, stored)
     )
-    for index, named in found.items():
-        assert torch.equal(named["tokens"].sum(), expected[index]["tokens"].sum())
-        assert all(bool(tensor.isfinite().all()) for tensor in named.values())
-        assert not torch.equal(named["output_sum"], expected[index]["output_sum"])
+    for index, tensors in actual.items():
+        assert torch.equal(tensors["tokens"].sum(), expected[index]["tokens"].sum())
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        assert not torch.equal(tensors["output_sum"], expected[index]["output_sum"])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_code_of_the_hub_is_never_fetched_for_a_config_json(
     assert not fetch.called
 
 
-def test_neither_a_revision_nor_an_adapter_makes_another_model_of_a_folder(folder: Path) -> None:
+def test_folder_with_a_revision_or_an_adapter_is_refused(folder: Path) -> None:
     refused(
         lambda: check(settings(folder, revision="main")), r"model\.revision=main .*: expected null"
     )

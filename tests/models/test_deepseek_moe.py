@@ -49,17 +49,17 @@ LLAMA += ("num_key_value_heads", "rms_norm_eps", "attention_bias")
 def naive(folder: Path) -> torch.Tensor:
     """Logits (B, S, V) of all tokens in fp64, from the files alone: a Llama with the paper's MoE
     blocks."""
-    said = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     weights = {
         name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
     }
-    rope = {"rope_type": "default", "rope_theta": said["rope_theta"]}
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     model = LlamaForCausalLM(
-        LlamaConfig(**{field: said[field] for field in LLAMA}, rope_parameters=rope)
+        LlamaConfig(**{field: config[field] for field in LLAMA}, rope_parameters=rope)
     ).double()
     for number, layer in enumerate(model.model.layers):
-        if number >= said["first_k_dense_replace"] and number % said["moe_layer_freq"] == 0:
-            layer.mlp = PaperBlock(f"model.layers.{number}.mlp", said, weights)
+        if number >= config["first_k_dense_replace"] and number % config["moe_layer_freq"] == 0:
+            layer.mlp = PaperBlock(f"model.layers.{number}.mlp", config, weights)
     lost, beyond = model.load_state_dict(weights, strict=False)
     assert not lost and all(".mlp." in name for name in beyond)
     logits: torch.Tensor = model.eval()(tiny.tokens()).logits
@@ -69,18 +69,18 @@ def naive(folder: Path) -> torch.Tensor:
 class PaperBlock(torch.nn.Module):
     """Equations 9 to 11 of Dai et al. (2024), token after token, expert after expert."""
 
-    def __init__(self, at: str, said: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, at: str, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.at = at
-        self.said = said
+        self.said = config
         self.weights = weights
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.stack([self.moe(row) for row in hidden.flatten(0, -2)]).view_as(hidden)
 
-    def mlp(self, at: str, row: torch.Tensor) -> torch.Tensor:
+    def mlp(self, prefix: str, row: torch.Tensor) -> torch.Tensor:
         gate, up, down = (
-            self.weights[f"{at}.{part}_proj.weight"] for part in ("gate", "up", "down")
+            self.weights[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down")
         )
         return down @ (silu(gate @ row) * (up @ row))
 
@@ -88,9 +88,9 @@ class PaperBlock(torch.nn.Module):
         affinity = (self.weights[f"{self.at}.gate.weight"] @ row).softmax(0)
         chosen = sorted(range(len(affinity)), key=lambda expert: -float(affinity[expert]))
         chosen = chosen[: self.said["num_experts_per_tok"]]
-        whole = sum(affinity[expert] for expert in chosen) if self.said["norm_topk_prob"] else 1
+        total = sum(affinity[expert] for expert in chosen) if self.said["norm_topk_prob"] else 1
         mixed = sum(
-            affinity[expert] / whole * self.mlp(f"{self.at}.experts.{expert}", row)
+            affinity[expert] / total * self.mlp(f"{self.at}.experts.{expert}", row)
             for expert in chosen
         )
         return (
@@ -129,10 +129,10 @@ def test_the_forward_pass_is_the_papers(tmp_path: Path, changes: dict[str, Any])
     expected = naive(tmp_path)
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits(model).double(), expected, rtol=0, atol=2e-5)
-    asked = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    limits = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     assert torch.equal(
-        model.generate(tiny.tokens(), **asked),
-        model.generate(tiny.tokens(), use_cache=False, **asked),
+        model.generate(tiny.tokens(), **limits),
+        model.generate(tiny.tokens(), use_cache=False, **limits),
     )
 
 
@@ -154,21 +154,21 @@ def test_another_scoring_function_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_export_keeps_the_type_and_loads_like_the_original(tmp_path: Path) -> None:
+def test_export_keeps_the_model_type_and_loads(tmp_path: Path) -> None:
     model = publish(tmp_path / "model")
     plan = tiny.plan(model, 0.5)
-    out = export(tmp_path / "model", plan, tmp_path / "pruned")
-    said = json.loads((out / "config.json").read_text())
-    assert (said["model_type"], said["n_routed_experts"]) == ("deepseek", 8)
-    assert said["auto_map"]["AutoModelForCausalLM"] == "modeling_deepseek_moe.DeepseekForCausalLM"
-    assert (out / "modeling_deepseek_moe.py").is_file() and "moe_lab needs none" in (
-        out / "README.md"
+    folder = export(tmp_path / "model", plan, tmp_path / "pruned")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["n_routed_experts"]) == ("deepseek", 8)
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_deepseek_moe.DeepseekForCausalLM"
+    assert (folder / "modeling_deepseek_moe.py").is_file() and "moe_lab needs none" in (
+        folder / "README.md"
     ).read_text()
-    found = [
-        logits(load_model(settings(out, trust_remote_code=trust))[0]) for trust in (False, True)
+    result = [
+        logits(load_model(settings(folder, trust_remote_code=trust))[0]) for trust in (False, True)
     ]
-    assert torch.equal(*found)
-    assert verify(tmp_path / "model", plan, out) == 0
+    assert torch.equal(*result)
+    assert verify(tmp_path / "model", plan, folder) == 0
     # transformers remembers on a class whether its experts can be chosen, and classes inherit
     assert (
         not LlamaForCausalLM._can_set_experts_implementation()

@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import choices
 import pytest
@@ -96,7 +96,7 @@ def configured(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_what_is_expected_is_what_transformers_builds(name: str) -> None:
+def test_expected_facts_are_those_that_transformers_builds(name: str) -> None:
     """Without weights; and the numbers that its configuration states are among them."""
     kind, shapes = MODELS[name]
     config = AutoConfig.for_model(kind, **shapes)
@@ -117,7 +117,7 @@ def test_every_model_with_expectations_is_a_published_one() -> None:
     assert files == {*MODELS}
 
 
-def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_expected(
+def test_size_is_read_from_headers_or_expected(
     tmp_path: Path,
 ) -> None:
     tiny.save("deepseek_v2", tmp_path, dtype=torch.bfloat16)
@@ -134,9 +134,7 @@ def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_exp
 
 
 @pytest.mark.parametrize("look", [facts, lambda settings: describe(Path(settings.path), settings)])
-def test_a_model_that_differs_is_refused_by_the_most_telling_difference(
-    tmp_path: Path, look: Any
-) -> None:
+def test_wrong_expected_fact_is_named_with_its_value(tmp_path: Path, look: Any) -> None:
     tiny.save("deepseek_v2", tmp_path)
     right = architecture(tiny.build("deepseek_v2"))
     settings = ModelConfig(name="t", path=str(tmp_path), expected=right)
@@ -155,8 +153,8 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
     for name in ("deepseek_v2", "ernie4_5_moe", "qwen2_moe"):
         model = tiny.build(name)
         tiny.save(name, tmp_path / name)
-        found = describe(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
-        assert sum(found["parameters"].values()) == sum(
+        description = describe(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
+        assert sum(description["parameters"].values()) == sum(
             weight.numel() for weight in model.parameters()
         )
         experts = sum(
@@ -165,8 +163,8 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
             for weight in layer.experts.parameters()
         )
         assert (
-            found["parameters"]["routed experts"] == experts
-            and found["parameters"]["shared experts"] > 0
+            description["parameters"]["routed experts"] == experts
+            and description["parameters"]["shared experts"] > 0
         )
 
 
@@ -262,7 +260,7 @@ def test_families_outside_the_registry_are_refused_by_name(
             moe_layers(skeleton(kind, **settings))
 
 
-def test_experts_and_routers_that_are_built_otherwise_are_refused() -> None:
+def test_unknown_experts_and_routers_are_refused() -> None:
     model = tiny.build("olmoe")
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = torch.nn.Parameter(experts.down_proj.flatten(0, 1))
@@ -274,53 +272,83 @@ def test_experts_and_routers_that_are_built_otherwise_are_refused() -> None:
         moe_layers(model)
 
 
-def test_what_is_read_of_the_source_of_transformers_is_what_it_says_when_it_is_imported() -> None:
+def test_causal_models_of_transformers_are_known() -> None:
     kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PORTS]
     assert len(kinds) > 100 and all(map(has_causal_model, kinds))
     assert not any(map(has_causal_model, ("homemade", "vit", "PreTrainedModel", "")))
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_a_router_chooses_as_one_that_was_built_so(name: str) -> None:
-    model = tiny.build(name)
-    trained = routed_layers(model)[0].top_k
-    lowered = {field: trained - 1 for field in TOP_K_FIELDS if field in tiny.ARCHITECTURES[name]}
-    built = tiny.build(name, **lowered)
-    if routed_layers(built)[0].top_k == trained:
+class LowerTopK(NamedTuple):
+    """A model, and one of the same weights that was built with a lower number of experts a
+    token."""
+
+    name: str
+    model: Any
+    built: Any
+    top_k: int
+
+
+@pytest.fixture(params=tiny.ARCHITECTURES)
+def lower_top_k(request: pytest.FixtureRequest) -> LowerTopK:
+    model = tiny.build(request.param)
+    top_k = routed_layers(model)[0].top_k - 1
+    fields = tiny.ARCHITECTURES[request.param].keys() & set(TOP_K_FIELDS)
+    built = tiny.build(request.param, **dict.fromkeys(fields, top_k))
+    if routed_layers(built)[0].top_k != top_k:
         pytest.skip("its number is not among the settings of the tiny model")
     built.load_state_dict(model.state_dict())
+    return LowerTopK(request.param, model, built, top_k)
+
+
+@torch.no_grad()
+def test_top_k_override_equals_a_model_built_so(lower_top_k: LowerTopK) -> None:
+    name, model, built, top_k = lower_top_k
     if name == "phimoe":  # its routers mix the best two by a formula for two
         with pytest.raises(UserError, match=r"model\.top_k=1: .* made for 2"):
-            set_top_k(model, trained - 1)
+            set_top_k(model, top_k)
         return
     ids = tiny.tokens()
-    with torch.no_grad():
-        before = model(ids).logits
-        set_top_k(model, trained - 1)
-        assert torch.equal(model(ids).logits, built(ids).logits)
-        assert not torch.allclose(before, model(ids).logits), "another number is another function"
-        plan = tiny.plan(model, 0.25)
-        with mask(model, plan):
-            masked = model(ids).logits
-        assert torch.equal(masked, prune(model, plan)(ids).logits)
-        set_top_k(meta := tiny.build(name).to("meta"), trained - 2 or 1)
-        assert {layer.top_k for layer in routed_layers(meta)} == {trained - 2 or 1}
+    original = model(ids).logits
+    set_top_k(model, top_k)
+    assert torch.equal(model(ids).logits, built(ids).logits)
+    assert not torch.allclose(original, model(ids).logits), "another number is another function"
 
 
-def test_a_checkpoint_is_read_with_it_and_is_another_model(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_masks_and_pruned_models_have_the_top_k_override(lower_top_k: LowerTopK) -> None:
+    name, model, _, top_k = lower_top_k
+    if name == "phimoe":
+        return
+    set_top_k(model, top_k)
+    plan = tiny.plan(model, 0.25)
+    with mask(model, plan):
+        masked = tiny.logits(model)
+    assert torch.equal(masked, tiny.logits(prune(model, plan)))
+
+
+def test_top_k_override_needs_no_weights(lower_top_k: LowerTopK) -> None:
+    name, _, _, top_k = lower_top_k
+    if name == "phimoe":
+        return
+    empty = tiny.build(name).to("meta")
+    set_top_k(empty, top_k - 1 or 1)
+    assert {layer.top_k for layer in routed_layers(empty)} == {top_k - 1 or 1}
+
+
+def test_top_k_override_is_another_model(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    asked = ModelConfig(
+    settings = ModelConfig(
         name="m",
         path=str(tmp_path),
         device="cpu",
         top_k=2,
         expected=architecture(tiny.build("olmoe")),
     )
-    assert asked.name == "m_top2" and ModelConfig(**vars(asked)) == asked
-    assert {about["top_k"] for about in facts(asked)["layers"].values()} == {2}
-    assert config_json.expert_shape(asked) == {"n_experts": 16, "top_k": 2, "width": 24}
-    loaded = load_model(asked)[0]
-    streamed = open_streamed(asked)[0]
+    assert settings.name == "m_top2" and ModelConfig(**vars(settings)) == settings
+    assert {described["top_k"] for described in facts(settings)["layers"].values()} == {2}
+    assert config_json.expert_shape(settings) == {"n_experts": 16, "top_k": 2, "width": 24}
+    loaded = load_model(settings)[0]
+    streamed = open_streamed(settings)[0]
     assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe.values()]} == {2}
     with pytest.raises(UserError, match=r"model\.top_k=17: layer 0 gives a token 1 to 16 experts"):
         load_model(ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=17))

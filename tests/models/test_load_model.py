@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -83,9 +84,7 @@ def test_missing_device_is_refused(device: str, halved: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_what_gpus_do_not_hold_is_not_put_elsewhere(
-    halved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_beyond_gpu_memory_is_refused(halved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "resolve_device", lambda _: "balanced")
     with pytest.raises(UserError, match=r"model\.device=balanced: .* does not fit on the GPUs"):
         load_model(settings(halved, device="balanced"))
@@ -113,17 +112,19 @@ def test_layers_have_the_models_weights(
     name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     tiny.build(name).to(stored).save_pretrained(tmp_path)
-    whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    full_model = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = StreamedModel(tmp_path, dtype=dtype, device="cpu")
     for number in (1, 2, 1):
         with model.layer(number) as layer:
-            expected = whole.get_submodule(f"{model.path}.{number}")
-            found = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-            for own, weight in (*expected.named_parameters(), *expected.named_buffers()):
-                assert torch.equal(found[own], weight) and found[own].dtype == weight.dtype, own
+            expected = full_model.get_submodule(f"{model.path}.{number}")
+            tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+            for tensor, weight in (*expected.named_parameters(), *expected.named_buffers()):
+                assert (
+                    torch.equal(tensors[tensor], weight) and tensors[tensor].dtype == weight.dtype
+                ), tensor
 
 
-def test_a_router_is_narrowed_with_the_model_and_its_biases_are_not(tmp_path: Path) -> None:
+def test_bfloat16_narrows_routers_but_not_biases(tmp_path: Path) -> None:
     """Of a checkpoint that is stored in one precision."""
     tiny.save("minimax_m2", tmp_path)
     model, _ = load_model(settings(tmp_path, dtype="bfloat16"))
@@ -184,18 +185,18 @@ def case(
 
 
 def test_its_facts_are_its_own(case: SimpleNamespace) -> None:
-    found = facts(settings(case.folder, trust_remote_code=True))
+    result = facts(settings(case.folder, trust_remote_code=True))
     pruned = prune(tiny.build(case.name), case.plan)
-    assert found["parameters"] == sum(weight.numel() for weight in pruned.parameters())
+    assert result["parameters"] == sum(weight.numel() for weight in pruned.parameters())
     for layer in routed_layers(pruned):
-        about = found["layers"][layer.index]
-        assert about["n_experts"] == len(case.plan.layers[layer.index].retained)
-        assert about.get("widths", [layer.width] * layer.n_experts) == list(layer.widths)
-        assert about["width"] == round(sum(layer.widths) / layer.n_experts)
-        assert about["expert_parameters"] == round(
+        described = result["layers"][layer.index]
+        assert described["n_experts"] == len(case.plan.layers[layer.index].retained)
+        assert described.get("widths", [layer.width] * layer.n_experts) == list(layer.widths)
+        assert described["width"] == round(sum(layer.widths) / layer.n_experts)
+        assert described["expert_parameters"] == round(
             3 * layer.hidden * sum(layer.widths) / layer.n_experts
         )
-    json.dumps(found)
+    json.dumps(result)
 
 
 def test_only_stacks_can_be_pruned_again(case: SimpleNamespace) -> None:
@@ -297,16 +298,16 @@ def test_paths_that_lead_nowhere() -> None:
 
 
 def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> None:
-    before = fingerprint(original)
+    original_fingerprint = fingerprint(original)
     (folder / "README.md").write_text("words")
     torch.save({}, folder / "pytorch_model.bin")
     check(settings(folder))
-    assert fingerprint(folder) == before, "pickles are never loaded"
+    assert fingerprint(folder) == original_fingerprint, "pickles are never loaded"
     for file in ("config.json", "tokenizer.json", "model-00003-of-00007.safetensors"):
         data = bytearray((original / file).read_bytes())
         data[-1] ^= 1
         (folder / file).write_bytes(data)
-        assert fingerprint(folder) != before, file
+        assert fingerprint(folder) != original_fingerprint, file
         shutil.copy(original / file, folder)
 
 
@@ -368,7 +369,7 @@ def test_model_on_the_hub_has_about_the_size_of_a_folder(remote: bool, folder: P
     assert size is None if not remote else size.bytes == pytest.approx(local.bytes, rel=0.1)
 
 
-def test_a_large_file_is_read_once_and_again_when_it_changes(
+def test_large_file_is_hashed_again_only_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "REMEMBERED_FROM", 3)
@@ -376,7 +377,7 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(
     read = []
     digest = hashlib.file_digest
     monkeypatch.setattr(
-        files.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1]
+        files.hashlib, "file_digest", lambda *arguments: (read.append(1), digest(*arguments))[1]
     )
     (file := tmp_path / "weights").write_bytes(b"one two")
 
@@ -392,31 +393,52 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(
     assert is_read(3)
 
 
-def test_a_hub_is_asked_once_and_not_waited_for_and_may_be_unreachable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_hub_states_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
     monkeypatch.setattr(files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     assert files.stated_files("owner/unreachable", None, "model") is None and no_network.called
-    monkeypatch.undo()
-    never = Event()
-    head = Mock()
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """The requests to the hub, of which HF_HUB_OFFLINE allows none in tests."""
+    request = Mock()
     monkeypatch.setattr(files, "FIRST_SECONDS", 0.05)
-    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
-    assert not files.hub_answers() and not head.called, "HF_HUB_OFFLINE is set in tests"
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=request))
+    files._answers.cache_clear()
+    yield request
+    files._answers.cache_clear()
+
+
+def test_hub_is_not_asked_offline(head: Mock) -> None:
+    assert not files.hub_answers() and not head.called
+
+
+@pytest.mark.parametrize("reply", ["prompt", "timeout", "silent"])
+def test_hub_is_asked_once_without_waiting(
+    reply: str, head: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    silent = [httpx.ConnectTimeout("timed out"), lambda *_, **__: never.wait(60)]
-    for effect, answers in [(lambda *_, **__: None, True), *((each, False) for each in silent)]:
-        head.side_effect = effect
-        files._answers.cache_clear()
-        with within(2, monotonic):
-            assert files.hub_answers() is answers is files.hub_answers()
-    assert head.call_count == 3
+    never = Event()
+    head.side_effect = {
+        "prompt": lambda *_, **__: None,
+        "timeout": httpx.ConnectTimeout("timed out"),
+        "silent": lambda *_, **__: never.wait(60),
+    }[reply]
+    with within(2, monotonic):
+        assert files.hub_answers() is (reply == "prompt") is files.hub_answers()
+    assert head.call_count == 1
+    never.set()
+
+
+def test_model_of_an_unreachable_hub_is_unavailable(
+    head: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    head.side_effect = httpx.ConnectTimeout("timed out")
     with pytest.raises(Unavailable, match=r"model\.path=owner/unreachable"):
         files.local_folder(ModelConfig(name="m", path="owner/unreachable"))
-    files._answers.cache_clear()
-    never.set()
 
 
 def test_shipped_models_and_files_are_found_and_other_paths_stay() -> None:

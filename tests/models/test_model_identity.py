@@ -53,10 +53,10 @@ def planned(model: Any, replacement: str = "none") -> Plan:
 
 def changed(model: Any) -> Any:
     """A copy of which one weight of one expert is another."""
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        list(other.parameters())[-3].view(-1)[5] += 1
-    return other
+        list(copied.parameters())[-3].view(-1)[5] += 1
+    return copied
 
 
 def saved(model: Any, folder: Path) -> Path:
@@ -95,7 +95,7 @@ ANOTHER: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_plan_is_taken_for_its_model(name: str, folder: Path, tmp_path: Path) -> None:
+def test_plan_is_accepted_for_its_model(name: str, folder: Path, tmp_path: Path) -> None:
     plan = planned(tiny.load(folder))
     model = SAME[name](folder, tmp_path / "other")
     plan.save(tmp_path / "plan.json")
@@ -106,22 +106,22 @@ def test_a_plan_is_taken_for_its_model(name: str, folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ANOTHER)
-def test_a_plan_of_another_model_is_refused_unless_that_is_meant(
+def test_plan_of_another_model_is_refused_without_override(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
     """Its plan.json, too, and one that was made for a model without files."""
     model = ANOTHER[name](folder, tmp_path / "other")
     plan = planned(tiny.load(folder))
     plan.save(tmp_path / "plan.json")
-    for made in (plan, Plan.load(tmp_path / "plan.json"), planned(tiny.build("olmoe"))):
+    for candidate in (plan, Plan.load(tmp_path / "plan.json"), planned(tiny.build("olmoe"))):
         for use in USES:
             with pytest.raises(UserError, match="plan is for another model"):
-                use(model, made)
-            use(model, made, any_model=True)
+                use(model, candidate)
+            use(model, candidate, any_model=True)
 
 
 @pytest.mark.parametrize("made", ["in Python", "by a study"])
-def test_an_export_compares_the_files(made: str, folder: Path, tmp_path: Path) -> None:
+def test_export_compares_the_files_of_the_model(made: str, folder: Path, tmp_path: Path) -> None:
     plan = planned(tiny.load(folder))
     if made == "by a study":
         plan = replace(plan, provenance={"model_sha256": fingerprint(folder)})
@@ -131,11 +131,11 @@ def test_an_export_compares_the_files(made: str, folder: Path, tmp_path: Path) -
         Plan.load(tmp_path / "first/plan.json"),
         tmp_path / "b",
     )
-    other = saved(changed(tiny.load(folder)), tmp_path / "other")
+    changed_folder = saved(changed(tiny.load(folder)), tmp_path / "other")
     with pytest.raises(UserError, match="plan is for another model"):
-        moe_lab.export(str(other), plan, tmp_path / "out")
+        moe_lab.export(str(changed_folder), plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    moe_lab.export(str(other), plan, tmp_path / "out", any_model=True)
+    moe_lab.export(str(changed_folder), plan, tmp_path / "out", any_model=True)
 
 
 @pytest.mark.parametrize("name", ["other weights", "built in memory", "of the configuration alone"])
@@ -155,7 +155,7 @@ def test_the_plan_of_a_study_is_compared_with_the_checkpoint(
 
 
 @pytest.mark.parametrize("provenance", [{}, {"model_sha256": None}])
-def test_a_plan_that_states_no_model_is_taken_with_a_warning(
+def test_plan_without_a_model_is_accepted_with_a_warning(
     provenance: dict[str, None], folder: Path, tmp_path: Path
 ) -> None:
     model = tiny.load(folder)
@@ -168,18 +168,20 @@ def test_a_plan_that_states_no_model_is_taken_with_a_warning(
         masked(model, few, any_model=True)
 
 
-def test_a_plan_of_a_pruned_model_is_not_one_of_its_original(folder: Path, tmp_path: Path) -> None:
+def test_plan_of_a_pruned_model_is_not_for_the_original(folder: Path, tmp_path: Path) -> None:
     """A pruned copy, or one that was trained on, still names the folder of the original as its
     own."""
     model = tiny.load(folder)
-    for other in (moe_lab.prune(model, planned(model)), changed(model)):
+    for candidate in (moe_lab.prune(model, planned(model)), changed(model)):
         with torch.no_grad():
-            other.get_input_embeddings().weight.mul_(2)
-        plan = planned(other)
-        masked(other, plan)
-        saved(other, tmp_path / str(id(other)))
+            candidate.get_input_embeddings().weight.mul_(2)
+        plan = planned(candidate)
+        masked(candidate, plan)
+        saved(candidate, tmp_path / str(id(candidate)))
         with pytest.warns(UserWarning, match="model_sha256"):
-            moe_lab.export(str(tmp_path / str(id(other))), plan, tmp_path / f"{id(other)}-out")
+            moe_lab.export(
+                str(tmp_path / str(id(candidate))), plan, tmp_path / f"{id(candidate)}-out"
+            )
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -207,7 +209,7 @@ def exchange(weights: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", [zero, exchange])
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_a_model_whose_experts_alone_were_changed_is_not_its_checkpoint(
+def test_model_with_changed_experts_is_not_its_checkpoint(
     name: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
     tiny.save(name, tmp_path)
@@ -218,16 +220,14 @@ def test_a_model_whose_experts_alone_were_changed_is_not_its_checkpoint(
     assert [name for name, _ in model_digests(model)] == ["weights_float32"]
 
 
-def test_a_model_without_some_layers_of_its_checkpoint_is_not_that(folder: Path) -> None:
+def test_model_without_some_layers_is_not_its_checkpoint(folder: Path) -> None:
     model = tiny.load(folder)
     del model.model.layers[2]
     assert [name for name, _ in model_digests(model)] == ["weights_float32"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_the_checkpoint_is_not_exported_by_a_plan_of_experts_changed_in_memory(
-    name: str, tmp_path: Path
-) -> None:
+def test_plan_of_changed_experts_does_not_export_the_checkpoint(name: str, tmp_path: Path) -> None:
     tiny.save(name, tmp_path / "model")
     model = tiny.load(tmp_path / "model")
     with torch.no_grad():
@@ -242,13 +242,13 @@ def test_the_checkpoint_is_not_exported_by_a_plan_of_experts_changed_in_memory(
 def test_merged_experts_are_aligned_by_their_own_model(folder: Path) -> None:
     model = tiny.load(folder)
     plan = planned(model, replacement="m_smoe")
-    other = tiny.build("olmoe", seed=1)
+    second = tiny.build("olmoe", seed=1)
     with pytest.raises(UserError, match="plan is for another model"):
-        moe_lab.align(other, plan)
+        moe_lab.align(second, plan)
     aligned = moe_lab.align(model, plan)
     masked(model, aligned)
     with pytest.raises(UserError, match="plan is for another model"):
-        masked(other, aligned)
+        masked(second, aligned)
 
 
 @pytest.mark.parametrize("criterion", ["magnitude", "aimer", "channel_weight"])
@@ -275,8 +275,8 @@ def test_criteria_of_weights_read_the_model_that_is_given(
 def renumbered(tokenizer: Any) -> Any:
     """The same tokens, two of which have exchanged their ids."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = content["model"]["vocab"]
-    words["w3"], words["w4"] = words["w4"], words["w3"]
+    vocabulary = content["model"]["vocab"]
+    vocabulary["w3"], vocabulary["w4"] = vocabulary["w4"], vocabulary["w3"]
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="</s>"
     )
@@ -296,9 +296,7 @@ OTHER_TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_TOKENIZERS)
-def test_a_tokenizer_of_another_model_is_refused_unless_that_is_meant(
-    name: str, folder: Path
-) -> None:
+def test_tokenizer_of_another_model_is_refused_without_override(name: str, folder: Path) -> None:
     model = tiny.load(folder)
     tokenizer = OTHER_TOKENIZERS[name]()
     plan = planned(model, replacement="ream")
@@ -310,9 +308,7 @@ def test_a_tokenizer_of_another_model_is_refused_unless_that_is_meant(
     moe_lab.align(model, plan, tokenizer, TEXTS, any_tokenizer=True, **TOKENS)
 
 
-def test_an_equal_tokenizer_is_the_models_own_wherever_it_is_from(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_equal_tokenizer_from_another_folder_is_accepted(folder: Path, tmp_path: Path) -> None:
     model = tiny.load(folder)
     tiny.tokenizer().save_pretrained(tmp_path)
     chatting = AutoTokenizer.from_pretrained(tmp_path)
@@ -328,7 +324,7 @@ def test_an_equal_tokenizer_is_the_models_own_wherever_it_is_from(
 
 @pytest.mark.parametrize("criterion", ["reap", "heapr", "exact_damage"])
 @pytest.mark.parametrize("source", ["a folder", "memory"])
-def test_a_token_without_an_embedding_is_named(criterion: str, source: str, tmp_path: Path) -> None:
+def test_token_without_an_embedding_is_named(criterion: str, source: str, tmp_path: Path) -> None:
     """The added tokens of a tokenizer that is the model's own, and of any for a model without a
     folder."""
     tokenizer = with_tokens(tiny.tokenizer(), "<|im_start|>")

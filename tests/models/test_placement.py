@@ -53,16 +53,14 @@ def split(model: Any) -> dict[str, str]:
     """One MoE layer on the disk, all else in memory."""
     last = moe_layers(model)[-1].index
     parts = [name for name, _ in model.model.named_children() if name != "layers"]
-    places = {f"model.{name}": "cpu" for name in parts} | {"lm_head": "cpu"}
-    return places | {
+    device_map = {f"model.{name}": "cpu" for name in parts} | {"lm_head": "cpu"}
+    return device_map | {
         f"model.layers.{n}": "disk" if n == last else "cpu" for n in range(len(model.model.layers))
     }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_layer_on_the_disk_is_observed_like_any_other_and_not_masked(
-    name: str, tmp_path: Path
-) -> None:
+def test_layer_on_disk_is_observed_and_not_masked(name: str, tmp_path: Path) -> None:
     plain = tiny.save(name, tmp_path / "model", shard="60KB")
     spread = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model",
@@ -101,17 +99,17 @@ def test_plans_do_not_change_experts_that_are_offloaded() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_devices_sum_what_one_does(name: str, tmp_path: Path) -> None:
     tiny.save(name, tmp_path / "model")
-    about = {"name": "m", "path": str(tmp_path / "model"), "dtype": "float32"}
-    one, two = (
-        load_model(ModelConfig(**about, device=device))[0] for device in ("cuda:0", "balanced")
+    fields = {"name": "m", "path": str(tmp_path / "model"), "dtype": "float32"}
+    single, divided = (
+        load_model(ModelConfig(**fields, device=device))[0] for device in ("cuda:0", "balanced")
     )  # type: ignore[arg-type]
-    assert len({layer.router.weight.device for layer in moe_layers(two)}) == 2
+    assert len({layer.router.weight.device for layer in moe_layers(divided)}) == 2
     for read in (forward, backward):
-        expected = read(one, tmp_path / "a")
-        found = read(two, tmp_path / "b")
-        for layer, named in expected.items():
-            for statistic, sums in named.items():
-                assert torch.allclose(found[layer][statistic], sums, rtol=1e-5, atol=1e-6), (
+        expected = read(single, tmp_path / "a")
+        result = read(divided, tmp_path / "b")
+        for layer, tensors in expected.items():
+            for statistic, sums in tensors.items():
+                assert torch.allclose(result[layer][statistic], sums, rtol=1e-5, atol=1e-6), (
                     layer,
                     statistic,
                 )
@@ -126,7 +124,7 @@ def test_two_devices_sum_what_one_does(name: str, tmp_path: Path) -> None:
         ("9:cpu:/job/step", "cpu/job/memory.limit_in_bytes", 64 * GIB),
     ],
 )
-def test_a_job_has_the_memory_that_its_group_leaves(
+def test_memory_of_a_job_is_that_of_its_control_group(
     line: str, limit: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -135,8 +133,8 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "groups")
     monkeypatch.setattr(machine, "LIMITS", tmp_path / "limits")
     # clusters need not limit the group
-    for asked, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):
-        monkeypatch.setenv("SLURM_MEM_PER_NODE", asked)
+    for setting, expected in (("0", 64 * GIB), ("10240", 10 * GIB)):
+        monkeypatch.setenv("SLURM_MEM_PER_NODE", setting)
         assert machine.main_memory() == expected
     (tmp_path / "groups").write_text(f"3:cpu:/\n{line}\n")
     (file := tmp_path / "limits" / limit).parent.mkdir(parents=True)
@@ -147,7 +145,7 @@ def test_a_job_has_the_memory_that_its_group_leaves(
     assert machine.main_memory() == expected / 3, "others have the rest"
 
 
-def test_a_process_has_the_processors_that_its_group_leaves(
+def test_processors_of_a_process_are_those_of_its_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(8))
@@ -177,8 +175,8 @@ ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
     ("read", "hook"), [(gather, ForwardHook), (gather_gradients, GradientHook)]
 )
 def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], hook: type, name: str) -> None:
-    def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
-        return read(tiny.build(name).to(place), hook, tiny.batches()).layers
+    def sums(device: str) -> dict[int, dict[str, torch.Tensor]]:
+        return read(tiny.build(name).to(device), hook, tiny.batches()).layers
 
     naive.assert_alike(sums("cuda"), sums("cpu"), 1e-4)
 
@@ -186,19 +184,17 @@ def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], hook: type, 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_a_mask_is_the_pruned_model_is_its_export(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_mask_pruned_model_and_export_agree(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", dtype=dtype).to("cuda")
     plan = tiny.plan(model, 0.5)
     with mask(model, plan):
         masked = logits(model)
     assert torch.equal(masked, logits(prune(model, plan)))
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    about = ModelConfig(
-        name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device="cuda"
+    folder = export(tmp_path / "model", plan, tmp_path / "out")
+    settings = ModelConfig(
+        name="m", path=str(folder), dtype=str(dtype).removeprefix("torch."), device="cuda"
     )
-    reloaded, _ = load_model(about)
+    reloaded, _ = load_model(settings)
     reloaded.set_experts_implementation("eager")
     assert torch.equal(masked, logits(reloaded))
 
@@ -225,17 +221,19 @@ def computed(model: Any) -> list[torch.Tensor]:
     step each."""
     prefill = tiny.tokens()
     long = tiny.tokens(6, 60)
-    one = tiny.tokens(1, 1)
+    prompt = tiny.tokens(1, 1)
     assert long.numel() > experts.SMALL_BATCH > prefill.numel()
     padded = torch.nn.functional.pad(prefill, (3, 0))
-    asked = {
+    arguments = {
         "max_new_tokens": 6,
         "min_new_tokens": 6,
         "do_sample": False,
         "return_dict_in_generate": True,
     }
-    made = model.generate(padded, attention_mask=(padded != 0).long(), output_logits=True, **asked)
-    return [*(tiny.logits(model, ids) for ids in (prefill, long, one)), *made.logits]
+    output = model.generate(
+        padded, attention_mask=(padded != 0).long(), output_logits=True, **arguments
+    )
+    return [*(tiny.logits(model, ids) for ids in (prefill, long, prompt)), *output.logits]
 
 
 @pytest.mark.parametrize("make", [build, aligned], ids=["unaligned", "aligned"])
@@ -254,13 +252,13 @@ def test_every_shape_has_the_bits_of_the_eager_forward(
             way,
             lambda *args, way=way, original=original: used.append(way) or original(*args),
         )
-    found = computed(model)
+    devices = computed(model)
     assert set(used) == ({"_together", "_one_by_one"} if make is aligned else {"_one_by_one"})
     model.set_experts_implementation("eager")
-    assert all(torch.equal(*pair) for pair in zip(found, computed(model), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(devices, computed(model), strict=True))
 
 
-def test_pruned_models_keep_it_and_the_bits_of_the_mask_and_checkpoints_do_not_name_it(
+def test_pruned_models_keep_the_experts_implementation(
     tmp_path: Path,
 ) -> None:
     model = aligned("olmoe")
@@ -281,14 +279,14 @@ def test_two_threads_change_nothing() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        found = tiny.logits(model, ids)
+        result = tiny.logits(model, ids)
         model.set_experts_implementation("eager")
-        assert torch.equal(found, tiny.logits(model, ids))
+        assert torch.equal(result, tiny.logits(model, ids))
     finally:
         torch.set_num_threads(threads)
 
 
-def test_what_is_not_computed_alike_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unequal_implementations_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts with biases, other precisions, and a family that computes otherwise."""
     assert (
         implementation(build("gpt_oss"))
@@ -343,7 +341,7 @@ def test_torch_without_gpus_is_not_asked(
     assert machine.visible_gpus() == [] and not torch_of_a_gpu_machine.exists()
 
 
-def test_a_torch_that_cannot_be_imported_finds_no_gpu(
+def test_torch_that_cannot_be_imported_has_no_gpu(
     torch_of_a_gpu_machine: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so')")

@@ -80,11 +80,11 @@ def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
 
 def counted_flops(model: Any, ids: torch.Tensor) -> int:
     """What torch counts for an eager forward pass, vocabulary included."""
-    before = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=ids, use_cache=False)
-    model.set_attn_implementation(before)
+    model.set_attn_implementation(implementation)
     return counter.get_total_flops()
 
 
@@ -421,7 +421,7 @@ LOSS_MODELS = pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "gpt_oss"
 
 @torch.no_grad()
 @LOSS_MODELS
-def test_a_plan_that_retains_everything_has_no_output_loss(name: str) -> None:
+def test_complete_plan_has_no_output_loss(name: str) -> None:
     model = tiny.build(name)
     rows = layer_profiles(model, Plan.of_experts(*every_expert(model)))
     assert all(row["output_loss"] == 0 or math.isnan(row["output_loss"]) for row in rows.values())

@@ -31,26 +31,26 @@ CASES = [
 ]
 
 
-def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
+def check_tensors(folder: Path, stored: Path, plan: Plan) -> None:
     """An export has all tensors of the experts that stay, under their new numbers, and of the rest
     of the model."""
     expected = {}
     for name, tensor in weights(stored).items():
         layer, expert = (re.search(rf"\.{part}\.(\d+)\.", name) for part in ("layers", "experts"))
-        kept = plan.retained.get(int(layer[1])) if layer else None
-        if kept and expert:
-            if (number := int(expert[1])) in kept:
+        retained = plan.retained.get(int(layer[1])) if layer else None
+        if retained and expert:
+            if (number := int(expert[1])) in retained:
                 expected[
-                    f"{name[: expert.start(1)]}{kept.index(number)}{name[expert.end(1) :]}"
+                    f"{name[: expert.start(1)]}{retained.index(number)}{name[expert.end(1) :]}"
                 ] = tensor
-        elif kept and re.search(r"\.(gate|router|experts)\.", name):
-            expected[name] = tensor[list(kept)]
+        elif retained and re.search(r"\.(gate|router|experts)\.", name):
+            expected[name] = tensor[list(retained)]
         else:
             expected[name] = tensor
-    found = weights(out)
-    assert found.keys() == expected.keys()
+    tensors = weights(folder)
+    assert tensors.keys() == expected.keys()
     assert all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
         for name, tensor in expected.items()
     )
 
@@ -59,10 +59,12 @@ def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
 def test_all_parts_of_an_expert_stay_with_it(name: str, kind: str, tmp_path: Path) -> None:
     _, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5)
-    out = export(stored, plan, tmp_path / "out")
-    check_tensors(out, stored, plan)
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, out))
-    assert after["quantization_config"] == before["quantization_config"]
+    exported_folder = export(stored, plan, tmp_path / "out")
+    check_tensors(exported_folder, stored, plan)
+    original, config = (
+        json.loads((folder / "config.json").read_text()) for folder in (stored, exported_folder)
+    )
+    assert config["quantization_config"] == original["quantization_config"]
 
 
 RELOADED = [("fp8", "natural", True), ("fp8", "natural", False), ("w4a16", "natural", True)]
@@ -82,10 +84,10 @@ def test_reloaded_exports_are_the_masked_model(
     name = "gpt_oss" if kind == "mxfp4" else "qwen2_moe"
     _, stored = quantised.save(name, kind, tmp_path)
     plan = random_plan(tiny.build(name), "even" if alike else "uneven")
-    out = export(stored, plan, tmp_path / "out", shape=shape)
+    exported_folder = export(stored, plan, tmp_path / "out", shape=shape)
     model, written = (
         load_model(ModelConfig(name="m", path=str(folder), device="cpu", trust_remote_code=True))[0]
-        for folder in (stored, out)
+        for folder in (stored, exported_folder)
     )
     with mask(model, plan):
         expected = logits(model)
@@ -133,18 +135,18 @@ AFTER = {
 
 def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
-    about = quantised.FORMATS["w4a16"].config
-    reconfigure(stored, quantization_config={**about, **BEFORE})
+    scheme = quantised.FORMATS["w4a16"].config
+    reconfigure(stored, quantization_config={**scheme, **BEFORE})
     (stored / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"exclude_modules": list(BEFORE["dynamic"])}})
     )
-    out = export(stored, Plan.of_experts(EXPERTS, COUNTS), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
-        **about,
+    folder = export(stored, Plan.of_experts(EXPERTS, COUNTS), tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == {
+        **scheme,
         **AFTER,
     }
-    beside = json.loads((out / "hf_quant_config.json").read_text())
-    assert beside == {"quantization": {"exclude_modules": list(AFTER["dynamic"])}}
+    modelopt = json.loads((folder / "hf_quant_config.json").read_text())
+    assert modelopt == {"quantization": {"exclude_modules": list(AFTER["dynamic"])}}
 
 
 def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -> None:
@@ -156,13 +158,13 @@ def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
     plan = Plan.of_experts(EXPERTS, COUNTS)
-    about = quantised.FORMATS["w4a16"].config
-    reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
+    scheme = quantised.FORMATS["w4a16"].config
+    reconfigure(stored, quantization_config={**scheme, "ignore": ["lm_head", *apart]})
     check_tensors(export(stored, plan, tmp_path / "out"), stored, plan)
 
 
-def check_refused(said: str, stored: Path, plan: Plan, shape: str = "natural") -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def check_refused(message: str, stored: Path, plan: Plan, shape: str = "natural") -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         export(stored, plan, stored.parent / "out", shape=shape)
     assert sorted(path.name for path in stored.parent.iterdir()) == ["fp8", "plain"]
 
@@ -214,26 +216,26 @@ STUDY = [
 STUDY += ["suite.benchmarks=[]", "report=false", "launcher=inline", "model.device=cpu"]
 
 
-def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def study(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return preloaded.run(
-        folder.parent, "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words
+        folder.parent, "moe_lab", *STUDY, f"model.path={folder}", "store=store", *arguments
     )
 
 
-def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
+def test_study_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
-    done = study(stored, "criterion=reap", "export=natural")
-    assert done.returncode == 0, done.stderr
-    (out,) = tmp_path.glob("store/export/*/checkpoint")
-    plan = Plan.load(out / "plan.json")
-    assert all(len(kept) == 12 for kept in plan.retained.values())
-    check_tensors(out, stored, plan)
+    process = study(stored, "criterion=reap", "export=natural")
+    assert process.returncode == 0, process.stderr
+    (folder,) = tmp_path.glob("store/export/*/checkpoint")
+    plan = Plan.load(folder / "plan.json")
+    assert all(len(experts) == 12 for experts in plan.retained.values())
+    check_tensors(folder, stored, plan)
 
 
-def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) -> None:
+def test_quantised_weights_refuse_before_anything_runs(tmp_path: Path) -> None:
     _, stored = quantised.save("deepseek_v3", "fp8", tmp_path)
     fields = ("verify=true", "export=masked", "criterion=heapr", "calibration.engine=streamed")
-    done = study(stored, *fields)
-    lines = [line for line in done.stderr.splitlines() if "stored as fp8" in line]
-    assert done.returncode == 2 and not (tmp_path / "store").exists()
-    assert all(any(field in line for line in lines) for field in fields), done.stderr
+    process = study(stored, *fields)
+    lines = [line for line in process.stderr.splitlines() if "stored as fp8" in line]
+    assert process.returncode == 2 and not (tmp_path / "store").exists()
+    assert all(any(field in line for line in lines) for field in fields), process.stderr

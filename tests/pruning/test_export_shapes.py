@@ -95,9 +95,9 @@ def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) ->
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, way, share=0.5)
     assert not masking_errors(tmp_path / "model")
-    out = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
-    assert config_of(out) == config_of(tmp_path / "model")
-    masked = load(out)
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="masked")
+    assert config_of(folder) == config_of(tmp_path / "model")
+    masked = load(folder)
     check_close(masked, prune(model, plan))
     layer = moe_layers(masked)[0]
     gone = sorted(set(range(16)) - set(plan.layers[layer.index].retained))
@@ -107,11 +107,11 @@ def test_masked_experts_are_never_chosen(name: str, way: str, tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masked_experts_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny.save("gpt_oss", tmp_path / "model", dtype=dtype)
-    out = load(
+    model_of_export = load(
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out", shape="masked"),
         dtype=dtype,
     )
-    biases = [layer.router.bias for layer in moe_layers(out)]
+    biases = [layer.router.bias for layer in moe_layers(model_of_export)]
     assert all(int((bias < -9000).sum()) == 8 and bool(bias.isfinite().all()) for bias in biases)
 
 
@@ -133,8 +133,8 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
     for position, layer_plan in enumerate(plan.layers.values()):
         # each layer is narrower than the one before it
         layer_plan.channels[:, 18 - 8 * position :] = False
-    out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
-    padded = load(out, trust_remote_code=True)
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
+    padded = load(folder, trust_remote_code=True)
     pruned = prune(model, plan)
     check_close(padded, pruned)
     zeros = 0
@@ -142,7 +142,7 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
         widths = plan.layers[layer.index].widths
         assert layer.width == -(-max(widths) // 4) * 4 < 24  # rows of 16 bytes
         zeros += 3 * 32 * 4 * (layer.width * len(widths) - sum(widths))
-    assert zeros and f"{zeros:,} bytes" in (out / "README.md").read_text()
+    assert zeros and f"{zeros:,} bytes" in (folder / "README.md").read_text()
     padded.set_experts_implementation("grouped_mm")
     check_close(padded, pruned, 1e-4)
 

@@ -97,7 +97,7 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
         (WRITES, "ragged", UserError, "export=masked"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing(
+def test_failed_conversion_leaves_no_files(
     code: str,
     way: str,
     error: type[UserError],
@@ -158,18 +158,18 @@ def test_stopped_conversion_resumes_unless_others_may_write_there(
     resumed = written.stat()
     same_file = (resumed.st_ino, resumed.st_mtime_ns) == (stopped.st_ino, stopped.st_mtime_ns)
     assert same_file == (mode == 0o755)
+    check_gguf_files(folder)
+
+
+def check_gguf_files(folder: Path) -> None:
+    """The folder has a file of what `WRITES` converts, and no weights besides."""
     assert (folder / "model.gguf").read_bytes() == (folder / "config.json").read_bytes()
     names = {"README.md", "config.json", "generation_config.json", "plan.json", "tokenizer.json"}
-    assert {file.name for file in folder.iterdir()} == {
-        *names,
-        "model.gguf",
-        "tokenizer_config.json",
-    }
+    names |= {"model.gguf", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == names
 
 
-def test_a_recovered_model_is_converted_with_its_weights(
-    ask: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_recovered_weights_are_converted(ask: Callable[..., Any], tmp_path: Path) -> None:
     copies = "import shutil; shutil.copy(f'{options.model}/model.safetensors', options.outfile)"
     request = ask(copies, "even", RecoveryConfig(name="dora", instructions="x"))
     (tmp_path / "finetune").mkdir()
@@ -178,11 +178,11 @@ def test_a_recovered_model_is_converted_with_its_weights(
     tuned = prune(tiny.build("olmoe"), plan).get_parameter(name) + 1
     save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
     perform(*request)
-    out = tmp_path / "scratch" / "checkpoint"
-    assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
+    folder = tmp_path / "scratch" / "checkpoint"
+    assert torch.equal(load_file(folder / gguf.FILE)[name], tuned)
     assert (
-        "gguf_file=" in (out / "README.md").read_text()
-        and "DoRA" in (out / "README.md").read_text()
+        "gguf_file=" in (folder / "README.md").read_text()
+        and "DoRA" in (folder / "README.md").read_text()
     )
 
 
@@ -241,7 +241,7 @@ def test_missing_converter_is_reported_with_how_to_get_it(
         gguf.converter(ExportConfig("natural", "gguf"))
 
 
-def test_a_pre_tokenizer_is_named_only_if_llama_cpp_has_the_same(tmp_path: Path) -> None:
+def test_pre_tokenizer_is_named_if_llama_cpp_has_it(tmp_path: Path) -> None:
     shipped: dict[str, Any] = json.loads(
         Path(resolve("pocket:olmoe"), "tokenizer.json").read_text()
     )
@@ -272,8 +272,10 @@ def converted(
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(resolve(f"pocket:{tokenizer}"), file), folder / "model" / file)
     written = export(folder / "model", plan, folder / "written", shape=shape)
-    out = gguf.convert(written, folder / "gguf", gguf.converter(ExportConfig(shape, "gguf")), "N")
-    return written, out / gguf.FILE
+    gguf_folder = gguf.convert(
+        written, folder / "gguf", gguf.converter(ExportConfig(shape, "gguf")), "N"
+    )
+    return written, gguf_folder / gguf.FILE
 
 
 def expert_stack(tensors: dict[str, torch.Tensor], layer: int, part: str) -> torch.Tensor:

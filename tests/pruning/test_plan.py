@@ -161,7 +161,7 @@ def test_fewest_experts_of_a_group_limited_router(
 
 
 @pytest.mark.parametrize(("retained", "field"), [((0, 4), "n_group=2"), ((0, 1, 2, 4), "2 groups")])
-def test_a_plan_retains_equally_many_experts_of_two_groups(
+def test_plan_retains_equally_many_experts_of_each_group(
     retained: tuple[int, ...], field: str
 ) -> None:
     layer = {"n_experts": 8, "width": 10, "top_k": 4, "n_group": 2, "topk_group": 2}
@@ -183,39 +183,58 @@ def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> No
         assert all(scores[low] <= scores[high] for low in dropped for high in members)
 
 
-@given(st.integers(1, 5), st.integers(1, 20), st.sampled_from(["keep_null", "drop"]), st.data())
-def test_best_channels_of_each_expert_are_retained(
-    tmp_path_factory: pytest.TempPathFactory,
-    experts: int,
-    width: int,
-    zero: str,
-    data: st.DataObject,
-) -> None:
-    rows = st.lists(st.integers(-2, 2).map(float), min_size=width, max_size=width)
-    scores = numpy.array(data.draw(st.lists(rows, min_size=experts, max_size=experts)))
-    keep = numpy.array(
-        data.draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts))
-    )
-    arguments = {"zero_expert": zero, "provenance": {"a": 1}}
+class ChannelChoice(NamedTuple):
+    """Scores (N, I) of a layer, and how many channels each expert retains (N)."""
+
+    scores: Any
+    keep: Any
+
+    def plan(self, zero_expert: Any) -> Plan:
+        arguments = {"zero_expert": zero_expert, "provenance": {"a": 1}}
+        routers = tiny.routers([7], 1)
+        return make_channel_plan({7: self.scores}, {7: self.keep}, routers, **arguments)
+
+
+@st.composite
+def channel_choices(draw: Any) -> ChannelChoice:
+    experts = draw(st.integers(1, 5))
+    width = draw(st.integers(1, 20))
+    row = st.lists(st.integers(-2, 2).map(float), min_size=width, max_size=width)
+    scores = draw(st.lists(row, min_size=experts, max_size=experts))
+    keep = draw(st.lists(st.integers(0, width), min_size=experts, max_size=experts))
+    return ChannelChoice(numpy.array(scores), numpy.array(keep))
+
+
+ZERO_EXPERT = st.sampled_from(["keep_null", "drop"])
+
+
+@given(channel_choices(), ZERO_EXPERT)
+def test_best_channels_of_each_expert_are_retained(choice: ChannelChoice, zero_expert: str) -> None:
+    scores, keep = choice
     if not keep.any():
         with pytest.raises(UserError, match="ratio"):
-            make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
+            choice.plan(zero_expert)
         return
-    plan = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
-    assert plan.layers[7].retained == tuple(
-        e for e in range(experts) if keep[e] or zero == "keep_null"
-    )
-    assert plan.layers[7].widths == tuple(keep[list(plan.layers[7].retained)])
-    for row, retained in zip(scores, plan.layers[7].channels, strict=True):
+    layer = choice.plan(zero_expert).layers[7]
+    experts = [expert for expert in range(len(keep)) if keep[expert] or zero_expert == "keep_null"]
+    assert layer.retained == tuple(experts)
+    assert layer.widths == tuple(keep[list(layer.retained)])
+    for row, retained in zip(scores, layer.channels, strict=True):
         # stable: lower index falls first
-        order = sorted(range(width), key=lambda channel: row[channel])
-        assert sorted(numpy.flatnonzero(~retained)) == sorted(order[: width - retained.sum()])
+        order = sorted(range(len(row)), key=lambda channel: row[channel])
+        assert sorted(numpy.flatnonzero(~retained)) == sorted(order[: len(row) - retained.sum()])
+
+
+@given(channel_choices().filter(lambda choice: choice.keep.any()), ZERO_EXPERT)
+def test_plans_of_channels_are_read_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, choice: ChannelChoice, zero_expert: str
+) -> None:
+    plan = choice.plan(zero_expert)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan.save(path)
-    assert (
-        Plan.load(path) == plan
-        and Plan.load(path).layers[7].channels.tolist() == plan.layers[7].channels.tolist()
-    )
+    again = Plan.load(path)
+    assert again == plan
+    assert again.layers[7].channels.tolist() == plan.layers[7].channels.tolist()
 
 
 def test_digest_is_of_retained_experts() -> None:
@@ -415,13 +434,15 @@ def test_merged_experts_without_a_router_row_lend_their_weights() -> None:
     unmerged = prune(model, of_whole_experts(plan))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
-        for place, expert in enumerate(plan.layers[merged.index].retained):
-            same = torch.equal(merged.experts.down_proj[place], dropped.experts.down_proj[place])
+        for position, expert in enumerate(plan.layers[merged.index].retained):
+            same = torch.equal(
+                merged.experts.down_proj[position], dropped.experts.down_proj[position]
+            )
             assert same == (expert not in plan.layers[merged.index].merged)
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
-def test_masked_and_padded_exports_hold_merged_experts_without_router_rows_only(
+def test_masked_and_padded_exports_refuse_merged_and_constant_experts(
     shape: str, tmp_path: Path
 ) -> None:
     model = tiny.save("deepseek_v3", tmp_path / "model")
@@ -533,34 +554,34 @@ def test_alignment_by_weights_is_the_best_of_all_orders() -> None:
             assert plan.layers[layer.index].alignment[row].tolist() == list(best)
 
 
-@pytest.mark.parametrize("by_activations", [False, True])
-def test_alignment_merges_permuted_experts_without_loss(
-    by_activations: bool,
-) -> None:
-    model = tiny.build("qwen3_moe")
+def permute_members(model: Any, plan: Plan) -> None:
+    """Make the members of each group their owner with its channels in another order."""
     random = numpy.random.default_rng(0)
-    plan = unaligned(random_plan(model, "merged", share=0.8))
-    layers = moe_layers(model)
-    for layer in layers:
+    for layer in moe_layers(model):
         experts: Any = layer.experts
         for owner, group in plan.layers[layer.index].merged.items():
             for member in group.keys() - {owner}:
                 order = torch.from_numpy(random.permutation(layer.width))
-                experts.gate_up_proj[member] = experts.gate_up_proj[owner][
-                    torch.cat((order, order + layer.width))
-                ]
+                gate_and_up = torch.cat((order, order + layer.width))
+                experts.gate_up_proj[member] = experts.gate_up_proj[owner][gate_and_up]
                 experts.down_proj[member] = experts.down_proj[owner][:, order]
+
+
+@pytest.mark.parametrize("by_activations", [False, True])
+def test_alignment_merges_permuted_experts_without_loss(by_activations: bool) -> None:
+    model = tiny.build("qwen3_moe")
+    plan = unaligned(random_plan(model, "merged", share=0.8))
+    permute_members(model, plan)
     if by_activations:
-        aligned = align_by_activations(
-            plan, gather(model, alignment_hook(plan), tiny.batches()).layers
-        )
+        sums = gather(model, alignment_hook(plan), tiny.batches()).layers
+        aligned = align_by_activations(plan, sums)
     else:
-        aligned = align_by_weights(plan, layers)
-    before = logits(model)
+        aligned = align_by_weights(plan, moe_layers(model))
+    original = logits(model)
     with mask(model, aligned):
-        assert (logits(model) - before).abs().max() < 1e-5
+        assert (logits(model) - original).abs().max() < 1e-5
     with mask(model, plan):
-        assert (logits(model) - before).abs().max() > 1e-3
+        assert (logits(model) - original).abs().max() > 1e-3
 
 
 def naive_cost(of_owner: Any, of_member: Any) -> Any:

@@ -59,7 +59,7 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
     plan = random_plan(
         model, "ragged" if width is None else "one width", seed, None if drop else 1.0, width or 0
     )
-    before = logits(model)
+    original = logits(model)
     reference = copy.deepcopy(model)
     for layer in moe_layers(reference):
         layer.experts.down_proj.data *= torch.from_numpy(plan.layers[layer.index].channels)[
@@ -68,18 +68,18 @@ def test_channels_with_columns_of_0_are_as_good_as_gone(
     masked = under(model, plan)
     assert (masked - under(reference, of_whole_experts(plan))).abs().max() <= 1e-12
     assert (logits(prune(model, plan)) - masked).abs().max() <= 1e-12
-    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(model), original)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_mask_of_all_channels_is_bit_for_bit_the_plan_of_whole_experts(name: str) -> None:
+def test_mask_of_all_channels_is_the_plan_of_whole_experts(name: str) -> None:
     model = MODELS[name]
     plan = full(random_plan(model, "ragged"))
-    whole = of_whole_experts(plan)
+    dropping = of_whole_experts(plan)
     pruned = prune(model, plan)
-    assert torch.equal(under(model, plan), under(model, whole))
-    assert torch.equal(logits(pruned), under(model, whole))
-    assert pruned.config.to_dict() == prune(model, whole).config.to_dict()
+    assert torch.equal(under(model, plan), under(model, dropping))
+    assert torch.equal(logits(pruned), under(model, dropping))
+    assert pruned.config.to_dict() == prune(model, dropping).config.to_dict()
     assert not any(isinstance(module, RaggedExperts) for module in pruned.modules())
 
 
@@ -91,13 +91,14 @@ def test_grouped_matrix_products_stay(way: str) -> None:
     with mask(model, plan):  # in force, whatever computes the experts meanwhile
         model.set_experts_implementation("grouped_mm")
         assert torch.equal(logits(model), expected)
-    before = logits(model)
+    original = logits(model)
     grouped = under(model, plan)
     assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
     if way == "ragged":
         assert torch.equal(under(model, full(plan)), under(model, of_whole_experts(plan)))
     assert (
-        torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
+        torch.equal(logits(model), original)
+        and model.config._experts_implementation == "grouped_mm"
     )
     assert "_apply_gate" not in vars(moe_layers(model)[0].experts)
 
@@ -124,13 +125,13 @@ def test_infinite_values_of_dropped_channels_do_not_come_through() -> None:
 def test_model_is_restored_after_an_error(name: str, way: str) -> None:
     model = tiny.build(name)
     plan = random_plan(model, way)
-    before = dict([*model.named_parameters(), *model.named_buffers()])
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
     with pytest.raises(ZeroDivisionError), mask(model, plan):
         logits(model)
         raise ZeroDivisionError
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert all(after[key] is before[key] for key in before)
+    restored = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(restored[key] is tensors[key] for key in tensors)
     for path, module in model.named_modules():
         assert vars(module).keys() == attributes[path].keys()
         for key in ("num_experts", "out_features", "top_k"):
@@ -138,21 +139,21 @@ def test_model_is_restored_after_an_error(name: str, way: str) -> None:
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_hooks_see_original_ids_and_experts_called_past_the_mask_are_noticed() -> None:
+def test_mask_shows_hooks_original_ids_and_notices_direct_calls() -> None:
     model = tiny.build("olmoe")
     seen = {}
     plan = tiny.plan(model, 0.5)
     layers = moe_layers(model)
     for layer in layers:
         layer.router.register_forward_hook(
-            lambda _, given, output, at=layer.index: seen.update({at: output[2]})
+            lambda _, args, output, index=layer.index: seen.update({index: output[2]})
         )
     with mask(model, plan):
         logits(model)
         assert list(seen) == [0, 1, 2]
         assert all(
-            set(chosen.unique().tolist()) <= set(plan.layers[at].retained)
-            for at, chosen in seen.items()
+            set(chosen.unique().tolist()) <= set(plan.layers[index].retained)
+            for index, chosen in seen.items()
         )
         layer = layers[1]
         hidden = torch.zeros(2, 32)
@@ -169,7 +170,8 @@ def test_plans_of_other_models_are_refused(way: Any) -> None:
     channels = random_plan(model, "ragged")
     constants = random_plan(model, "constants", share=0.5)
     narrow = {
-        at: replace(layer, channels=layer.channels[:, :20]) for at, layer in channels.layers.items()
+        index: replace(layer, channels=layer.channels[:, :20])
+        for index, layer in channels.layers.items()
     }
     short = replace(constants.layers[1], constants=constants.layers[1].constants[:, :5])
     for plan, field in (
@@ -190,9 +192,9 @@ def test_plans_of_other_models_are_refused(way: Any) -> None:
 @pytest.mark.parametrize("way", ["even", "ragged"])
 def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> None:
     model = tiny.build("deepseek_v3")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    original = {key: value.clone() for key, value in model.state_dict().items()}
     pruned = prune(model, random_plan(model, way, share=0.5))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
     assert model.config.n_routed_experts == 16 and pruned.config.n_routed_experts == 8
     theirs = dict(pruned.named_parameters())
     shared = {key for key, value in model.named_parameters() if theirs.get(key) is value}
@@ -220,9 +222,7 @@ def test_counts_and_axes_of_the_experts_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("way", ["uneven", "one width", "ragged"])
-def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(
-    way: str, tmp_path: Path
-) -> None:
+def test_save_refuses_models_that_stock_code_cannot_read(way: str, tmp_path: Path) -> None:
     model = tiny.build("olmoe")
     pruned = prune(model, random_plan(model, way, width=16))
     with pytest.raises(UserError, match="save_pretrained"):
@@ -239,7 +239,7 @@ def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(
         assert torch.equal(logits(again), logits(reloaded)) and reloaded.config.num_experts == 4
 
 
-def test_layers_of_one_width_stay_modules_of_the_family_if_kernels_can_align_their_rows() -> None:
+def test_layers_of_one_width_keep_the_modules_of_the_family() -> None:
     model = tiny.build("deepseek_v3")
     pruned = prune(model, random_plan(model, "one width", share=1.0, width=12))
     for layer in moe_layers(pruned):
@@ -252,9 +252,9 @@ def test_layers_of_one_width_stay_modules_of_the_family_if_kernels_can_align_the
     assert all(isinstance(layer.mlp.experts, RaggedExperts) for layer in narrow.model.layers)
     narrow.set_experts_implementation("grouped_mm")
     assert torch.isfinite(logits(narrow)).all()
-    whole = tiny.build("olmoe", intermediate_size=13)
+    wider = tiny.build("olmoe", intermediate_size=13)
     assert {
-        layer.width for layer in moe_layers(prune(whole, random_plan(whole, "one width", width=13)))
+        layer.width for layer in moe_layers(prune(wider, random_plan(wider, "one width", width=13)))
     } == {13}
 
 
@@ -279,7 +279,7 @@ def test_gradients_flow_to_weights_hidden_states_and_gates() -> None:
     )
 
 
-def test_packed_experts_need_no_memory_on_the_meta_device_and_are_not_taken_for_stacks() -> None:
+def test_packed_experts_on_the_meta_device_need_no_memory() -> None:
     with torch.device("meta"):
         experts = RaggedExperts(type(STOCK)(tiny.config("olmoe")), [3, 0, 5])
     assert experts.down_packed.is_meta and experts.down_packed.dtype is torch.float32
