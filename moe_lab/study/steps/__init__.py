@@ -35,7 +35,8 @@ for _module in pkgutil.iter_modules(__path__):
 
 def perform(step: Step, files: Files) -> None:
     """Do the work of `step`, and write its result and provenance. Any exception means that the step
-    has failed."""
+    has failed. The provenance includes the units and the pace of the step, from which the time of
+    later steps is estimated, and the names of the shares that the step merges."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
@@ -52,7 +53,7 @@ _MODELS = Models()
 
 def perform_pickled(work: str) -> dict[str, Any]:
     """Do a step in a worker process. Returns {}, or the error document of a failed step. Output is
-    appended to the log of the step. `work`: base64 of the pickled step and its files."""
+    appended to the log of the step. `work`: base64 of the pickle of (step, `Files`)."""
     step, files = pickle.loads(b64decode(work))
     files = replace(files, models=_MODELS)
     with suppress(OSError):
@@ -66,7 +67,7 @@ def perform_pickled(work: str) -> dict[str, Any]:
         perform(step, files)
     except Exception as raised:  # noqa: BLE001 - any error fails this step alone, and is reported
         error = error_document(raised)
-    with suppress(OSError):  # a full disk
+    with suppress(OSError):  # the disk may be full
         if error:
             print(error["trace"] or error["message"], file=sys.stderr)
         sys.stderr.flush()

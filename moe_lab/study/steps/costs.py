@@ -25,17 +25,18 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """The timing with `device` set to the name of the model's device on this machine, unless it is
-    set. Without such a device it stays None, and the conditions of the step fail."""
+    """The timing config; if its `device` is None, it is set to the name of the model's device on
+    this machine. If this machine has no such device, `device` stays None, and the conditions of the
+    step fail."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=device_here(model.device))
     return timed
 
 
 class Cost(Step):
-    """Parameters, storage, and FLOPs per token of a model, in rows of the length of a text. If
-    experts of a layer may differ in width, FLOPs depend on routing, which is measured on the
-    text."""
+    """Parameters, storage, and FLOPs per token of a model. FLOPs are for rows as long as those of
+    a text. If experts of a layer may differ in width, FLOPs depend on routing, which is measured on
+    the text."""
 
     kind = "cost"
     small = True
@@ -50,14 +51,14 @@ class Cost(Step):
     text: IdentifiedText | None
     """The text on which routing is measured; None if FLOPs do not depend on it."""
     arithmetic: Arithmetic | None
-    """Arithmetic of the model on the text; None without a text."""
+    """Settings of the pass in which routing is measured; None without a text."""
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The cost of a pruned model. `unpruned`: the cost of the unpruned model; None if `pruned`
-        is the unpruned model."""
+        """The step for the cost of a pruned model. `unpruned`: the step for the cost of the
+        unpruned model; None if `pruned` is the unpruned model."""
         if pruned.plan is None:
             needs_routing = has_packed_experts(config_of(pruned.model))
         else:
@@ -100,7 +101,7 @@ class Cost(Step):
         else:
             flops = row_flops(network, self.row)
         routing: Any = even_routing(layers)
-        if not routing:
+        if not routing:  # experts of a layer differ in width
             if self.text is None:
                 raise UserError(
                     f"cost of model={self.pruned.model.name}: its experts differ in width, which "
@@ -112,8 +113,8 @@ class Cost(Step):
 
 
 class Profile(Step):
-    """Variance of hidden states over tokens after every layer, and entropies of its router, of the
-    pruned model before recovery."""
+    """Variance of hidden states over tokens after every layer, and the entropy of every layer's
+    router, in the pruned model before recovery."""
 
     kind = "profile"
     small = True
@@ -140,8 +141,8 @@ class Profile(Step):
 
 
 class Timing(Step):
-    """Seconds for prompts and answers, and memory, of the model as deployed: pruned, fine-tuned and
-    quantised."""
+    """Seconds for prompts and answers, and memory, of the pruned, fine-tuned and quantised
+    model."""
 
     kind = "timing"
     small = True
@@ -152,14 +153,15 @@ class Timing(Step):
     finetune: Finetune | None
     storage: Storage | None
     timed: TimingConfig
-    """Includes the name of the device that is timed."""
+    """Settings, which include the name of the device that is timed."""
     threads: int | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from a text, on the device `timed.device`."""
+        """The step that times a pruned model on the device `timed.device`, with prompts from a
+        text."""
         return cls(
             pruned.loaded,
             IdentifiedText.of(text),
@@ -180,12 +182,13 @@ class Timing(Step):
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
             return run._replace(gpu_counts=[1], conditions=[(device_here, model.device)])
-        if " x " in device:  # as in 8 x NVIDIA H100
+        if " x " in device:  # several GPUs, such as "8 x NVIDIA H100"
             return run
         return run._replace(gpu_counts=[1])
 
     def work(self, files: Files) -> None:
-        """Raises Unavailable on another device than `timed.device`, which identifies the step."""
+        """Measure times and memory. Raises Unavailable if the device of this machine is not
+        `timed.device`, which is part of the step's id."""
         import torch
 
         from moe_lab.evaluation.timing import measure
@@ -203,7 +206,7 @@ class Timing(Step):
         network, tokenizer = files.models.loaded(self.loaded.model)
         model = self.deployed(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
-        load = os.getloadavg()[0]
+        load = os.getloadavg()[0]  # before the measurement, so without its own load
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
         conditions = {
             "device": device,
@@ -218,7 +221,8 @@ class Timing(Step):
         write_json(files.out / "timing.json", conditions)
 
     def deployed(self, network: Any, files: Files) -> Any:
-        """The model as a server would load it: pruned, fine-tuned and quantised."""
+        """The model as a server would load it: pruned, fine-tuned and quantised. `network`: the
+        loaded model."""
         from moe_lab.recovery.apply import recovered
 
         if not (self.plan or self.storage):
@@ -229,8 +233,8 @@ class Timing(Step):
 def wrong_timing(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
-    """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of
-    the device must be known in advance, because it is part of the step's identity."""
+    """Sentences, one for each reason why the model cannot be timed. Timing must run alone. The name
+    of the device must be known in advance, because it is part of the step's identity."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

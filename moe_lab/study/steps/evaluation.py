@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
 
 PHRASE = 13
-"""Words of a phrase."""
-SHARED = 10
-"""Maximum number of items of a benchmark with the same phrase: more common phrases belong to its
+"""Number of words of a phrase."""
+ITEMS_PER_PHRASE = 10
+"""Phrases in more items of a benchmark are not counted, as they belong to the benchmark's
 instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
@@ -50,11 +50,11 @@ Template = tuple[tuple[str, Any], ...]
 
 
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A function that makes the step with the results of a pruned model on a benchmark.
+    """A function from a pruned model to the step with the model's results on a benchmark.
 
     backend=server only generates text, so backend=hf is used for benchmarks that need likelihoods.
-    With sandbox=auto, grading requires namespaces on all machines of a study if this machine has
-    them.
+    With sandbox=auto, and if this machine has namespaces, all machines of the study need namespaces
+    for grading.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
@@ -83,13 +83,14 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
 
 def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
     """The exported checkpoint that a server or vLLM reads. None for the unpruned model, for
-    backend=hf, and for plans of whole experts on vLLM, which masks the unpruned model."""
+    backend=hf, and for vLLM with a plan that removes whole experts and no recovery, since vLLM then
+    masks the unpruned model."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
             return None
-        # in vLLM, all experts of a layer have the same width
+        # vLLM needs experts of equal width in a layer, so narrower experts are padded
         return export_of(pruned, config.export, config.verify, "padded")
     return export_of(pruned, config.export, config.verify)
 
@@ -100,13 +101,14 @@ class Grading(StepFields):
     benchmark: IdentifiedBenchmark
     policy: Policy
     sandbox: str | None
-    """The sandbox if it changes results, as some programs are not run without namespaces; else
-    None."""
+    """The sandbox if some programs of the benchmark are not run without namespaces, which changes
+    results; else None."""
     runtime = frozenset({"policy"})
 
     @property
     def conditions(self) -> list[Check]:
-        """Checks on the machine where the study is started, such as of permissions."""
+        """Checks that grading is possible and permitted, done on the machine where the study is
+        started."""
         return [(harness_of(self.benchmark).missing, self.benchmark, self.policy)]
 
 
@@ -115,15 +117,16 @@ class BenchmarkSetup(StepFields):
 
     benchmark: BenchmarkConfig
     questions: Questions | None
-    """The settings of the benchmark that change answers, if grading is a step of its own; else
-    None, as `Grading` then identifies the whole benchmark."""
+    """The settings of the benchmark that change answers, if another step grades. None if the same
+    step grades, since its field `grading` then identifies the whole benchmark."""
     backend: BackendConfig
     runtime = frozenset({"benchmark"})
 
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
-    """Raise Unavailable when the data of the benchmark has changed since `identity` was computed:
-    results on other data belong to a step with another id."""
+    """Raise Unavailable when the benchmark's data has changed since the step's id was computed,
+    because results on the new data belong to a step with another id. `identity`: the benchmark's
+    entry in the settings from which the id was computed."""
     if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data has changed since the study was started: start "
@@ -140,7 +143,8 @@ class BenchmarkRun(Step):
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
-    """Arguments of the model's chat template; None where the benchmark does not use it."""
+    """Arguments of the model's chat template; None if the benchmark does not use a chat
+    template."""
 
     @property
     def benchmark(self) -> BenchmarkConfig:
@@ -156,7 +160,7 @@ class BenchmarkRun(Step):
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """One Slurm job has all benchmarks of a pruned model, which it loads once."""
+        """All benchmarks of a pruned model are in one Slurm job, which loads the model once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,
@@ -168,8 +172,9 @@ class BenchmarkRun(Step):
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
-        """A context with the pruned and recovered model: loaded in this process; in a process of
-        vLLM, which stays for the next step; or behind a server, which is started for this step."""
+        """A context with an engine that runs the pruned and recovered model: in this process, in a
+        process of vLLM, which stays for the next step, or behind a server, which is started for
+        this step."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import serving
 
@@ -190,14 +195,14 @@ class BenchmarkRun(Step):
                 yield LoadedModel(network, tokenizer, self.pruned.model.template_arguments)
 
     def cache(self, files: Files) -> ResultCache:
-        """Results of the model that are cached for resuming."""
+        """Cache of the model's outputs, from which an interrupted step resumes."""
         from moe_lab.evaluation.answers import COMPUTED
 
         return ResultCache(files.partial / COMPUTED)
 
     def weights(self, files: Files) -> Path:
-        """Folder of the checkpoint that a server or vLLM reads: the export, or the unpruned
-        model."""
+        """Folder of the checkpoint that a server or vLLM reads: the exported checkpoint, or the
+        unpruned model if none is exported."""
         from moe_lab.models.files import local_folder
 
         if self.checkpoint:
@@ -205,12 +210,13 @@ class BenchmarkRun(Step):
         return local_folder(self.pruned.model)
 
     def log_prompt(self, prompt: str) -> None:
-        """Write a prompt, as the model read it, to the log."""
+        """Write a prompt to the log, with the chat template that was applied."""
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
 class Evaluate(BenchmarkRun):
-    """The results of one benchmark, whose answers are graded in the same step."""
+    """The results of a pruned model on one benchmark. The model's outputs are computed and graded
+    in this step."""
 
     kind = "evaluate"
     grading: Grading
@@ -234,7 +240,7 @@ class Evaluate(BenchmarkRun):
 
 
 class Generate(BenchmarkRun):
-    """The answers to one benchmark, which another step grades."""
+    """The answers of a pruned model to one benchmark. Another step (`Grade`) grades them."""
 
     kind = "generate"
 
@@ -254,7 +260,7 @@ class Generate(BenchmarkRun):
 
 
 class Grade(Step):
-    """The results of one benchmark, from generated answers, without a model."""
+    """The results on one benchmark, graded from generated answers without loading a model."""
 
     kind = "grade"
     small = True
@@ -285,8 +291,8 @@ class Grade(Step):
 
 
 class Contamination(Step):
-    """Number of items of benchmarks that occur in a calibration set, in the part that a model
-    reads."""
+    """For each benchmark, the number of items that share a phrase with the tokens of a calibration
+    set."""
 
     kind = "contamination"
     small = True
@@ -300,8 +306,9 @@ class Contamination(Step):
     def of(
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
-        """The contamination of benchmarks with a text. Settings that change no words are set to
-        1, so that steps are shared; so are few-shot examples, items of another split, to 0."""
+        """The step that counts items of benchmarks in a text. Studies share this step: settings
+        that change no words have the value 1, and there are no few-shot examples, since they are
+        items of another split."""
         questions = []
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
@@ -324,11 +331,11 @@ class Contamination(Step):
         counts = {}
         for name, questions in self.asked:
             items = harness_of(questions.benchmark).items(questions.benchmark)
-            counts[name] = contaminated(items, text_phrases)
+            counts[name] = count_contamination(items, text_phrases)
         write_json(files.out / CONTAMINATION, counts)
 
     def _passages(self) -> Iterator[str]:
-        """The texts between the gaps of each row of the calibration set."""
+        """The texts of the calibration set, decoded from runs of valid tokens in each row."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -337,8 +344,8 @@ class Contamination(Step):
         tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).rows:
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
-            for is_text, tokens in groupby(row, key=lambda token: token[1]):
-                if is_text:
+            for is_valid, tokens in groupby(row, key=lambda token: token[1]):
+                if is_valid:
                     yield tokenizer.decode([token for token, _ in tokens])
 
 
@@ -347,31 +354,35 @@ Task = Callable[[Pruned], Evaluate | Grade]
 
 
 def phrases(text: str) -> Iterator[str]:
-    """All sequences of PHRASE words in a text, in lower case."""
+    """All sequences of PHRASE adjacent words (runs of letters and digits) in a text, in lower
+    case."""
     words = _WORD.findall(text.lower())
     return (" ".join(words[start : start + PHRASE]) for start in range(len(words) - PHRASE + 1))
 
 
-def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
-    """Number of items that have a phrase at all (comparable), and that share a phrase with a text
-    (found). `text`: the phrases of the text. Texts are compared by words of letters and digits in
-    lower case, as for GPT-3 (arXiv 2005.14165, appendix C). A document whose likelihood is measured
-    counts as its paragraphs."""
+def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
+    """Number of items with at least one phrase (comparable), and number of items that share a
+    phrase with a text (found). Phrases in more than ITEMS_PER_PHRASE items are not counted as
+    shared. Each paragraph of a document whose likelihood is measured counts as an item. Similar to
+    the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
     comparable = 0
     shared_phrases = []
     for item in items:
         for pieces in _pieces(item):
             item_phrases = {phrase for piece in pieces for phrase in phrases(piece)}
             comparable += bool(item_phrases)
-            shared_phrases.append(item_phrases & text)
+            shared_phrases.append(item_phrases & text_phrases)
     counts = Counter(phrase for shared in shared_phrases for phrase in shared)
-    found = sum(any(counts[phrase] <= SHARED for phrase in shared) for shared in shared_phrases)
+    found = sum(
+        any(counts[phrase] <= ITEMS_PER_PHRASE for phrase in shared) for shared in shared_phrases
+    )
     return {"comparable": comparable, "found": found}
 
 
 def _pieces(item: Item) -> Iterator[list[str]]:
-    """Lists of texts, each of which counts as one item: the prompts of the item with the reference
-    answer, if known, or the messages of its conversations; and each paragraph of a document."""
+    """Lists of texts; each list counts as one item. One list has all texts of the item's requests:
+    prompts followed by the answer, if known, and messages of conversations. For a document, there
+    is one list per paragraph."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):

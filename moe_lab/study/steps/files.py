@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
 NO_SUMS = ("facts", "scores", "by")
-"""Roles of inputs that hold no sums."""
+"""Roles of input steps whose results are not sums."""
 
 
 class Models:
     """Cache of the models of a process, so that the next step need not load the same model again.
-    It has at most one loaded model, one recovered copy, one skeleton and one engine."""
+    The cache has at most one loaded model, one recovered copy, one skeleton and one engine."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Any] = {}
@@ -40,32 +40,34 @@ class Models:
         self._engine: OpenEngine | None = None
 
     def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
-        """The object in a slot, made by `make` unless the one with this key is there."""
+        """The object in a slot. If the object there has another key, it is replaced by the result
+        of `make`."""
         if self._keys.get(slot) != key:
-            self._free(slot)  # first, as memory may not be enough for both
+            self._free(slot)  # before `make`, as memory may not be enough for both objects
             self._objects[slot] = make()
             self._keys[slot] = key
         return self._objects[slot]
 
     def _free(self, slot: str) -> None:
+        """Drop the object in a slot, if any."""
         self._keys.pop(slot, None)
         self._objects.pop(slot, None)
 
     def loaded(self, model: ModelConfig) -> tuple[Any, Any]:
-        """The loaded model and its tokenizer. An open engine is closed, as each may need all the
-        memory of a device."""
+        """(model, tokenizer), loaded. An open engine is closed first, as the engine and the model
+        may each need all the memory of a device."""
         from moe_lab.models.load import load_model
 
         if self._engine:
             self._engine.close()
         if self._keys.get("loaded", model) != model:
-            self._free("recovered")
+            self._free("recovered")  # a copy of the model that is about to be replaced
         pair: tuple[Any, Any] = self._cached("loaded", model, lambda: load_model(model))
         return pair
 
     def recovered(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
-        """A copy of the loaded model under a plan and with the changes of a recovery, which are
-        arguments of `recovery.apply.recovered`."""
+        """A copy of the loaded model, pruned by a plan and recovered. `changes`: arguments of
+        `recovery.apply.recovered`."""
         from moe_lab.recovery.apply import recovered
 
         network, _ = self.loaded(model)
@@ -89,8 +91,8 @@ class Models:
     def engine(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Any
     ) -> VllmModel:
-        """An engine of vLLM with the model in `checkpoint`, masked by `plan`. Other models are
-        freed."""
+        """An engine of vLLM with the model in `checkpoint`, masked by `plan` unless this is None.
+        All other models in memory are freed first."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
         self._keys.clear()
@@ -109,7 +111,7 @@ class Files:
     partial: Path
     """Folder of files from which an interrupted step resumes."""
     folders: Mapping[str, Path]
-    """Id of a step that this one needs -> its folder."""
+    """Id of an input step -> folder of its result."""
     log: Path
     """File for the output of the step in a worker process."""
     store: Path
@@ -119,8 +121,8 @@ class Files:
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """The files of a step that writes its result to `scratch`. `models`: those of this
-        process."""
+        """The files of a step that writes its result to `scratch`. `models`: the cache of this
+        process; None for an empty cache."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
         partial = store.partial(step).absolute()
@@ -128,24 +130,27 @@ class Files:
         return cls(scratch.absolute(), partial, folders, log, root, models or Models())
 
     def path(self, step: Step, name: str) -> Path:
-        """Path of a file of a finished step that is not `small`."""
+        """Path of a file of a finished step. The step must not be `small`, since results of small
+        steps may move to a pack."""
         return self.folders[step.id] / name
 
     def read(self, step: Step, name: str) -> bytes:
-        """Content of a file of a finished step, which may move to a pack at any time."""
+        """Content of a file of a finished step, read from the step's folder or from a pack, to
+        which the result may move at any time."""
         try:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:
             return packs_in(self.store).read(step.id[:DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
-        """The result of a `Facts` step, with numbers as the keys of layers."""
+        """The result of a `Facts` step, with layer numbers as int instead of JSON's strings."""
         content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
         layers = {int(layer): facts for layer, facts in content["layers"].items()}
         return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Role -> layer -> name -> array, of those of the steps that have sums."""
+        """Role -> layer -> name -> array: the sums of the steps, without the roles in NO_SUMS.
+        `steps`: role -> input step."""
         from moe_lab.statistics import read
 
         return {
@@ -155,13 +160,13 @@ class Files:
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
-        """Layer -> name -> array, of the sums of all steps together."""
+        """Layer -> name -> array: the sums of all steps, merged. `steps`: role -> input step."""
         from moe_lab.statistics import merge_passes
 
         return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
-        """Layer -> scores of its experts, from a step."""
+        """Layer -> scores of its experts, from the result of a `Scores` step."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -172,7 +177,7 @@ class Files:
         return scores
 
     def plan(self, step: Step | None) -> Any:
-        """The plan that a step has made; None without a step, for the unpruned model."""
+        """The plan that a step has made. None if there is no step, for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
         if step is None:
@@ -180,7 +185,7 @@ class Files:
         return Plan.read(lambda suffix: self.read(step, f"plan{suffix}"), step.folder)
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        """Write rows as a Parquet table of the result."""
+        """Write rows as a Parquet table to the file `name` of the result."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -191,7 +196,7 @@ class Files:
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """Batches (ids, valid) of a text, or of some of its rows. Also writes the report on the whole
+    """Batches (ids, valid) of the rows `rows` of a text. Also writes the report on the whole
     text."""
     from moe_lab.calibration.batches import batches
 
@@ -200,37 +205,38 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
     if rows is None:
         return tokenised.rows
     start, end = rows
+    # bounds in batches; the last batch may be shorter
     return tokenised.rows[start // text.batch_size : -(-end // text.batch_size)]
 
 
 Rows = tuple[int, int] | None
-"""First row and end of a share of a text, at bounds of batches; None for all rows."""
+"""(first row, end) of a share of a text, at bounds of batches; None for all rows."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Passes of a model over a text, with the whole model in memory. `out`: folder of the files
-    from which an interrupted pass resumes."""
+    """Passes of a model over a text, with the whole model in memory. `text`: batches (ids, valid).
+    `out`: folder of the files from which an interrupted pass resumes."""
 
     model: Any
     text: Any
     out: Path
 
     def gather(self, hook: type) -> Any:
-        """The sums that a hook of class `hook` gathers in a forward pass."""
+        """The sums that hooks of class `hook` compute in a forward pass."""
         from moe_lab.statistics.observe import gather
 
         return gather(self.model, hook, self.text, out=self.out)
 
     def gather_gradients(self, hook: type) -> Any:
-        """The sums that a hook of class `hook` gathers in a forward and a backward pass."""
+        """The sums that hooks of class `hook` compute in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
         return gather_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The routing of the text under a plan, measured. `pruned`: the layers of the pruned
-        model."""
+        """The routing of the text's tokens under a plan, measured in a pass. `pruned`: the layers
+        of the pruned model."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
@@ -258,7 +264,8 @@ class Streamed(Resident):
 def engine(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """Open a model and a text for passes with the engine of the text."""
+    """Passes of a model over the rows `rows` of a text: streamed if `text.engine` is streamed, else
+    with the whole model in memory."""
     if text.engine != "streamed":
         network, tokenizer = files.models.loaded(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)

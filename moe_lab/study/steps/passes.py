@@ -56,7 +56,8 @@ class Facts(Step):
 
         folder = local_folder(self.model)
         commit = None
-        if folder.resolve().parent.name == "snapshots":  # of the hub's cache
+        # in the hub's cache, the folder of a model is snapshots/COMMIT
+        if folder.resolve().parent.name == "snapshots":
             commit = folder.resolve().name
         hashes = {"sha256": fingerprint(folder), "commit": commit}
         write_json(files.out / "facts.json", {**facts(self.model), **hashes})
@@ -64,18 +65,19 @@ class Facts(Step):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Settings of a model's computation that change bits of its results."""
+    """Settings on which the exact bits of a model's results depend."""
 
     device: str
     """cpu or cuda."""
     dtype: str
-    """Precision of the loaded weights; "stored" for that of the files."""
+    """Precision of the loaded weights; "stored" for the precision in the model's files."""
     experts: str
-    """The implementation of experts."""
+    """Name of the implementation of experts."""
 
 
 class Loaded(StepFields):
-    """A model and how it is loaded. The step with its facts identifies the model."""
+    """The identity of a model that a step loads: the step with the model's facts, and the settings
+    of computation. Nothing is loaded."""
 
     facts: Facts
     arithmetic: Arithmetic
@@ -84,17 +86,18 @@ class Loaded(StepFields):
 
     @property
     def pace(self) -> list[Any]:
-        """What determines the seconds of the model for a token, as `Resources.pace`."""
+        """The part of `Resources.pace` that determines the seconds per token: model and device."""
         return [self.facts.id, self.model.device]
 
 
 class StepModel(IdentifiedModel):
-    """A model with resolved device, and the fields of steps that run it, which are computed once
-    for all of them."""
+    """The config of a model with resolved device, from which the field `loaded` of steps is
+    computed once."""
 
     @cached_property
-    def loaded(self) -> Loaded:
-        """The model as a field of steps that load it."""
+    def identity_loaded(self) -> Loaded:
+        """The field `loaded` of all steps that load the model. dtype=auto stands for float32 on the
+        CPU, and for the precision of the files on a GPU."""
         device = "cpu"
         auto_dtype = "float32"
         if self.device != "cpu":
@@ -106,12 +109,13 @@ class StepModel(IdentifiedModel):
 
 
 def loaded_as(model: ModelConfig) -> Loaded:
-    """A model with resolved device as a field of steps that load it."""
-    return StepModel.of(model).loaded
+    """The field `loaded` of steps that load the model, whose device is resolved. Loads nothing."""
+    return StepModel.of(model).identity_loaded
 
 
 def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
-    """Write the sums of all layers, and small tables that figures read."""
+    """Write the sums of all layers, and the small tables `figures`, which are computed from
+    them."""
     sums.save(files.out / STATISTICS)
     for name, columns, rows in figures:
         files.table(name, columns, rows(sums.layers))
@@ -119,11 +123,11 @@ def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Settings of a kind of step that computes sums."""
+    """Settings of one kind of steps that compute sums."""
 
     function: str
-    """MODULE:NAME of the hook that gathers the sums in a pass over a text, or of the function that
-    computes them from a checkpoint."""
+    """MODULE:NAME of the hook that computes sums in a pass over a text, or of the function that
+    computes sums from a checkpoint."""
     figures: tuple[Table, ...] = ()
     """Small tables for figures."""
     backward: bool = False
@@ -131,7 +135,7 @@ class Measurement:
     divides: bool = True
     """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
     per_layer: Bytes | None = None
-    """Bytes for each layer that is in memory, besides its weights."""
+    """Function for the bytes that a layer in memory needs besides its weights."""
 
 
 class Pass(Step):
@@ -161,9 +165,10 @@ class Pass(Step):
             divides=False,
             per_layer=expert_weights,
         ),
-        # the exact damage of removing each expert alone, with one more expert per token
+        # the exact damage of removing each expert alone, when the next expert of each token
+        # replaces it
         "damage": Measurement("moe_lab.statistics.damage:DamageHook"),
-        # outputs of every expert for every token, for groupings of similar experts
+        # similarity of experts, from the outputs of every expert for every token
         "similarity": Measurement("moe_lab.statistics.damage:SimilarityHook"),
     }
     reads_text = True
@@ -171,7 +176,7 @@ class Pass(Step):
     loaded: Loaded
     text: IdentifiedText
     rows: Rows = field(default=None, kw_only=True)
-    """First row and end of a share of the text; None for all rows."""
+    """(first row, end) of a share of the text; None for all rows."""
 
     def label(self) -> str:
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
@@ -179,7 +184,8 @@ class Pass(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The pass over the calibration set of a cell."""
+        """The pass over the calibration set of a cell. If sums of rows can be added, the step
+        merges passes over shares of the rows, except where a model needs several GPUs."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
         on_several_gpus = cls.whole_model and text.engine == "streamed"
@@ -218,22 +224,22 @@ class Pass(Step):
         save_sums(sums, self.kinds[self.kind].figures, files)
 
     def gather(self, files: Files) -> Any:
-        """The sums of this pass."""
+        """Compute the sums over the rows of this step in a pass over the text."""
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
         return passes.gather_gradients(hook) if measurement.backward else passes.gather(hook)
 
     def merge(self, shares: list[Path]) -> Any:
-        """Layer -> name -> tensor, of the sums in the files of all shares together."""
+        """Layer -> name -> tensor: the sums in the files `shares`, added."""
         from moe_lab.statistics import merge, read
 
         return merge(read(file, framework="pt") for file in shares)
 
 
 class LossRise(Pass):
-    """The rise of the loss when a part of the model is changed, by one pass for each part, which
-    starts at the layer of the part."""
+    """The rise of the loss when one part of the model is changed. There is one pass for each part,
+    which starts at the layer of the part. Shares are merged as means."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
@@ -276,7 +282,7 @@ class WeightSums(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The sums over the weights of a cell's model."""
+        """The step with the sums over the weights of a cell's model."""
         return cls(kind, loaded_as(cell.model).facts)
 
     def resources(self) -> Resources:
@@ -294,8 +300,8 @@ class WeightSums(Step):
 
 
 def device_of_files(model: ModelConfig) -> str:
-    """The device on which sums over the weights of a checkpoint are computed: the CPU where there
-    is no GPU, as in Slurm's jobs for such steps."""
+    """The device on which sums over the weights of a checkpoint are computed. On machines without a
+    GPU, such as in Slurm jobs for such steps, this is the CPU."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS

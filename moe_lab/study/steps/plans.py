@@ -40,31 +40,31 @@ TIES = "ties.json"
 """File of a plan: layer -> number of experts, or channels, whose scores are equal at the cut."""
 
 
-def _known_layer(cell: Cell) -> dict[str, int] | None:
-    """Facts of a layer from config.json, None if it has none. One group of experts is assumed; the
-    step itself checks groups."""
+def _layer_facts(cell: Cell) -> dict[str, int] | None:
+    """Facts of one layer of the model from config.json; None if config.json does not have them. One
+    group of experts is assumed; the step that makes the plan reads the true groups."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
-    """Settings of the cell's allocation, with the ratio."""
+    """Settings of the cell's allocation, and the ratio."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
 def check_ratio(cell: Cell) -> None:
     """Raise UserError when the model cannot be pruned by the cell's ratio."""
-    if layer := _known_layer(cell):
+    if layer := _layer_facts(cell):
         allocation.check_fits(
             _settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
         )
 
 
 def removed_share(cell: Cell) -> float:
-    """The share of whole experts that the cell's plan removes, as the ratio is rounded. The ratio
-    itself where the share is not known before the plan is made, and for channels, where rounding
-    hardly matters."""
-    layer = _known_layer(cell)
+    """The share of experts that the cell's plan removes: the ratio, rounded to whole experts. The
+    ratio is not rounded if the share is unknown before the plan is made, and for channels, which
+    are so many that rounding hardly matters."""
+    layer = _layer_facts(cell)
     is_listed = cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
         return cell.ratio
@@ -73,8 +73,8 @@ def removed_share(cell: Cell) -> float:
 
 
 def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model
-    in memory, as it runs the model again for every candidate."""
+    """Raise UserError for calibration.engine=streamed with an allocation for which a step needs the
+    whole model in memory, such as a search, which runs the model for every candidate."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
@@ -88,9 +88,9 @@ def check_engine(cell: Cell) -> None:
 
 
 def check_layout(cell: Cell) -> None:
-    """Raise UserError when the plan changes channels of experts whose layout in the model does not
-    allow this. Only checked if the type of the model is known without loading it; the plan checks
-    again with the model."""
+    """Raise UserError when the plan changes channels of experts, and the layout of the experts in
+    the model does not allow this. The layout is not checked if config.json is not available; the
+    plan checks again with the model."""
     if drops_whole_experts(cell):
         return
     reason = family_of(config_of(cell.model).get("model_type")).unfit
@@ -106,20 +106,22 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is a plan that is not aligned, or a plan of another
-    model. The model is only compared if it is a folder on this machine; the step compares again."""
+    """Raise UserError when allocation.path is a plan of another model, or a plan whose merged
+    experts are not aligned. The model is only compared if it is a folder on this machine; the step
+    compares again."""
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
-    if cell.allocation.replacement == "none":  # otherwise a further step aligns it
+    if cell.allocation.replacement == "none":  # otherwise a further step aligns the plan
         plan.check_aligned()
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin([("model_sha256", partial(fingerprint, folder))], cell.model.path)
 
 
 def plan_in(settings: AllocationConfig) -> Any:
-    """The plan in the file allocation.path; None without a file, and for a list of numbers."""
+    """The plan in the file allocation.path; None without a file, and for a file that is a list of
+    numbers."""
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
@@ -145,7 +147,8 @@ def check_schedules(cell: Cell) -> None:
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
-    if layer := _known_layer(cell):
+    if layer := _layer_facts(cell):
+        # two layers stand for all layers, as a search moves experts between layers
         space_to_search(_settings(cell), {"layers": {0: layer, 1: layer}}, parameters)
 
 
@@ -153,7 +156,7 @@ def check_choices(cell: Cell) -> None:
     """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
     choices of experts than parameters.limit."""
     check_ratio(cell)
-    if layer := _known_layer(cell):
+    if layer := _layer_facts(cell):
         limit = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
@@ -163,10 +166,11 @@ def check_choices(cell: Cell) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion reads forward statistics and otherwise only weights.
-    No other sums exist for a layer right after the layers below it were pruned."""
+    """Raise UserError unless the criterion reads forward statistics, and apart from them only sums
+    over weights. No other sums are computed anew after lower layers were pruned."""
 
     def fits(needs: Sequence[str]) -> bool:
+        """Whether a criterion with these input steps can be used."""
         return "statistics" in needs and not any(
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
@@ -181,12 +185,12 @@ def check_sequential(cell: Cell) -> None:
 
 
 class PlanRequest(StepFields):
-    """Settings and inputs of a cell's plan, which all kinds of steps that make plans share."""
+    """Settings and inputs of a cell's plan. All kinds of steps that make plans have them."""
 
     allocation: IdentifiedAllocation
     ratio: float
     evidence: dict[str, Step]
-    """Role -> input step of the allocation besides the cell's scores."""
+    """Role -> input step that the allocation reads besides the cell's scores."""
     name: str
     """Label of the step."""
     runtime = frozenset({"name"})
@@ -198,12 +202,13 @@ class PlanRequest(StepFields):
 
     @property
     def allocated(self) -> dict[str, Any]:
-        """Settings of the allocation as in the identity of the step, and the ratio. Files are
-        replaced by the content that they had then."""
+        """Settings of the allocation from the identity of the step, and the ratio. `path` is a
+        digest of the file when the id was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
-        """The facts of a model, with the experts that the plan must retain."""
+        """The facts of a model, with the experts of each layer that the plan must retain because of
+        allocation.protect."""
         facts = files.facts(model)
         if self.allocated["protect"] is None:
             return facts
@@ -216,7 +221,8 @@ class PlanRequest(StepFields):
         return protection.with_protected(self.allocated, facts, largest)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Provenance of the plan. `model`: the facts of the model."""
+        """Provenance of the plan: settings, and the hash of the model's files. `model`: the facts
+        of the model."""
         origin = {"allocation": self.allocated, "model_sha256": model["sha256"]}
         if self.allocated["protect"] is not None:
             from moe_lab.allocation import protection
@@ -243,8 +249,8 @@ def plan_request(cell: Cell) -> PlanRequest:
 def save_plan(
     plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
-    """Check a plan against the facts of the model, and write it. `ties`: layer -> number of equal
-    scores at the cut, written if there are any."""
+    """Check a plan against the facts of the model, and write the plan. `ties`: layer -> number of
+    equal scores at the cut; only written if not empty."""
     plan.check(model["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -294,7 +300,7 @@ class FromScores(CellPlan):
 
         model = self.request.facts_of(self.facts, files)
         origin = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        # `allocated` has the content of the file instead of its path
+        # `allocated` has a digest of the file instead of its path
         settings = {**self.request.allocated, "path": self.request.allocation.path}
         evidence: dict[str, Any] = files.sums(self.request.evidence)
         if "by" in self.request.evidence:
@@ -307,7 +313,7 @@ class FromScores(CellPlan):
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, model["layers"], evidence, provenance=origin)
         tied = ties(plan, scores, model["layers"])
-        # a plan in allocation.path fits the model as an allocation, and is used unchanged
+        # if allocation.path is a plan, that plan is the result, after the checks above
         if plan_of_file := plan_in(self.request.allocation):
             plan = plan_of_file
             tied = {}
@@ -323,8 +329,8 @@ class FromScores(CellPlan):
 
 
 class Search(CellPlan):
-    """A plan by evolutionary search, which starts from scores and evaluates candidates on a text;
-    and the history of the search."""
+    """A plan by evolutionary search, and the history of the search. The search starts from scores,
+    and evaluates candidates on a text."""
 
     kind = "search"
     whole_model = True
@@ -335,8 +341,9 @@ class Search(CellPlan):
     seed: int
 
     def resources(self) -> Resources:
-        """A pass over the text for each of P + (T - 1)(P - m) candidates (P: population, T:
-        generations, m: elites)."""
+        """One pass over the text for each of P + (T - 1)(P - m) candidates, where P is the
+        population, T the number of generations, and m the number of elites, which are evaluated
+        once."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.request.allocation.parameters)
@@ -348,7 +355,7 @@ class Search(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The search of a cell, on its search text."""
+        """The search for a cell's plan, on the cell's text for searches."""
         text = IdentifiedText.of(cell.texts["search"])
         return cls(plan_request(cell), loaded_as(cell.model), text, Scores.of(cell), cell.seed)
 
@@ -370,8 +377,8 @@ class Search(CellPlan):
 
 
 class Reconstruction(CellPlan):
-    """The plan whose layers' outputs are closest to those of the unpruned layers, found by trying
-    all choices of experts in each layer."""
+    """The plan whose layers have outputs that are closest to the outputs of the unpruned layers.
+    All choices of retained experts in each layer are tried."""
 
     kind = "reconstruction"
     reads_text = True
@@ -409,11 +416,12 @@ class Reconstruction(CellPlan):
 
 
 class Sequential(CellPlan):
-    """A plan that is made layer by layer, where each layer is scored on the output of the pruned
-    layers below it.
+    """A plan that is made layer by layer: each layer is scored on the output of the pruned layers
+    below.
 
-    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
-    The model is always streamed, since only one layer is needed at a time.
+    In each layer, the numbers of retained experts are those of allocation=uniform, and the numbers
+    of retained channels those of allocation=layerwise. The model is always streamed, since only one
+    layer is needed at a time.
     """
 
     kind = "sequential"
@@ -458,7 +466,7 @@ class Sequential(CellPlan):
         streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.request.facts_of(self.loaded.facts, files)
         weight_steps = {**self.sums, **self.request.evidence}
-        weight_steps.pop("statistics", None)
+        weight_steps.pop("statistics", None)  # of the unpruned model
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
         settings = {
@@ -469,7 +477,7 @@ class Sequential(CellPlan):
         tied: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            """The plan of one layer, from its forward statistics."""
+            """The plan of one layer. `sums`: forward statistics of the layer."""
             facts = {layer: model["layers"][layer]}
             scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, facts)
             plan = plan_from_scores(settings, scores, facts, {}, provenance={})

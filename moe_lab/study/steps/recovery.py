@@ -1,4 +1,5 @@
-"""A pruned model, and the steps that align its merged experts, fine-tune it and export it."""
+"""`Pruned`, a model with its plan and recovery, and the steps that align merged experts, fine-tune
+a pruned model and export it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
-    """The step that makes the cell's plan. Its kind depends on the allocation; if merged experts
-    are aligned, another step does this."""
+    """The step that makes the cell's plan, of a kind that depends on the allocation. If merged
+    experts must be aligned, the step that aligns the plan."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -43,7 +44,7 @@ def plan_of(cell: Cell) -> PlanStep:
 
 
 class AlignedPlan(Step):
-    """A plan in which the channels of merged experts are matched."""
+    """A plan in which channels of merged experts are matched to each other."""
 
     small = True
     loaded: Loaded
@@ -60,7 +61,7 @@ class AlignedPlan(Step):
 
 
 class Alignment(AlignedPlan):
-    """Channels are matched by weights. The text only determines the engine."""
+    """A plan whose channels are matched by weights. The text only determines the engine."""
 
     kind = "alignment"
     runtime = frozenset({"text"})
@@ -86,14 +87,14 @@ class Alignment(AlignedPlan):
 
 
 class ActivationAlignment(AlignedPlan):
-    """Channels are matched by weights and by activations on the text."""
+    """A plan whose channels are matched by weights and by activations on the text."""
 
     kind = "activation_alignment"
     reads_text = True
 
     def resources(self) -> Resources:
-        """Besides the pass: products of channels for each layer, and the weights of one layer in
-        fp32."""
+        """The needs of a pass, and memory for products of channels in each layer and for the
+        weights of one layer in fp32."""
         model = self.loaded.model
         pace = self.loaded.pace
         return text_pass(
@@ -114,9 +115,10 @@ PlanStep = CellPlan | AlignedPlan
 
 @dataclass(frozen=True)
 class Storage:
-    """Settings for storing the weights of a recovered model."""
+    """How the weights of a recovered model are stored."""
 
     bits: int = 16
+    """Bits of a weight in `modules`."""
     modules: tuple[str, ...] = ()
     """Names of the modules that are stored in fewer than 16 bits."""
 
@@ -129,7 +131,8 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
 
 
 class Finetune(Step):
-    """The weights that fine-tuning a pruned model, or fitting its merged experts, changes."""
+    """The weights that have changed after fine-tuning a pruned model or fitting its merged
+    experts."""
 
     kind = "finetune"
     whole_model = True
@@ -143,7 +146,8 @@ class Finetune(Step):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def resources(self) -> Resources:
-        """Adapters change a copy of the model. Training under a mask copies merged experts only."""
+        """The needs of fine-tuning. Adapters change a copy of the model; otherwise the loaded model
+        is masked, and only merged experts are copied."""
         copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
         model = self.loaded.model
         pace = self.loaded.pace
@@ -162,7 +166,7 @@ class Finetune(Step):
 
 
 class Pruned(StepFields):
-    """The model of a cell with its plan and recovery; without a plan, the unpruned model."""
+    """The model of a cell with a plan and a recovery. If `plan` is None, the unpruned model."""
 
     loaded: Loaded
     plan: PlanStep | None
@@ -170,7 +174,8 @@ class Pruned(StepFields):
     storage: Storage | None
     recovery: RecoveryConfig
     drops_whole_experts: bool
-    """Whether the plan removes experts from the router, and retained experts keep all channels."""
+    """Whether the plan removes experts from the router, and retained experts keep all channels;
+    True without a plan."""
     runtime = frozenset({"recovery", "drops_whole_experts"})
 
     @property
@@ -185,7 +190,7 @@ class Pruned(StepFields):
 
     @property
     def recovered_label(self) -> str:
-        """`label` with the name of the recovery."""
+        """`label`, followed by the name of the recovery if there is one."""
         recovery = self.recovery.name
         return self.label if recovery == NO_RECOVERY.name else f"{self.label}-{recovery}"
 
@@ -196,14 +201,14 @@ class Pruned(StepFields):
 
     @property
     def is_changed(self) -> bool:
-        """Whether weights differ from those of the unpruned model: they were fine-tuned or
-        quantised, or experts were merged."""
+        """Whether weights differ from the unpruned model, because they were fine-tuned or
+        quantised, or because experts were merged."""
         return self.is_recovered or (self.plan is not None and self.plan.request.merges_experts)
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """A context with the pruned model and its tokenizer: a mask on the loaded model, or a copy
-        for a recovered model, which benchmarks share."""
+        """A context with (model, tokenizer). Without a recovery, the model is the loaded model
+        under a mask; with a recovery, it is a copy, which is cached for the next benchmark."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = files.models.loaded(self.model)
@@ -217,8 +222,8 @@ class Pruned(StepFields):
             yield network, tokenizer
 
     def changes(self, files: Files) -> dict[str, Any]:
-        """Arguments of `recovery.apply.recovered`: bits, modules, and the folder with the weights
-        that fine-tuning has changed (`tuned`), None without fine-tuning."""
+        """Arguments of `recovery.apply.recovered`: `bits`, `modules`, and `tuned`, the folder with
+        the weights that fine-tuning has changed, or None without fine-tuning."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
@@ -243,8 +248,8 @@ def unpruned(model: ModelConfig) -> Pruned:
 
 
 class Export(Step):
-    """The pruned and recovered model as a checkpoint in `export.format`. With `verify`, a model
-    without a recovery is compared with the masked model."""
+    """The pruned and recovered model as a checkpoint in `export.format`. With `verify`, and without
+    a recovery, the checkpoint is compared with the masked model."""
 
     kind = "export"
     facts: Facts
@@ -254,6 +259,7 @@ class Export(Step):
     dtype: str | None
     """The precision in which a recovered model is evaluated; None without a recovery."""
     shape: ExportConfig
+    """Settings of the export, with format and shape."""
     verify: bool | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
@@ -275,9 +281,10 @@ class Export(Step):
         return needed._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in stages: pruned, then with changed weights, then converted. All
-        but the last are in the folder of partial results, from which an interrupted step resumes;
-        in a store of a group, they are removed first."""
+        """Write the checkpoint in stages: pruned ("natural"), then with the weights of the recovery
+        ("plain"), then converted to GGUF. The last stage is the result. Earlier stages are in the
+        folder of partial results, from which an interrupted step resumes; in a store of a group,
+        this folder is emptied first."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
@@ -291,7 +298,7 @@ class Export(Step):
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluated_dtype(source))
-        # a checkpoint there may have code of another user, which would be run
+        # a checkpoint in a folder of a group may have code of another user, which would be run
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
@@ -317,8 +324,8 @@ class Export(Step):
             raise
 
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
-        """Compare the checkpoint with the masked model, on the CPU, where both are equal bit for
-        bit."""
+        """Compare the checkpoint `natural` with the masked model, and write the difference. On the
+        CPU, both are equal bit for bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -328,7 +335,8 @@ class Export(Step):
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
-        """Write the checkpoint `natural` to `out` with the weights of the recovered model."""
+        """Write a copy of the checkpoint `natural` to `out`, with the weights of the recovered
+        model."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
@@ -343,8 +351,9 @@ class Export(Step):
         )
 
     def _evaluated_dtype(self, folder: Path) -> Any:
-        """The precision in which the model is evaluated. This step runs on the CPU, and may run on
-        another machine than evaluations."""
+        """The torch dtype in which the recovered model is evaluated; `dtype` "stored" stands for
+        the dtype of the checkpoint in `folder`. The default dtype of this machine is not used,
+        since evaluations may run on another machine."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
 
@@ -354,8 +363,8 @@ class Export(Step):
 def export_of(
     pruned: Pruned, export: ExportConfig, verify: bool, default: Shape = "natural"
 ) -> Export:
-    """The step that writes the pruned and recovered model as a checkpoint. `default`: the shape if
-    `export.shape` is not set."""
+    """The step that writes the pruned and recovered model as a checkpoint. `default`: the shape of
+    the checkpoint if `export.shape` is not set."""
     shape = replace(export, shape=export.shape or default)
     return Export(
         pruned.loaded.facts,

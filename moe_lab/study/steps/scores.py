@@ -1,4 +1,5 @@
-"""Steps that compute scores from sums; and the inputs of a cell's criterion and allocation."""
+"""Steps that compute scores from sums, and functions for the input steps of a cell's criterion and
+allocation."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def needed_kind(name: str) -> Any:
-    """The class of steps of a kind that a criterion or an allocation needs. UserError, with the
-    nearest name, for an unknown kind."""
+    """The class of the steps whose kind a criterion or an allocation names in `needs`. UserError,
+    with the nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
-    """Names of the inputs of the cell's allocation besides the scores: kinds of steps, and "by" for
-    scores of another criterion."""
+    """Roles of the input steps that the cell's allocation needs besides the cell's scores: kinds of
+    steps, and "by" for scores of another criterion."""
     return allocation.needs(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether inputs of the cell's criterion or allocation depend on the calibration set."""
+    """Whether the cell's criterion or allocation needs steps that read the calibration set."""
     needs = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is a criterion, not a step
@@ -51,8 +52,8 @@ def reads_text(cell: Cell) -> bool:
 
 
 def evidence(need: str, cell: Cell) -> Step:
-    """The input step with a name of `evidence_of`: a kind of step, or "by" for scores of the
-    criterion allocation.by."""
+    """The input step with the role `need`, which is a kind of step, or "by" for the scores of the
+    criterion `allocation.by`."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
     step: Step = needed_kind(need).of(cell, need)
@@ -60,7 +61,7 @@ def evidence(need: str, cell: Cell) -> Step:
 
 
 class Scores(Step):
-    """A score per expert, or per channel; higher means keep."""
+    """A score per expert, or per channel. Experts with lower scores are removed first."""
 
     kind = "scores"
     small = True
@@ -71,7 +72,7 @@ class Scores(Step):
     gate: str | None
     """The gate that weighs outputs of experts; None for criteria that do not use it."""
     seed: int | None
-    """None for criteria that are not random."""
+    """Seed of a random criterion; None for others."""
     runtime = frozenset({"name"})
 
     def label(self) -> str:
@@ -82,7 +83,7 @@ class Scores(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The scores of the experts, or the channels, of every layer by a cell's criterion."""
+        """The step that scores experts, or channels, by a cell's criterion."""
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
@@ -116,13 +117,14 @@ class Scores(Step):
 
 
 def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
-    """The gate and the seed of a cell, each None if its criterion does not use it."""
+    """(gate, seed) of a cell; each is None if the cell's criterion does not use it."""
     criterion = criteria.get(cell.criterion.name)
     return cell.gate if criterion.uses_gate else None, cell.seed if criterion.uses_seed else None
 
 
 def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
-    """Locations of the plugins that define the cell's criterion and allocation, if any."""
+    """Locations of the plugins that define the cell's criterion and allocation; () if moe_lab
+    defines both."""
     criterion = criteria.get(cell.criterion.name)
     registered = allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = []
@@ -134,8 +136,8 @@ def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores by the criterion, gate and seed of a step. `inputs`: layer -> sums over
-    tokens and weights. `layers`: layer -> facts, of the layers to score."""
+    """Layer -> scores. `step`: a step with the fields criterion, gate and seed. `inputs`: layer ->
+    sums over tokens and weights. `layers`: layer -> facts, for the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -148,14 +150,15 @@ def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
 
 
 def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
-    """Raise UserError when the criterion needs plain weights and the model's are quantised."""
+    """Raise UserError when the criterion needs plain weights and the model's weights are
+    quantised."""
     if criteria.get(criterion.name).needs_plain_weights:
         check_plain_weights(model, f"criterion={criterion.name}")
 
 
 class Family(Step):
-    """S(b, alpha, beta) of every expert for all 17 combinations that differ, for the overlap
-    figures."""
+    """Scores S(b, alpha, beta) of every expert for the 17 combinations of b, alpha and beta that
+    give different scores, for figures of the overlap between criteria."""
 
     kind = "family"
     small = True

@@ -1,7 +1,8 @@
-"""Rows of small tables for figures, computed from large arrays, so that readers of a store need
-neither the arrays nor their format. moe_lab/results.py describes the columns of each table.
+"""Rows of small tables for figures, computed from large arrays. Readers of a store need only the
+tables. moe_lab/results.py describes the columns of each table.
 
-Columns are sums as in moe_lab/statistics, so that tables of several parts can be added.
+Columns are sums over tokens, as in moe_lab/statistics, so that tables of several parts of a text
+can be added.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ POINTS = 21
 
 
 def _of_experts(layer: int, *columns: Sequence[Any]) -> list[Row]:
-    """Rows of a layer's experts: layer, expert, and the expert's value of each column (E,)."""
+    """Rows (layer, expert, value of the expert in each column), one per expert of the layer. Each
+    column has one value per expert."""
     return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
 
 
@@ -60,8 +62,8 @@ def experts(layers: Layers) -> list[Row]:
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """For each expert, the sum over channels of sqrt(sum_t x^2 / N), from the sums of squares over
-    its N tokens; 0 without tokens."""
+    """For each expert, the sum over channels of the root mean square over the expert's tokens; 0
+    without tokens. `squares`: sums of squares over tokens (E, I). `tokens`: counts (E,)."""
     return [
         float(np.sqrt(square / count).sum()) if count > 0 else 0.0
         for square, count in zip(squares, tokens.tolist(), strict=True)
@@ -74,8 +76,8 @@ def losses(layers: Layers) -> list[Row]:
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES, one per bin. Layers whose router has no logits of all experts have no
-    rows."""
+    """Rows of ENTROPIES, one per bin of a layer's histogram of router entropies. Layers whose
+    router does not return logits of all experts have no rows."""
     rows = []
     for layer, arrays in layers.items():
         counts = _array(arrays.get("router_entropy", ()))
@@ -117,8 +119,8 @@ def ablations(layers: Layers) -> list[Row]:
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION from scores of channels (E, I): at most POINTS rows per expert.
-    Negative scores count as 0; NaN where no channel has a positive score."""
+    """Rows of CONCENTRATION from scores of channels (E, I), at most POINTS rows per expert.
+    Negative scores count as 0. Shares of the score are NaN if no channel has a positive score."""
     rows = []
     for layer, experts_scores in scores.items():
         for expert, channel_scores in enumerate(experts_scores):
@@ -127,8 +129,8 @@ def concentration(scores: Mapping[int, Array]) -> list[Row]:
 
 
 def _curve(scores: Array) -> Iterator[tuple[float, float]]:
-    """Shares of an expert's channels, from 0 to 1, each with the share of its score (I,) that its
-    highest channels have."""
+    """Points (x, y) of an expert's concentration curve: the share x of its channels with the
+    highest scores has the share y of the sum of its scores. `scores`: (I,)."""
     ordered = np.sort(_positive(scores))[::-1]
     total = ordered.sum()
     score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
@@ -138,7 +140,8 @@ def _curve(scores: Array) -> Iterator[tuple[float, float]]:
 
 def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
     """Rows of BUDGETS, one per layer, from scores of channels (E, I) and masks of the channels that
-    a plan retains (E, I). Negative scores count as 0; NaN where no channel has a positive score."""
+    a plan retains (E, I). Negative scores count as 0. The share of the score is NaN if no channel
+    has a positive score."""
     rows = []
     for layer, mask in retained.items():
         values = _positive(scores[layer])
