@@ -31,8 +31,8 @@ EXIT_CODES = (
     "with 2 for a mistake."
 )
 GARBAGE = 100_000
-"""New objects after which garbage is collected: with Python's 700, a tenth of the time of a report
-goes there."""
+"""Number of new objects after which Python collects garbage. Python's default of 700 takes a tenth
+of a report's time."""
 OPTIONS = ("store", "study", "out", "format", "compare")
 
 
@@ -93,9 +93,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _dashed(argument: str) -> str:
-    """Rewrite `store=x` as `--store=x`, which argparse reads."""
+    """Rewrite an option `store=x` as `--store=x`, as argparse expects; names stay as they are.
+
+    Raises UserError for an unknown option or an option without value.
+    """
     if argument == "--compare":
-        return "--compare=true"  # otherwise argparse takes the next argument as its value
+        return "--compare=true"  # argparse would take the argument after --compare as its value
     key, equals, value = argument.removeprefix("--").partition("=")
     if not equals:
         return argument
@@ -133,8 +136,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _unwritable(out: Path, error: OSError) -> Exception:
-    """The exception to raise for an OSError that occurred while writing to the folder `out`."""
-    if isinstance(error, BrokenPipeError):  # the reader of stdout went away; `out` is not to blame
+    """The exception to raise in place of an OSError from writing to the folder `out`: a UserError
+    that says what to do, or the error itself if stdout was closed."""
+    if isinstance(error, BrokenPipeError):  # the reader of stdout went away, `out` is fine
         return error
     advice = (
         "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
@@ -143,8 +147,11 @@ def _unwritable(out: Path, error: OSError) -> Exception:
 
 
 def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write a table that compares measured with published numbers for every requested table that
-    has published numbers; returns whether every such table has rows."""
+    """Write NAME.published for every requested table NAME that has published numbers, and print
+    the files' paths.
+
+    Returns whether each of the requested tables has a counterpart among the study's cells.
+    """
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
 
@@ -168,7 +175,7 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
 
 
 def _comparable(requested: Sequence[str]) -> list[str]:
-    """The requested tables that have published numbers. Raises UserError when none has."""
+    """The requested tables that have published numbers. Raises UserError when there are none."""
     from analysis.published.numbers import TABLES
 
     if {"all", "report"} & set(requested):
@@ -182,7 +189,7 @@ def _comparable(requested: Sequence[str]) -> list[str]:
 
 
 def _check_names(request: argparse.Namespace) -> None:
-    """Raises UserError for an unknown name, or when --compare has no table to compare."""
+    """Raise UserError for an unknown name, or when --compare has no table to compare."""
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
@@ -194,7 +201,7 @@ def _check_names(request: argparse.Namespace) -> None:
 
 
 def _run(request: argparse.Namespace) -> int:
-    """Write what the request names and print gaps and notes; returns the exit code."""
+    """Write the requested tables and figures, and print notes and gaps; returns the exit code."""
     gc.set_threshold(GARBAGE)
     _check_names(request)
     from analysis.load.studies import studies
@@ -205,7 +212,7 @@ def _run(request: argparse.Namespace) -> int:
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
-        os.umask(0o002)  # whoever runs the study next writes the report anew
+        os.umask(0o002)  # others of the group rewrite the report when they run the study
     publisher = Publisher(Results(study), out, request.format)
     try:
         complete = _write(request.names, publisher)
@@ -226,8 +233,10 @@ def _run(request: argparse.Namespace) -> int:
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
-    """Write the report, or else the requested tables and figures; returns whether every requested
-    one has results."""
+    """Write the report if it is requested, or else the requested tables and figures.
+
+    Returns whether the study has data for every table and figure that is requested by name.
+    """
     from analysis.registry import find, outputs
     from analysis.report import GAPS, write_report
 

@@ -26,13 +26,13 @@ NUMERALS = (
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """`one win`, `two wins`, `13 wins`."""
+    """A number and its noun in words: `one win`, `two wins`, `13 wins`."""
     numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
     return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
 
 def not_run(benchmarks: Iterable[str]) -> str:
-    """`PIQA was not run`, `PIQA and BoolQ were not run`."""
+    """A clause that names benchmarks: `PIQA was not run`, `PIQA and BoolQ were not run`."""
     displayed = [benchmark(name) for name in benchmarks]
     return f"{listing(displayed)} {'was' if len(displayed) == 1 else 'were'} not run"
 
@@ -205,18 +205,18 @@ CODE_COLUMNS = ("Eval+", "LiveCode")
 MATH_COLUMNS = ("GSM8K", "MATH-500")
 
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
-"""Benchmark -> the benchmark with the same items, whose answers it grades by more tests."""
+"""Benchmark -> the benchmark with the same items and fewer tests of each answer."""
 
-_FAMILY = re.compile(r"s_family\((.*)\)")
+_S_FAMILY = re.compile(r"s_family\((.*)\)")
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
-_ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
-_SHORT = ("code", "math", "general", "stories")
-"""Names, without the prefix pocket_, of the shipped calibration sets that have a display name."""
+_TOP_K_MODEL = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
+_CAPITALISED_SETS = ("code", "math", "general", "stories")
+"""Calibration sets with a capitalised display name, without the prefix pocket_ of shipped sets."""
 
 
 def criterion(name: str) -> str:
     """The papers' spelling of a criterion; members of the S family are written S(1,0,2)."""
-    member = _FAMILY.fullmatch(name)
+    member = _S_FAMILY.fullmatch(name)
     if member is None:
         return CRITERIA.get(name, name)
     values = dict(part.split("=", 1) for part in member[1].split(",") if "=" in part)
@@ -224,17 +224,18 @@ def criterion(name: str) -> str:
 
 
 def routed(model: str) -> tuple[str, int | None]:
-    """Split a model's name into the name of the trained model and a changed number of experts per
-    token: qwen_top2 becomes (qwen, 2), qwen becomes (qwen, None)."""
-    match = _ROUTED.fullmatch(model)
+    """Split a model's name into the name of the trained model and the number of experts per token:
+    qwen_top2 becomes (qwen, 2). The number is None if the model keeps that of its training: qwen
+    becomes (qwen, None)."""
+    match = _TOP_K_MODEL.fullmatch(model)
     return (match["trained"], int(match["top_k"])) if match else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
-    """The key by which tables identify a method: the criterion's name, and the allocation and
-    recovery if methods of the study differ in them ("" otherwise).
+    """The key by which tables identify a method, from its criterion, allocation and recovery.
 
-    `method` gives the display name of a key.
+    allocation, recovery: "" where the methods of the study do not differ in it. `method` gives the
+    display name of a key.
     """
     return _SEPARATOR.join((criterion_name, allocation, recovery)).rstrip(_SEPARATOR)
 
@@ -246,8 +247,8 @@ def parts(method_key: str) -> tuple[str, str, str]:
 
 
 def method(method_key: str) -> str:
-    """Display name of a method: REAP; HEAPr-G; REAP, evolutionary; Channel activation, coverage,
-    NF4."""
+    """Display name of a method: `REAP`; `HEAPr-G`; `REAP, evolutionary`; `Channel activation,
+    coverage, NF4`."""
     criterion_name, allocation, recovery = parts(method_key)
     published = METHODS.get((criterion_name, allocation))
     parts_of_name = (
@@ -257,9 +258,11 @@ def method(method_key: str) -> str:
 
 
 def allocated(allocation: str) -> str:
-    """Display name of an allocation, after that of its replacement if it has one: `U-shaped`;
-    `M-SMoE, global by frequency`. A uniform allocation with a replacement is named by the
-    replacement alone: `novices`."""
+    """Display name of an allocation: `U-shaped`.
+
+    If the allocation has a replacement, the replacement's name comes first, as in `M-SMoE, global
+    by frequency`. A uniform allocation with a replacement has the replacement's name: `novices`.
+    """
     kind, replacement = _split_replacement(allocation)
     replacement_name = REPLACEMENTS.get(replacement, replacement)
     if replacement and kind == "uniform":
@@ -269,8 +272,8 @@ def allocated(allocation: str) -> str:
 
 
 def _split_replacement(allocation: str) -> tuple[str, str]:
-    """Split an allocation of a study's record into the allocation without its replacement, and the
-    replacement ("" if it has none)."""
+    """Split an allocation of a study's record into the allocation without its setting replacement,
+    and the replacement, or "" if there is none."""
     match = _REPLACEMENT.search(allocation)
     return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
 
@@ -302,12 +305,12 @@ def calibration(name: str) -> str:
     if name == "none":
         return "no data"
     short = name.removeprefix("pocket_")
-    return short.capitalize() if short in _SHORT else name
+    return short.capitalize() if short in _CAPITALISED_SETS else name
 
 
 def domain(calibration_set: str) -> str | None:
-    """Domain of a calibration set (code, math or general), read from its name; None when the name
-    states no domain."""
+    """Domain that the name of a calibration set contains: code, math or general; None for a name
+    without domain."""
     lowered = calibration_set.lower()
     if "code" in lowered:
         return "code"
@@ -327,8 +330,8 @@ def ratio(value: float) -> str:
 
 
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
-    """Sort `values`, without repetition, in the order of `order`; values that it lacks come last,
-    alphabetically."""
+    """Sort the different `values` as they are listed in `order`; values that `order` lacks come
+    last, alphabetically."""
     rank = {name: position for position, name in enumerate(order)}
     return sorted(set(values), key=lambda value: (rank.get(value, len(rank)), value))
 

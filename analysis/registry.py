@@ -1,4 +1,4 @@
-"""Registry of tables and figures by name, and results that several of them share.
+"""Registry of tables and figures by name, and the results that several tables and figures share.
 
 `@output(NAME, ...)` above a function in `analysis.outputs` registers the function that makes NAME.
 The help, the chapters of the report, and the list of outputs for `all` are derived from the
@@ -37,7 +37,7 @@ class Results:
 
     @cached_property
     def _all_comparisons(self) -> list[Comparison]:
-        """The comparisons of all models."""
+        """One comparison for each model."""
         study = self.study
         return compare(study.cells, study.results, study.samples, study.reader)
 
@@ -48,8 +48,8 @@ class Results:
 
     @cached_property
     def pruned(self) -> list[Comparison]:
-        """The comparisons of models with at least one pruned cell, evaluated or not, for outputs
-        that do not need scores."""
+        """The comparisons of models with at least one pruned cell, for outputs that do not need
+        scores; the cells need not be evaluated."""
         return [comparison for comparison in self._all_comparisons if comparison.panels]
 
     @cached_property
@@ -69,8 +69,8 @@ class Results:
 
     @cached_property
     def by_answer_loss(self) -> Results:
-        """The results of the same study with losses on right answers in place of scores; lower is
-        better."""
+        """The results of the same study with the loss on right answers in place of each score, so
+        that lower is better."""
         return Results(winners.study_of_losses(self.study))
 
     @cached_property
@@ -81,12 +81,13 @@ class Results:
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
-        """Overlap of every S(b, alpha, beta) across calibration sets."""
+        """For every criterion S(b, alpha, beta), the overlap of the experts that it prunes with
+        different calibration sets."""
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
     def proxy(self) -> pd.DataFrame:
-        """Overlap of proxy and exact damage."""
+        """Overlap of the experts pruned by proxy scores and those pruned by exact damage."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 
 
@@ -135,7 +136,7 @@ class Output:
 
 
 def _listed(items: Item | Iterable[Item | None] | None) -> list[Item]:
-    """The tables and figures that a maker returned, as a list without None."""
+    """The return value of a Maker as a list of tables and figures, without None."""
     if items is None or isinstance(items, Table | Figure):
         items = [items]
     return [item for item in items if item is not None]
@@ -144,11 +145,10 @@ def _listed(items: Item | Iterable[Item | None] | None) -> list[Item]:
 def per_model(
     models: Literal["comparisons", "pruned"] = "comparisons",
 ) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
-    """Decorator: call the function once for each model in `Results.comparisons`, or in
-    `Results.pruned`.
+    """Decorator that turns a function for one model into a Maker for all models of a study.
 
-    The function gets the model's comparison and the name of its item: NAME, or NAME.MODEL when
-    there are several models.
+    models: the property of `Results` with the comparisons of these models. For each comparison,
+    the function is called with the name of its item: NAME, or NAME.MODEL when there are several.
     """
 
     def decorate(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
@@ -179,8 +179,8 @@ def output(
     needs: str = DEFAULT_NEEDS,
     also: Sequence[str] = (),
 ) -> Callable[[MakerT], MakerT]:
-    """Decorator: register the function that makes the output `name`. The other arguments are the
-    fields of `Output`."""
+    """Decorator that registers a function as the Maker of the output `name`. The other arguments
+    are fields of `Output`."""
 
     def register(make: MakerT) -> MakerT:
         REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(also))
@@ -190,29 +190,30 @@ def output(
 
 
 def outputs() -> Mapping[str, Output]:
-    """All outputs by name, ordered by the module that makes them. `gaps` is last, because making
-    another output can add gaps."""
+    """Name -> output, for all outputs, in the order of their modules' names. `gaps` is last,
+    because making another output can add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_sort_key))
 
 
 @cache
 def _import_modules() -> None:
-    """Import all modules of analysis.outputs, which register their outputs; cached, because every
-    look-up of a name calls this function."""
+    """Import all modules of analysis.outputs, which register their outputs. The cache makes
+    repeated calls cheap, since every look-up of a name calls this function."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
 
 
 def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
+    """Key by which `outputs` sorts a pair (name, output)."""
     name, output = item
     return name == "gaps", output.make.__module__
 
 
 def also() -> dict[str, str]:
-    """Name of a published table or figure -> the name of the output that contains it, if this is
-    another name."""
+    """Name of a published table or figure -> name of the output that contains it, for those without
+    an output of their own name."""
     return {name: output.name for output in outputs().values() for name in output.also}
 
 

@@ -30,14 +30,16 @@ from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
 UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
-"""Error numbers of a folder that cannot be written."""
+"""Error numbers that mean that the output folder cannot be written."""
 FAILED = "failed"
 """Subfolder of the output folder with a traceback, NAME.log, for each output that failed."""
 
 
 class Publisher:
-    """Writer of a study's outputs into the folder `out`, with figures in `figure_format`. An output
-    that fails does not stop the others: its traceback is kept."""
+    """Writer of a study's outputs into the folder `out`, with figures in `figure_format`.
+
+    An output that fails does not stop the others; its traceback is kept in `attempted`.
+    """
 
     def __init__(
         self, results: Results, out: Path, figure_format: str = names.FIGURE_FORMATS[0]
@@ -49,8 +51,8 @@ class Publisher:
         """Name of an output -> the traceback of its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` for the output `name` and return its result; None, with a gap, when it
-        raises. An error in UNWRITABLE is raised, because it concerns all outputs."""
+        """Call `make` for the output `name` and return its result. If `make` raises, record a gap
+        and return None; but raise errors with a number in UNWRITABLE, which concern all outputs."""
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -70,10 +72,11 @@ class Publisher:
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
-        """Make the requested outputs and write their files. The list of gaps is last, because
-        making another output can add gaps.
+        """Make the requested outputs and write their files. `gaps` is last, because making another
+        output can add gaps.
 
-        Returns (name -> its written tables and figures, paths of all files)."""
+        Returns (name of an output -> its written tables and figures, paths of all files).
+        """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
         names = dict.fromkeys(find(name).name for name in requested)
@@ -85,13 +88,13 @@ class Publisher:
                 if files:
                     items_by_output[name].append(item)
                     paths += files
-            if len(names) > 1:  # not only the gaps
+            if len(names) > 1:  # the page requests `gaps` alone, which needs no progress
                 progress.update(len(items_by_output), len(names), "tables and figures")
         return items_by_output, paths
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for every failed output, and remove old logs of outputs that
-        succeeded."""
+        """Write OUT/failed/NAME.log for every failed output, and remove the logs that earlier runs
+        left of outputs which now succeeded."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -103,7 +106,7 @@ class Publisher:
 
 PAGE = "report.html"
 SUMMARY = "summary.txt"
-"""File with the rankings and remarks as text, which a run prints when it ends."""
+"""File with the rankings and remarks as text. A run of a study prints the file when it ends."""
 GAPS = "gaps"
 """Name of the output that lists missing results."""
 PUBLISHED = "published"
@@ -113,8 +116,7 @@ ItemsByOutput = Mapping[str, Sequence[Item]]
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
-    """Write the report of `study`, its tables and its figures into `out`; returns the page's
-    path."""
+    """Load a study and write its page, tables and figures into `out`; returns the page's path."""
     return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
@@ -137,8 +139,9 @@ def write_report(publisher: Publisher) -> Path:
 
 
 def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
+    """The report's page. Sections are made first, because making them can add gaps, which the tiles
+    count."""
     study = publisher.results.study
-    # before the tiles, which count the gaps that making the sections can add
     chapters = _sections(publisher, items_by_output)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
@@ -155,7 +158,7 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
 
 
 def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Section]:
-    """All sections of the page: chapters, comparison with the papers, missing results,
+    """All sections of the page: the chapters, the comparison with the papers, missing results, and
     provenance."""
     results = publisher.results
     study = results.study
@@ -170,8 +173,8 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
 
 
 def _without_data(items_by_output: ItemsByOutput) -> list[str]:
-    """A list with a sentence that names the outputs of the page for which this study has no data;
-    empty when it has data for all of them."""
+    """A list with one sentence, which names the page's outputs that have no data in this study;
+    empty when all have data."""
     empty = [name for name, items in items_by_output.items() if not items and find(name).chapter]
     sentence = (
         f"This study has nothing for {names.listing(empty)} (`python -m analysis NAME` says what "
@@ -181,7 +184,7 @@ def _without_data(items_by_output: ItemsByOutput) -> list[str]:
 
 
 def _kicker(study: Study) -> str:
-    """The line above the title: models and time of the study."""
+    """The line above the title, with the study's models and the time when it was created."""
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     return f"{names.listing(dict.fromkeys(study.cells['model']))} · {moment:%-d %B %Y, %H:%M} UTC"
 
@@ -201,7 +204,7 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page, which shows the outputs whose `chapter` is its anchor."""
+    """A chapter of the page. It shows the outputs whose field `chapter` equals its anchor."""
 
     anchor: str
     short: str
@@ -235,6 +238,7 @@ def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
 
 
 def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
+    """The last section: facts on how the study was computed, and its configuration."""
     section = _items_of_chapter("provenance", items_by_output)
     return replace(
         section,
@@ -284,7 +288,7 @@ CHAPTERS = (
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
-    """Pairs of a label and a text on the provenance of a study; unknown facts are left out."""
+    """Facts on the provenance of a study as pairs (label, text); unknown facts are left out."""
     seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
     facts = [
         ("Study", study.name),
@@ -321,7 +325,8 @@ def _several(study: Study, column: str) -> str:
 
 
 def _calibration(report: Mapping[str, Any]) -> str:
-    """Describe a calibration pass: tokens by source, rows and their length, start of the text."""
+    """Text on a calibration pass: tokens of each source, number and length of rows, and the first
+    160 characters of the text."""
     parts = [
         ", ".join(
             f"{count:,} tokens of {source}"
@@ -337,13 +342,14 @@ def _calibration(report: Mapping[str, Any]) -> str:
 
 
 def _details(study: Study) -> list[tuple[str, str]]:
+    """Pairs (title, text) that the page shows folded: the study's configuration as JSON."""
     config = study.document.get("config")
     return [("Configuration of the study", json.dumps(config, indent=2))] if config else []
 
 
 def what_was_run(study: Study) -> str:
-    """Describe the models, criteria, allocations, calibration sets, ratios, recoveries, benchmarks
-    and items in two or three sentences."""
+    """Two or three sentences on the models, criteria, allocations, calibration sets, ratios,
+    recoveries, benchmarks and numbers of items of a study."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = study.results["n"]
     items = "no"
@@ -360,18 +366,19 @@ def what_was_run(study: Study) -> str:
 
 
 def _who_chose(pruned: pd.DataFrame) -> str:
+    """Text with the numbers of criteria and allocations: `two criteria and three allocations`."""
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     allocations = pruned["allocation"].nunique()
     return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
 
 
 MOST_RATIOS = 6
-"""Most ratios that a sentence lists."""
+"""Largest number of ratios that a sentence lists."""
 
 
 def _how_much(pruned: pd.DataFrame) -> str:
-    """Text with the ratios, their scope (each layer, or the whole model) and the calibration sets:
-    `25 % and 50 % of each layer, with code calibration`."""
+    """Text with the removed shares, their scope (each layer, or the whole model) and the
+    calibration sets: `25 % and 50 % of each layer, with code calibration`."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     ratios = list(dict.fromkeys(ordered["removed_words"]))
     text = names.listing(ratios) or "none"
@@ -382,8 +389,11 @@ def _how_much(pruned: pd.DataFrame) -> str:
 
 
 def _with_calibration(pruned: pd.DataFrame) -> str:
-    """Text with the calibration sets: `, with code and math calibration`; with the models of each
-    list of sets when models differ in it."""
+    """Text with the calibration sets: `, with code and math calibration`.
+
+    If models have different sets, the text names the models of each list of sets. "" if no cell is
+    calibrated.
+    """
     models_by_sets: dict[str, list[str]] = {}
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
@@ -397,8 +407,8 @@ def _with_calibration(pruned: pd.DataFrame) -> str:
 
 
 def _recovered(pruned: pd.DataFrame) -> str:
-    """A sentence on recoveries (quantisation, fine-tuning) of the pruned models; "" when no model
-    has one."""
+    """A sentence on the recoveries (quantisation, fine-tuning) of the pruned models; "" when no
+    model is recovered."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)
     if recoveries == ["none"]:
         return ""

@@ -25,9 +25,10 @@ RANK = "Avg Rank"
 MEMORY_BEFORE = "loading_memory_before_gb"
 MEMORY_AFTER = "loading_memory_after_gb"
 GROUPS = {"Code": names.CODE_COLUMNS, "Math": names.MATH_COLUMNS}
-"""Printed averages of displayed columns, besides AVERAGE."""
+"""Benchmark of a published average of displayed columns -> these columns. The columns of an AVERAGE
+vary with its table, see `target`."""
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
-"""Benchmarks and displayed columns that may be part of an AVERAGE."""
+"""Benchmarks and displayed columns whose scores an AVERAGE may include."""
 PERPLEXITIES = ("wikitext2",)
 """Published perplexities, with the names of the benchmarks that measure them here."""
 EVALUATION_SETTINGS = {
@@ -39,7 +40,7 @@ EVALUATION_SETTINGS = {
     "length": "length of windows",
     "judge": "judge",
 }
-"""Setting of a benchmark that papers may state -> its description."""
+"""Key of a benchmark's setting that papers may state -> description of the setting."""
 NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off the 1/277 grid"
 """Prefixes of notes in the CSV files that affect how a published number is compared."""
 
@@ -85,7 +86,8 @@ class Printed:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Calibration and search settings of a paper; None when it does not state them."""
+    """Calibration and search settings of a paper; None for a setting that the paper does not
+    state."""
 
     tokens: int | None
     """Positions of the calibration set (rows x length), including gaps between documents."""
@@ -98,22 +100,23 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Split:
-    """Number of items and settings of a benchmark, in a paper or here, as far as they are known."""
+    """The known settings and number of items of a benchmark, in a paper or here."""
 
     items: int | None
     """Number of items of the whole benchmark; None when unknown."""
     settings: Mapping[str, str]
-    """Key of EVALUATION_SETTINGS -> value, for the known settings."""
+    """Key of EVALUATION_SETTINGS -> value; unknown settings are left out."""
 
 
 @cache
 def _read(name: str) -> tuple[dict[str, str], ...]:
-    """The rows of NAME.csv as dictionaries, column -> text."""
+    """The rows of the file NAME.csv in FOLDER as dictionaries, column -> text."""
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
         return tuple(csv.DictReader(lines))
 
 
 def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
+    """Compute TABLES from tables.csv."""
     published: dict[str, list[tuple[str, str]]] = {}
     for row in _read("tables"):
         published.setdefault(row["name"], []).append((row["paper"], row["table"]))
@@ -121,11 +124,10 @@ def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
 
 
 TABLES = _tables()
-"""Name of a table here -> the published tables, as (paper, table), with counterparts of its
-numbers."""
+"""Name of a table here -> (paper, table) of every published table that corresponds to it."""
 PAPERS = tuple(dict.fromkeys(paper for tables in TABLES.values() for paper, _ in tables))
-"""Names of the papers: stems of their CSV files, and prefixes of table names here. `coverage` is
-MoE-Slimming."""
+"""Names of the papers. A paper's name is the stem of its CSV file and the prefix of table names
+here; `coverage` is MoE-Slimming."""
 
 
 @cache
@@ -139,6 +141,7 @@ def numbers() -> tuple[Printed, ...]:
 
 
 def _key(row: Mapping[str, str]) -> Key:
+    """The key of a row of a paper's CSV file; the ratio is NaN where the file states none."""
     ratio = float(row["ratio"] or "nan")
     return (
         row["model"],
@@ -152,8 +155,8 @@ def _key(row: Mapping[str, str]) -> Key:
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
-    """Key of a published row -> its numbers, from all published tables that correspond to the table
-    `name` here."""
+    """Key of a published row -> the row's numbers in all published tables that correspond to the
+    table `name` here."""
     by_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -162,10 +165,11 @@ def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks over which a published number of `row` is the mean;
-    empty when it is no mean of published scores.
+    """The displayed columns and benchmarks whose mean a published number is; empty when the number
+    is not a mean of scores.
 
-    An AVERAGE is the mean of all scores in its row of the same table.
+    A score or perplexity is the mean of its own benchmark alone. An AVERAGE is the mean of all
+    scores in its table that belong to `row`, the numbers with the same key.
     """
     if number.benchmark in (*SCORES, *PERPLEXITIES):
         return (number.benchmark,)
@@ -195,15 +199,21 @@ def split(number: Printed, benchmark: str) -> Split:
 
 
 def stands_for(axis: str, name: str) -> str:
-    """Name in the papers' tables for which a shipped model or calibration set stands in; any other
-    name is returned unchanged. axis: model or calibration."""
+    """Name in the papers' tables of the model or calibration set for which the shipped `name`
+    stands in; a name that is no stand-in is returned unchanged.
+
+    axis: model or calibration.
+    """
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific(file: str, number: Printed, **axes: str) -> dict[str, str]:
-    """The first row of a file that matches the number and `axes`; {} when no row matches. Files
-    list more specific rows first."""
+    """The first row of FILE.csv whose axes match the paper, table and model of the number, and the
+    values in `axes`; {} when no row matches.
+
+    ANY in a row matches every value. Files list more specific rows first.
+    """
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):
         if all(row[axis] in (ANY, value) for axis, value in axes.items()):
@@ -215,16 +225,17 @@ AGREES = "agrees"
 DIFFERS = "differs"
 MISSING = "missing"
 INCOMPARABLE = "not comparable because "
-"""AGREES to INCOMPARABLE: starts of verdicts."""
+"""Verdicts start with AGREES, DIFFERS, MISSING or INCOMPARABLE."""
 READS_GATES = ("seer", "reap", "mone", "mone_freq", "gate_ean", "gate_energy", "camera")
 """Published criteria whose scores depend on the definition of the gate."""
-MOST_GRADED = 0.99
-"""Share of graded items from which a benchmark counts as graded: a judge may fail to grade a few
-items."""
+LOWEST_GRADED_SHARE = 0.99
+"""Lowest share of graded items with which a benchmark counts as completely graded, because a judge
+may fail to grade a few items."""
 _SEARCH = ("search set", "generations")
 """Names of the parts of `Measured.search`."""
-_LISTED = 3
-"""Largest number of benchmarks that a reason lists by name; of more, it gives the number."""
+_MOST_NAMED = 3
+"""Largest number of benchmarks that a reason names; a reason on more benchmarks only counts
+them."""
 
 
 @dataclass(frozen=True)
@@ -239,27 +250,27 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of a study with the ends of its interval, and the protocol by which it was
-    measured."""
+    """A number of a study, the ends of its interval, and the protocol of its measurement."""
 
     value: float
     low: float
     high: float
     cell: Mapping[str, Any]
-    """Axes of its cell."""
+    """Axes of the cell whose number this is."""
     tokens: int | None
-    """Positions of the calibration pass, including gaps between documents; None when unknown, or
-    when the criterion reads no data."""
+    """Positions of the calibration pass, including gaps between documents; None when the number is
+    unknown, or when the criterion reads no data."""
     search: tuple[str | None, int | None] | None = None
-    """For a searched allocation, its search set and generations, each None when unknown."""
+    """Search set and generations of a searched allocation, each None when unknown; None for an
+    allocation that was not searched."""
     evaluations: Sequence[Evaluation] = ()
     caveats: Sequence[str] = ()
     """Reasons why the number is not the same quantity as the published one."""
 
 
 def verdict(number: Printed, measured: Measured) -> str:
-    """Verdict on a published and a measured number: `agrees`, `differs`, `missing`, or `not
-    comparable because` with all reasons.
+    """Verdict on a published and a measured number: `agrees` or `differs` (followed by the note of
+    the published number), `missing`, or `not comparable because` followed by all reasons.
 
     The numbers agree when the rounding range of the published number overlaps the interval of the
     measured number.
@@ -275,9 +286,9 @@ def verdict(number: Printed, measured: Measured) -> str:
 
 
 def reasons(number: Printed, measured: Measured) -> Iterator[str]:
-    """Yield the reasons why the two numbers cannot be compared; nothing when they can.
+    """Yield the reasons why the two numbers cannot be compared; nothing when they can be compared.
 
-    If the models differ, this is the last reason, as everything else differs with the model.
+    No reason follows after a difference of models, because everything else differs with the model.
     """
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
@@ -287,15 +298,16 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
             yield f"{value} stands in for {printed}"
             if axis == "model":
                 return
-    yield from _calibrated(number, measured)
+    yield from _calibration_differences(number, measured)
     yield from measured.caveats
-    yield from _evaluated(number, measured.evaluations)
+    yield from _evaluation_differences(number, measured.evaluations)
     if math.isnan(measured.low + measured.high):
         yield "it has no interval"
 
 
-def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
-    """Yield differences in calibration tokens, gate, seed and search; none for unpruned models."""
+def _calibration_differences(number: Printed, measured: Measured) -> Iterator[str]:
+    """Yield the differences in calibration tokens, gate, seed and search; nothing for an unpruned
+    model."""
     paper = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
@@ -322,8 +334,9 @@ def _calibrated(number: Printed, measured: Measured) -> Iterator[str]:
                 yield f"{name} {text}, published with {published}"
 
 
-def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield differences in the items and settings of benchmarks, a reason for each setting."""
+def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Yield the differences in items and settings of benchmarks: one text for the number of items,
+    and one for each setting, with all benchmarks that differ in it."""
     differing: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
@@ -338,17 +351,20 @@ def _evaluated(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[s
             if published not in (None, value):
                 differing[description].append(f"{benchmark} ({value}, published {published})")
     for description, benchmarks in differing.items():
-        if len(benchmarks) > _LISTED:
+        if len(benchmarks) > _MOST_NAMED:
             yield f"other {description}: {len(benchmarks)} benchmarks"
         elif benchmarks:
             yield f"other {description}: {', '.join(benchmarks)}"
 
 
 def _differing_items(evaluation: Evaluation, published: int | None) -> str:
-    """Text with the numbers of items here and in the paper (`published`); "" when all items were
-    graded and the paper has as many, or does not state its number."""
+    """Text with the number of graded items here, and with the number in the paper (`published`) if
+    the paper states one.
+
+    "" if all items were graded here, and the paper has as many items or states no number.
+    """
     items = evaluation.n if evaluation.split.items is None else evaluation.split.items
-    graded = evaluation.n >= MOST_GRADED * items
+    graded = evaluation.n >= LOWEST_GRADED_SHARE * items
     if graded and published in (None, items):
         return ""
     of_items = "" if graded else f" of {items:,}"

@@ -41,19 +41,20 @@ from analysis.stats.cell_scores import Numbers
 from analysis.stats.comparison import Comparison
 
 Number = tuple[float, float, float]
-"""A value and the ends of its interval."""
+"""A value, and the lower and upper end of its interval."""
 MEMORY_TOLERANCE = 0.01
-"""Largest difference in GiB between a size computed from a configuration and a published one that
-agrees."""
+"""Largest difference in GiB between a computed and a published size that agree."""
 MATCHED = "matched"
-"""Calibration set of a published row whose columns come from models calibrated on different
-sets."""
+"""Calibration set in the key of a published row in which the models were calibrated on the task of
+each column, so that different columns come from different models."""
 _TASK_COLUMNS = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
+"""Columns of published rows with the calibration set MATCHED."""
 _GIB = 2**30
 
 
 class Facts:
-    """Reader of the protocol by which a study measured each of its numbers."""
+    """The cells and results of a study, and the protocol by which each of its numbers was
+    measured."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -74,10 +75,11 @@ class Facts:
     def measured(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> Measured:
-        """A measured number with its protocol.
+        """Combine a measured number with its protocol and caveats.
 
-        sources: benchmark -> the cell evaluated on it. Calibration and search are those of the
-        first source."""
+        sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
+        The axes, calibration tokens and search are those of the first cell.
+        """
         first = next(iter(sources.values()))
         axes = self.cells[first]
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
@@ -92,14 +94,16 @@ class Facts:
         return Measured(*number, axes, tokens, self._search(first), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """Search set and generations of the cell's allocation; None when it was not searched."""
+        """Search set and generations of the cell's allocation; None for an allocation that was not
+        searched."""
         if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
         return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
-        """Items and settings of a benchmark, from the result.json of the cell's evaluation."""
+        """Items and settings with which a cell was evaluated on a benchmark, from the result row
+        and the protocol in result.json."""
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         judge = (protocol.get("judge") or {}).get("model")
@@ -128,7 +132,8 @@ def _integer(value: Any) -> int | None:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The key that a published row for this cell has; the papers may not have such a row."""
+    """The key under which papers would publish the numbers of this cell, with the published names
+    of shipped models and calibration sets. Published rows with this key need not exist."""
     trained, top_k = names.routed(str(cell["model"]))
     model = stands_for("model", trained)
     calibration = stands_for("calibration", str(cell["calibration"]))
@@ -140,31 +145,32 @@ def key_of(cell: Mapping[str, Any]) -> Key:
 
 
 Pairs = Iterator[tuple[Printed, Measured]]
-"""Pairs of a published number and its measured counterpart."""
+"""Iterator over pairs of a published number and its measured counterpart."""
 
 
 def _scores(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of published and measured scores: benchmarks, displayed columns and their
-    averages.
+    """Yield pairs of published and measured scores of benchmarks and displayed columns, and of
+    averages over them.
 
-    table: name of the table here whose published counterparts are compared."""
+    table: name of the table here whose published counterparts are compared.
+    """
     for cell in comparison.cells.index.astype(int):
         row = counterparts(table).get(key_of(facts.cells[cell]), ())
         for number in row:
             published_target = target(number, row)
-            measured_target = _run(comparison, published_target)
+            measured_target = _filter_measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed(measured_target)
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
-                caveats += _missing_benchmarks(comparison, published_target)
+                caveats += _caveats_on_missing(comparison, published_target)
                 ends = (float(score[cell]), float(low[cell]), float(high[cell]))
                 yield number, facts.measured(ends, sources, caveats)
 
 
-def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
-    """Those of `columns` (displayed columns or benchmarks) that were run."""
+def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
+    """Filter displayed columns and benchmarks: only those that the comparison has scores for."""
     return tuple(
         name
         for name in columns
@@ -172,16 +178,20 @@ def _run(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _missing_benchmarks(comparison: Comparison, published_target: Sequence[str]) -> list[str]:
-    """A list with the caveat that benchmarks or columns of a published average were not run; empty
-    when all of them were run."""
-    measured_target = _run(comparison, published_target)
-    missing = [name for name in published_target if name not in measured_target]
-    for column in measured_target:
-        benchmarks = comparison.benchmarks_of.get(column)
-        if benchmarks is not None:
-            published = names.COLUMNS.get(column, ())
-            missing += [name for name in published if name not in benchmarks]
+def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[str]:
+    """A list with one caveat that names the parts of a published average that were not run; empty
+    when all were run.
+
+    columns: the displayed columns and benchmarks of the average. The caveat names columns and
+    benchmarks without scores, and the benchmarks that are missing in a column with scores.
+    """
+    measured_columns = _filter_measured(comparison, columns)
+    missing = [name for name in columns if name not in measured_columns]
+    for column in measured_columns:
+        measured_benchmarks = comparison.benchmarks_of.get(column)
+        if measured_benchmarks is not None:
+            published_benchmarks = names.COLUMNS.get(column, ())
+            missing += [name for name in published_benchmarks if name not in measured_benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
@@ -189,7 +199,9 @@ def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     """Yield pairs of published and measured average ranks. Measured ranks are among the methods
     that the papers rank.
 
-    table: name of the table here whose published counterparts are compared."""
+    table: name of the table here whose published counterparts are compared. Rows with the
+    calibration set MATCHED are ranked apart from all others.
+    """
     printed = {}
     for key, row in counterparts(table).items():
         for number in row:
@@ -213,40 +225,45 @@ def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 for column, cell in cell_of_column.items():
                     sources |= dict.fromkeys(comparison.weights((column,)), cell)
                 caveats = [
-                    *_otherwise_ranked(published, numbers, len(block), columns, published_columns),
-                    *_missing_benchmarks(comparison, columns),
+                    *_ranking_differences(
+                        published, numbers, len(block), columns, published_columns
+                    ),
+                    *_caveats_on_missing(comparison, columns),
                 ]
                 yield published, facts.measured(rank, sources, caveats)
 
 
-def _otherwise_ranked(
+def _ranking_differences(
     number: Printed,
     numbers: Iterable[Key],
-    methods: int,
-    columns: Sequence[str],
+    measured_methods: int,
+    measured_columns: Sequence[str],
     published_columns: Sequence[str],
 ) -> Iterator[str]:
-    """Yield caveats if a measured rank is among another number of methods, or over other columns,
-    than the published `number`.
+    """Yield a caveat if a measured rank is among another number of methods than the published
+    `number`, and one if the ranks average over different columns.
 
-    numbers: keys of all published ranks; methods, columns: those of the measured rank."""
+    numbers: keys of all published ranks.
+    """
     model, ratio, *_, calibration = number.key
     published_methods = sum(
         (key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers
     )
-    if methods != published_methods:
-        yield f"ranked among {methods}, published among {published_methods}"
-    if set(columns) != set(published_columns):
-        yield f"ranked over {len(columns)} columns, published over {len(published_columns)}"
+    if measured_methods != published_methods:
+        yield f"ranked among {measured_methods}, published among {published_methods}"
+    if set(measured_columns) != set(published_columns):
+        yield (
+            f"ranked over {len(measured_columns)} columns, published over {len(published_columns)}"
+        )
 
 
 RankBlock = list[tuple[dict[str, int], Number]]
-"""Methods that are ranked together: for each, column -> the cell from which the column's score
-comes, and the average rank."""
+"""Methods that are ranked together. Each method is a pair: column -> the cell whose score counts in
+this column, and the method's average rank."""
 
 
 def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block with the average ranks of the methods `ranked` for every panel."""
+    """Yield a block for every panel, with the average ranks of its methods that are in `ranked`."""
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
@@ -256,8 +273,8 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
 
 
 def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block with the average ranks of the methods `ranked`, calibrated on the task, for
-    every ratio and gate."""
+    """Yield a block for every ratio and gate, with the average ranks of the methods `ranked`, each
+    calibrated on code for the code columns and on math for the math columns."""
     for domains in cell_scores.by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             block = cell_scores.task_block(comparison, domains, ranked)
@@ -273,8 +290,8 @@ def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankB
 
 
 def _rank(block: Numbers, row: int | str) -> Number:
-    """The average rank in a row of a block, and the ends of its interval; NaN where the block has
-    none."""
+    """The average rank in a row of a block, and the ends of its interval; NaN for a number that the
+    block lacks."""
     value, low, high = (
         float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
         for part in (block.frame, block.low, block.high)
@@ -283,8 +300,8 @@ def _rank(block: Numbers, row: int | str) -> Number:
 
 
 def _memory(study: Study, table: str) -> Pairs:
-    """Yield pairs of published and computed loading memory; computed memory is exact, from
-    configurations and plans."""
+    """Yield pairs of published and computed loading memory. The computed memory follows exactly
+    from configurations and plans, so its interval is MEMORY_TOLERANCE on each side."""
     published = [
         number
         for row in counterparts(table).values()
@@ -304,23 +321,26 @@ def _memory(study: Study, table: str) -> Pairs:
                 yield number, Measured(value, low, high, cell, None)
 
 
-SPELLED = {
+QUANTITY_NAMES = {
     MEMORY_BEFORE: "Memory before, GiB",
     MEMORY_AFTER: "Memory after, GiB",
     "Code": "Code Avg",
     "Math": "Math Avg",
 }
-"""Published quantity -> its display name; other quantities are benchmarks."""
-_VARYING = {"recovery": "Recovery", "gate": "Gate"}
-"""Axis -> its column, for axes that have a column only when pruned cells differ in them."""
+"""Published quantity that is no benchmark -> its display name."""
+_OPTIONAL_COLUMNS = {"recovery": "Recovery", "gate": "Gate"}
+"""Axis -> its column. A table has such a column only when the study's pruned cells differ in the
+axis."""
 
 
 def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
-    """Name -> `published_table`, for those `requested` tables that have published counterparts.
+    """Name of a table -> its `published_table`, for the `requested` tables with published
+    counterparts.
 
-    A table has no rows when no cell of the study has a counterpart."""
+    A `published_table` has no rows when no cell of the study has a published counterpart.
+    """
     facts = Facts(study)
     return {name: published_table(facts, comparisons, name) for name in requested if name in TABLES}
 
@@ -329,8 +349,8 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     """Compare the study's numbers with the published tables that correspond to the table `name`.
 
     A measured and a published number are compared if they have the same model, ratio, criterion,
-    allocation, recovery, calibration set and benchmark. Shipped models and calibration sets are
-    compared with the published ones for which they stand in; the verdict says so.
+    allocation, recovery, calibration set and benchmark. A shipped model or calibration set is
+    compared with the published one for which it stands in, and the verdict names both.
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, name)]
@@ -355,15 +375,16 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
 
 
 def _columns(study: Study) -> list[str]:
-    """The columns of a `published_table`."""
+    """The columns of a `published_table` for this study."""
     pruned = study.cells[study.cells["criterion"] != "none"]
-    varying = [label for axis, label in _VARYING.items() if pruned[axis].nunique() > 1]
+    varying = [label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1]
     text = ("Model", "Pruned", "Calibration", "Criterion", *varying, "Benchmark", "Source")
     return [*text, "Measured", "Published", "Deviation", "Verdict"]
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
-    """The row of a `published_table` for a pair of numbers."""
+    """The row of a `published_table` that compares two numbers; the deviation of incomparable
+    numbers is NaN."""
     cell = measured.cell
     comparison = verdict(number, measured)
     incomparable = comparison.startswith(INCOMPARABLE)
@@ -372,8 +393,8 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Pruned": cell["removed_words"],
         "Calibration": names.calibration(str(cell["calibration"])),
         "Criterion": names.method(str(cell["method"])),
-        **{label: str(cell.get(axis, "any")) for axis, label in _VARYING.items()},
-        "Benchmark": SPELLED.get(number.benchmark, names.benchmark(number.benchmark)),
+        **{label: str(cell.get(axis, "any")) for axis, label in _OPTIONAL_COLUMNS.items()},
+        "Benchmark": QUANTITY_NAMES.get(number.benchmark, names.benchmark(number.benchmark)),
         "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
@@ -399,8 +420,8 @@ def _counted(verdicts: Sequence[str]) -> str:
 
 
 def _without_counterpart(study: Study, table: str) -> Iterator[str]:
-    """Yield a footnote on the pruned cells without a published row; nothing for tables that do not
-    compare criteria."""
+    """Yield a footnote that counts the pruned cells without a published row; nothing if every
+    pruned cell has one, or if the published tables do not compare criteria."""
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
     unmatched = [cell for cell in pruned if key_of(cell) not in published]
@@ -413,11 +434,12 @@ def _without_counterpart(study: Study, table: str) -> Iterator[str]:
 
 
 MOST_REASONS = 6
-"""Largest number of reasons that the report lists, the most frequent first."""
+"""Largest number of reasons that the report lists."""
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The report's chapter that compares the study with the papers; empty without counterparts."""
+    """The report's chapter that compares the study with the papers; without tables when the study
+    has no published counterparts."""
     all_tables = published_tables(study, comparisons, list(TABLES)).values()
     tables = [table for table in all_tables if len(table.frame)]
     return Section(
@@ -432,7 +454,8 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
 
 
 def published_summary(tables: Sequence[Table]) -> list[str]:
-    """Sentences that summarize the verdicts of `published_tables`; [] without verdicts."""
+    """Sentences that count the verdicts in `published_tables` and list the most frequent reasons
+    why numbers cannot be compared; [] without verdicts."""
     verdicts = [str(verdict) for table in tables for verdict in table.frame["Verdict"]]
     if not verdicts:
         return []
