@@ -1,7 +1,7 @@
 """Allocations by name: how many experts each layer loses, or how many channels each expert retains.
 
-Also the checks of their settings. A new allocation is a function and an entry of `ALLOCATIONS`. No
-torch.
+This module also checks the settings of an allocation. A new allocation is a function and an entry
+of `ALLOCATIONS`. No torch.
 """
 
 from __future__ import annotations
@@ -41,31 +41,33 @@ from moe_lab.source_code import source_of
 
 Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
 Function: TypeAlias = Callable[..., dict[int, Any]]
-"""A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each
-expert retains."""
+"""Function of a problem (problem.py) and of parameters by keyword. It returns, by layer, the number
+of experts to remove, or the channels that each expert retains (E,)."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A named rule for how many experts each layer loses, or how many channels each expert."""
+    """A named rule for how many experts each layer loses, or how many channels each expert
+    retains."""
 
     name: str
     functions: Mapping[Granularity, Function | None]
-    """Granularity that it can allocate -> function that decides; None if a step other than the
-    plan step decides."""
+    """Granularity that the allocation supports -> function that decides; None if a step other than
+    the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
-    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation",
-    "scaling"."""
+    """Function of the parameters that returns the evidence needed besides the scores: "statistics",
+    "gradients", "ablation", "scaling"."""
     step: Step = "plan"
-    """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
+    """The step that makes the plan: "plan", from numbers alone, or a step that runs the model."""
     parameters: Mapping[str, Any] | None = field(default_factory=dict)
-    """Parameter that another step reads -> its type; the parameters of a function are its keywords.
-    None: the step that decides checks the parameters."""
+    """Parameter that a step other than the plan step reads -> its type. Keywords of `functions` are
+    parameters, too. None: the step that decides checks the parameters."""
     uneven: tuple[Granularity, ...] = ()
     """Granularities at which the retained numbers differ by design: of experts between layers, or
     of channels between experts."""
     zero_expert: str = "keep_null"
-    """Default treatment of an expert without channels, as in `zero_expert()`."""
+    """Default treatment of an expert without channels; the function `zero_expert` has the
+    values."""
 
     @property
     def source(self) -> str:
@@ -134,14 +136,14 @@ def register(allocation: Allocation) -> None:
 
 
 def get(name: str) -> Allocation:
-    """The allocation of that name; UserError, naming the nearest known one, when there is none."""
+    """The allocation called `name`. UserError with the nearest name when there is none."""
     check_known("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
 
 
 class IdentifiedAllocation(AllocationConfig):
-    """An allocation whose identity is its fields, a digest of the file at `path`, and, for a
-    plugin's, its source."""
+    """Settings of an allocation, identified by their fields, a digest of the file at `path`, and
+    the source of a plugin's allocation."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -191,8 +193,8 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that these settings need besides the scores: "by", and steps that
-    measure."""
+    """Names of the evidence that `settings` need besides the scores: "by" for the scores of another
+    criterion, and steps that measure."""
     by = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.needs(settings.get("replacement", "none")),
@@ -204,8 +206,8 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """Treatment of an expert without channels: keep_null (still routed to, outputs 0) or drop (with
-    its router row)."""
+    """Treatment of an expert without channels: keep_null (the router still selects the expert,
+    whose output is 0) or drop (the expert and its row of the router are removed)."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
@@ -227,8 +229,8 @@ def _check_channel_settings(settings: AllocationConfig) -> None:
 
 
 def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
-    """Raise UserError for an unknown replacement, and for one beside a plan or an allocation that
-    decides by running the model."""
+    """Raise UserError for an unknown replacement, and for a replacement together with a plan, or
+    with an allocation that runs the model to decide."""
     replacement = settings.replacement
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
@@ -249,23 +251,23 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """A dataclass with one field for each parameter that these settings accept."""
+    """A new dataclass with one field for each parameter that `settings` accept, None by default."""
     function = allocation.functions[granularity]
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
         types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
     strict = {
-        name: Annotated[kind, Strict()] if kind in (int, float) else kind
-        for name, kind in types.items()
+        name: Annotated[hint, Strict()] if hint in (int, float) else hint
+        for name, hint in types.items()
     }
-    group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
-    return pydantic_dataclass(group, config=SETTINGS)
+    plain = make_dataclass("Parameters", [(name, hint, None) for name, hint in strict.items()])
+    return pydantic_dataclass(plain, config=SETTINGS)
 
 
 Layers = Mapping[int, Mapping[str, Any]]
-"""Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected, ids of experts that
-must be retained."""
+"""Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected (the ids of experts
+that must be retained)."""
 
 
 def allocate(
@@ -305,7 +307,8 @@ def allocate(
 
 
 def granularity_of(scores: Mapping[int, Any]) -> Granularity:
-    """Whether each layer has a score per expert, (E,), or per channel, (E, I)."""
+    """The granularity "expert" if each layer has scores of experts (E,), "channel" if it has scores
+    of channels (E, I)."""
     return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
 
 
@@ -316,7 +319,8 @@ def _budgets(
     inputs: Mapping[str, Any],
     ratio: float,
 ) -> Budgets:
-    """Layer -> channels each expert retains at `ratio`."""
+    """Layer -> channels each expert retains at `ratio`. For `function`, the scores of protected
+    experts are infinite, so that all their channels are retained."""
     _check_channels(ratio, settings, layers)
     ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
     for layer, experts in inputs["protected"].items():
@@ -332,7 +336,7 @@ def _budgets(
 
 
 def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as
+    """Raise UserError when ratio, multiple_of or block is infeasible in `layers`, as far as this is
     known without scores. `layers` as in `allocate`; for channels, blocks are checked only in layers
     that also have the fact `width`."""
     if granularity == "channel":
@@ -345,12 +349,14 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
+    """Raise UserError when channels cannot be allocated at `ratio`, whatever the scores."""
     check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
         coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
+    """Raise UserError when experts cannot be allocated at `ratio`, whatever the scores."""
     layer_limits = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
         shapes.same_share(layer_limits, ratio)
@@ -363,8 +369,8 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """The function that decides the allocation, with its parameters bound. UserError when it does
-    not allocate this granularity, or when another step decides."""
+    """The function that decides the allocation, with its parameters bound. UserError when the
+    allocation does not support `granularity`, or when another step decides."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:

@@ -1,10 +1,11 @@
 """allocation=coverage (MoE-Slimming): divide channels among layers, then experts, by the share of
 their scores that is retained.
 
-CBA (Algorithms 1-4) finds budgets of groups such that each covers its target share of its own
-scores. S_g(n) is the sum of the n highest scores of group g, negative ones counting as 0, and
-N_g(rho) = min{n : S_g(n) >= rho S_g}. CBA finds the alpha with sum_g N_g(min(alpha phi_g, 1)) =
-budget.
+CBA (Coverage-Maximized Budget Allocation, Algorithms 1-4) divides a budget of channels among groups
+such that each group covers its target share of its own scores. phi_g is the target of group g and
+S_g(n) the sum of its n highest scores, where negative scores count as 0. The least number of
+channels that covers the share rho is N_g(rho) = min{n : S_g(n) >= rho S_g}. CBA finds the alpha
+with sum_g N_g(min(alpha phi_g, 1)) = budget.
 
 AAR rounds widths to whole blocks, as low-bit kernels need, and empties experts with few channels.
 """
@@ -58,7 +59,7 @@ def coverage(
 ) -> Budgets:
     """Layer -> channels each expert retains (E,).
 
-    CBA is Coverage-Maximized Budget Allocation. First `inter` gives each layer its budget:
+    First `inter` gives each layer its budget:
 
     coverage    by CBA over the pooled channels of each layer; target: the smoothed layer loss that
                 `layer_prior` names
@@ -66,7 +67,7 @@ def coverage(
     u_shaped    a U over the depth, with `beta` and `floor`
     loss_based  in proportion to the smoothed layer loss
 
-    Then `intra` divides it among the experts:
+    Then `intra` divides the budget of each layer among its experts:
 
     coverage      by CBA; target: the smoothed `prior`
     proportional  in proportion to the smoothed `prior`
@@ -113,8 +114,8 @@ def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int)
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> channels it retains: all channels of protected experts, and further channels by CBA
-    over the pooled channels of each layer."""
+    """Layer -> number of retained channels: all channels of protected experts, and others by CBA
+    over the pooled channels of each layer, with the targets `shares` (L,)."""
     budgets = problem.fixed
     free = problem.sizes > problem.fixed
     if free.any():
@@ -128,7 +129,7 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the steps that measure the evidence which these parameters need."""
+    """Names of the steps that measure the evidence for an allocation with `parameters`."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
@@ -145,8 +146,8 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
-    """Budgets (G,) that sum to `budget`. `groups`: the scores of each group (n_g,); `prior`: phi >=
-    0 (G,).
+    """Divide `budget` channels among G groups by CBA: (G,). `groups`: the scores of each group
+    (n_g,). `prior`: the targets phi >= 0 (G,).
 
     Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups
     are sorted by S_g(n) / (S_g phi_g) and the first `budget` are retained. Of channels with equal
@@ -162,7 +163,7 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
 
 
 def _thresholds(scores: Array, prior: float) -> Array:
-    """The alpha above which each channel of a group is retained, from the best channel on."""
+    """The alpha (n,) above which each channel of a group is retained, the best channel first."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:

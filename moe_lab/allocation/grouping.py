@@ -1,9 +1,9 @@
 """Groups of experts to merge, and the weights of their members, from the sums of one layer. No
 torch.
 
-An allocation decides how many experts a layer retains, and a grouping which experts are merged into
-each of these. A new grouping is an entry of `GROUPINGS`: a distance between experts, a clustering
-by distance, and the weights of the members.
+An allocation decides how many experts a layer retains. A grouping decides which experts are merged
+into each retained expert. A new grouping is an entry of `GROUPINGS`: a distance between experts, a
+clustering by distance, and the weights of the members.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Grouping:
     """A named way of merging experts."""
 
     passes: tuple[str, ...]
-    """The passes whose sums it reads."""
+    """The passes whose sums the grouping reads."""
     distances: Callable[[Sums], Array]
     """Sums -> distance between each two experts (E, E)."""
     cluster: Callable[..., Groups]
@@ -69,10 +69,13 @@ def routed_output_distances(sums: Sums) -> Array:
 
 
 def output_and_logit_distances(sums: Sums) -> Array:
-    """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0,
-    1]. s = (cos + 1) / 2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d /
-    max d with d = sqrt(2 - 2 cos) of the logits over all tokens, the Euclidean distance of their
-    normalised columns."""
+    """The distance 1 - (s + r) / 2 of REAM's code, from two similarities of experts in [0, 1]:
+
+    s = (cos + 1) / 2   of the gated outputs, summed over all tokens: sum_t p_j f_j, p =
+                        softmax(logits)
+    r = 1 - d / max d   of the router's logits over all tokens: d = sqrt(2 - 2 cos), the Euclidean
+                        distance of their normalised columns
+    """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
     gated = numpy.asarray(sums["dense_gated_output_sum"], dtype=float)
@@ -99,8 +102,8 @@ def nearest(distances: Array, retained: Sequence[int]) -> Groups:
 
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
-    """Hierarchical clusters by average linkage, as many as `retained` has ids. The ids do not
-    matter."""
+    """Hierarchical clusters by average linkage, as many as `retained` has ids. Only the number of
+    ids matters."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
@@ -178,8 +181,9 @@ def parameters(replacement: str) -> dict[str, Any]:
 
 
 def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
-    """Raise UserError when the groups of the `retained` of `count` experts of a layer cannot hold
-    all experts. `protected`: number of retained experts whose groups have no other members."""
+    """Raise UserError when the groups of a layer that retains `retained` of its `count` experts
+    cannot hold all of them. `protected`: number of retained experts whose groups have no other
+    members."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
@@ -196,9 +200,10 @@ def groups(
     retained: Sequence[int],
     protected: Sequence[int] = (),
 ) -> Groups:
-    """Groups by the grouping settings["replacement"], sorted, as many as `retained` has ids. Each
-    protected expert is a group alone. `settings`: fields of AllocationConfig. `scores` (E,): the
-    criterion's. UserError when all retained experts are protected, and for missing sums."""
+    """The sorted groups of the grouping settings["replacement"], as many as `retained` has ids.
+    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `scores`
+    (E,): the criterion's. UserError when all retained experts are protected, and for missing
+    sums."""
     name = settings["replacement"]
     grouping = GROUPINGS[name]
     unprotected = [expert for expert in range(len(scores)) if expert not in protected]

@@ -38,8 +38,8 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether `content` is a plan, which is used as it is, without a criterion, and not a
-    schedule."""
+    """Whether `content` is a plan and not a schedule. A plan is used unchanged, without a
+    criterion."""
     return "schema" in content and fits(
         content, {"layers": {str: {"experts": int, "retained": list}}}
     )
@@ -55,22 +55,22 @@ def read_as(path: str | None, granularity: str) -> dict[str, Any]:
         "channels" in layer for layer in content["layers"].values()
     )
     if lists_channels != (granularity == "channel"):
-        lists = "channels" if lists_channels else "experts"
+        units = "channels" if lists_channels else "experts"
         raise UserError(
-            f"allocation.path={path} lists {lists}, but the criterion scores {granularity}s: "
-            f"choose a criterion that scores {lists}"
+            f"allocation.path={path} lists {units}, but the criterion scores {granularity}s: "
+            f"choose a criterion that scores {units}"
         )
     return content
 
 
 def removals(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, from the file. UserError when it does not fit the layers, their
-    routers and ratio."""
+    """Layer -> experts to remove, from the file. UserError when the file does not fit the layers,
+    their routers and the ratio."""
     content = read_as(problem.path, "expert")
     if is_plan(content):
         layers = content["layers"].items()
         content = {number: layer["experts"] - len(layer["retained"]) for number, layer in layers}
-    remove = _of_layers(content, problem.limits)
+    remove = _layer_values(content, problem.limits)
     for layer, limit in problem.limits.items():
         retained = limit.count - remove[layer]
         if not limit.smallest <= retained <= limit.largest or retained % limit.step:
@@ -88,9 +88,9 @@ def removals(problem: Experts) -> dict[int, int]:
 
 
 def budgets(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains, from the plan. UserError when it does not fit the
-    layers and the ratio."""
-    layers = _of_layers(read_as(problem.path, "channel")["layers"], problem.scores)
+    """Layer -> channels each expert retains, from the plan. UserError when the plan does not fit
+    the layers and the ratio."""
+    layers = _layer_values(read_as(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
         layer = layers[number]
@@ -109,7 +109,7 @@ def budgets(problem: Channels) -> Budgets:
     return retained
 
 
-def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
+def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
     """Layer -> its value in `content`, in the order of `expected`. UserError for other layers than
     `expected`."""
     numbered = {int(layer): value for layer, value in content.items()}
@@ -121,6 +121,8 @@ def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[
 
 
 def _check_ratio(removed: float, ratio: float) -> None:
+    """Raise UserError when `removed`, the share that the file removes, differs from `ratio` by more
+    than TOLERANCE."""
     if abs(removed - ratio) > TOLERANCE:
         raise UserError(
             f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set "

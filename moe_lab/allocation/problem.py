@@ -54,10 +54,11 @@ class RatioTooSmall(UserError):
 
 
 def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
-    """`decide(ratio)`; UserError with the nearest feasible ratio, in thousandths, if that raises
-    RatioTooLarge or RatioTooSmall."""
+    """The result of `decide(ratio)`. If `decide` raises RatioTooLarge or RatioTooSmall: UserError
+    with the nearest feasible ratio, in thousandths."""
 
     def refusal(thousandths: int) -> UserError | None:
+        """The error of `decide` at a ratio in thousandths; None if that ratio is feasible."""
         try:
             decide(thousandths / 1000)
         except (RatioTooLarge, RatioTooSmall) as error:
@@ -112,8 +113,8 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove, such that layers retain experts in proportion to share *
-        size."""
+        """Layer -> experts to remove, such that each layer retains experts in proportion to its
+        share times its number of experts, as far as its limits allow."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         retained = apportion(
@@ -154,8 +155,8 @@ class Channels(Problem):
         return round_down(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it retains, `keep` in total, in proportion to share * size, but no
-        fewer than its protected experts have."""
+        """Layer -> channels it retains, `keep` in total, in proportion to its share times its
+        number of channels, but no fewer than its protected experts have."""
         retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
@@ -207,9 +208,9 @@ def apportion(
     multiple of `step`.
 
     `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <=
-    sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded
-    down, and the shares with the largest remainders get one step more (ties: the first). When steps
-    differ, the sum may be below `total` by less than the largest step.
+    sum(high). The shares `level * weights`, clipped to [low, high], sum to `total`. They are
+    rounded down, and then those with the largest remainders get one step more (ties: the first).
+    When steps differ, the sum may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (

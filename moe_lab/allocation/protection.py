@@ -44,9 +44,9 @@ def with_protected(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The facts `model` with `protected`, the ids of its protected experts, added to each layer; no
-    change if settings["protect"] is None. `settings`: fields of AllocationConfig, among others.
-    `statistics`: layer -> sums by name."""
+    """A copy of the facts `model`, in which each layer also has `protected`, the ids of its
+    protected experts; a plain copy if settings["protect"] is None. `settings`: fields of
+    AllocationConfig, among others. `statistics`: layer -> sums by name."""
     if settings.get("protect") is None:
         return dict(model)
     evidence = {"statistics": statistics}
@@ -63,8 +63,8 @@ def with_protected(
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` added
-    nothing to the facts `model`."""
+    """{"protected": layer -> ids of its protected experts}, for the provenance of a plan; {} when
+    `with_protected` added nothing to the facts `model`."""
     experts_of = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

@@ -41,8 +41,8 @@ LAYER_LOSSES: Mapping[str, tuple[str, str]] = {
     "loss": ("statistics", "layer_loss"),
     "nll": ("scaling", "scaling"),
 }
-"""Value of layer_prior -> the step that measures that loss of a layer, and its name among the
-step's results."""
+"""Value of layer_prior -> (the step that measures this loss of each layer, the name of the loss
+among the step's results)."""
 LIMIT = 10_000
 """Largest number of subsets per layer that are tried by default."""
 
@@ -54,7 +54,8 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that
-    the limits allow. RatioTooLarge or RatioTooSmall when they allow none."""
+    the limits allow. RatioTooLarge or RatioTooSmall when the limits of a layer allow no such
+    number."""
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
@@ -91,14 +92,14 @@ def uniform_channels(problem: Channels) -> Budgets:
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """The first and last layers retain more, in the shares of `u_shape`."""
+    """Allocate in proportion to `u_shape`, which is largest for the first and the last layer."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Layers retain in proportion to their smoothed loss."""
+    """Allocate to each layer in proportion to its smoothed loss."""
     losses = layer_losses(problem.evidence, problem.scores, layer_prior)
     return problem.in_proportion(smooth(losses, smoothing))
 
@@ -124,10 +125,10 @@ def global_channels(problem: Channels) -> Budgets:
 def global_experts(problem: Experts) -> dict[int, int]:
     """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
 
-    Experts are ranked by the scores of another criterion in evidence["by"], if given, otherwise by
-    `scores`. If they can only be removed in steps (`multiple_of`, groups that lose equally), steps
-    are ranked by their mean score. When the steps of layers differ, the sum may be below the budget
-    by less than the largest step.
+    Experts are ranked by evidence["by"], the scores of another criterion, if there are any,
+    otherwise by `scores`. If experts can only be removed in steps (`multiple_of`, groups that lose
+    equally), steps are ranked by their mean score. When the steps of layers differ, the sum may be
+    below the budget by less than the largest step.
     """
     by = problem.evidence.get("by", problem.scores)
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
@@ -142,7 +143,8 @@ def global_experts(problem: Experts) -> dict[int, int]:
 
 def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
     """(mean score, layer, number of the step in its layer) of every step of experts that a layer
-    can lose, beyond the experts that it must lose."""
+    can lose, beyond the experts that it must lose. Step n has the n-th lowest scores, equally many
+    from each group of the router."""
     steps = []
     for layer, limit in problem.limits.items():
         scores = numpy.array(by[layer], dtype=numpy.float64)
@@ -193,9 +195,9 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), at least 1e-6 of the sum, so
-    that no result is zero. All-zero values give equal results. `name` chooses g; std is the
-    population's:
+    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values). Each result is raised to at
+    least 1e-6 of the sum of all results, so that no result is zero. All-zero values give equal
+    results. `name` chooses g; std is the population's:
 
     sqrt   x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with clipping
     log    ln(1 + 5x)
@@ -212,7 +214,7 @@ def smooth(values: Array, name: Smoothing) -> Array:
 
 
 def _huber(x: Array) -> Array:
-    """huber of `smooth`."""
+    """The function g called huber in `smooth`."""
     delta = x.mean() + 0.5 * x.std()
     return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
 
@@ -226,7 +228,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def check_removals(
+def removals_within_limit(
     layers: Mapping[int, Mapping[str, Any]],
     ratio: float,
     *,

@@ -73,7 +73,8 @@ class Layer:
         return self._random
 
     def _check_declared(self, declaration: str, value: str) -> None:
-        """UserError, as the criterion reads `value`, unless it has the flag `declaration`."""
+        """Raise UserError, which says that the criterion reads `value`, unless the criterion
+        declares the flag `declaration`."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
@@ -117,10 +118,10 @@ class Criterion:
 
     name: str
     granularity: Granularity
-    """Whether it scores every expert, or every channel of every expert."""
+    """Whether the criterion scores every expert, or every channel of every expert."""
     needs: tuple[str, ...]
-    """Steps whose results it reads: passes over a calibration set (statistics, damage, gradients,
-    weight_gradients) or over the weights (weights, channel_weights)."""
+    """Steps whose results the criterion reads: passes over a calibration set (statistics, damage,
+    gradients, weight_gradients) or over the weights (weights, channel_weights)."""
     reference: str
     """The paper that introduces the criterion."""
     uses_gate: bool
@@ -134,7 +135,8 @@ class Criterion:
 
     @property
     def needs_plain_weights(self) -> bool:
-        """Whether it cannot score a quantised checkpoint, which can only be run."""
+        """Whether the criterion cannot score a quantised checkpoint, whose weights are no plain
+        numbers."""
         return self.granularity == "channel" or "weights" in self.needs
 
 
@@ -170,7 +172,8 @@ def criterion(
 
 
 class IdentifiedCriterion(CriterionConfig):
-    """A criterion whose identity is its name, its parameters and, for a plugin's, its source."""
+    """Settings of a criterion, identified by its name, its parameters and the source of a plugin's
+    criterion."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -193,8 +196,8 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """UserError unless the criterion exists, accepts all `parameters`, gets all that it requires,
-    and can score a trial layer."""
+    """Raise UserError unless the criterion exists, accepts all `parameters`, gets all parameters
+    that it requires, and can score a trial layer."""
     # the first argument is the layer
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:

@@ -24,14 +24,15 @@ UNSEEN = -1.0
 
 @criterion("heapr", granularity="channel", needs=("gradients",), reference=HEAPR)
 def heapr(layer: Layer) -> Array:
-    """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
+    """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the expected rise of the loss when the channel is
+    removed.
 
     Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H,
-    H), because w_c^T g = dL/dphi. dL/dphi has the factor g, so the score has the
-    factor g^2."""
+    H), because w_c^T g = dL/dphi. dL/dphi contains the gate as a factor, so the score contains the
+    square of the gate."""
     tokens = layer.tokens[:, None]
-    seen = numpy.maximum(tokens, 1)
-    product = (layer["channel_square"] / seen) * (layer["channel_gradient_square"] / seen)
+    divisor = numpy.maximum(tokens, 1)
+    product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)
     return numpy.where(tokens > 0, product / 2, UNSEEN)
 
 
@@ -56,9 +57,9 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
             f"criterion.parameters.alpha={alpha} of camera: expected a number from 0 to 1, such "
             "as 0.9"
         )
-    weight = CAMERA_GATES[layer.gate]
-    total = layer[f"{weight}_channel_square"]
-    largest = layer[f"{weight}_channel_max"] ** 2
+    prefix = CAMERA_GATES[layer.gate]
+    total = layer[f"{prefix}_channel_square"]
+    largest = layer[f"{prefix}_channel_max"] ** 2
     return layer["channel_down_square"] * ((1 - alpha) * total + alpha * largest)
 
 
@@ -128,6 +129,6 @@ def channel_random(layer: Layer) -> Array:
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
     """The names of all three projections for `mean`, otherwise `projection` alone. UserError, which
-    names the criterion, for any other value."""
+    names the criterion `name`, for any other value."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

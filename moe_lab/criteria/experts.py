@@ -155,7 +155,7 @@ def random(layer: Layer) -> Array:
 def family(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:
-    """Every usable S(b, alpha, beta), 17 of them: rows (layer, expert, b, alpha, beta, score)."""
+    """Scores by all 17 usable S(b, alpha, beta): rows (layer, expert, b, alpha, beta, score)."""
     experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):

@@ -43,16 +43,16 @@ def loss_rises(
     ablation (E,)  without the output of each expert
     scaling ()     with the routed output times SCALE; shared experts and other layers unchanged
 
-    A few rows are read at a time. The hidden states before every MoE layer are stored, so that only
-    the layers behind it are run again: with L MoE layers, on average (L + 1) / 2 of them for each
-    scaled layer or ablated expert. Sums are saved in the folder `out` after every layer, and an
-    interrupted pass resumes from them. UserError when no two valid tokens are adjacent, and when
-    losses are not finite (naming layer and expert).
+    A few rows are read at a time. The hidden states before every MoE layer are stored, so that a
+    change in a layer only runs the model from this layer on: of L MoE layers, (L + 1) / 2 on
+    average for each scaled layer or ablated expert. Sums are saved in the folder `out` after every
+    layer, and an interrupted pass resumes from them. UserError when no two valid tokens are
+    adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
-    rows = _few_rows(model, batches)
+    rows = _small_batches(model, batches)
     metadata = {**pass_header(model, batches, kind), "pieces": len(rows)}
-    predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
+    predicted = sum(int(_is_predictor(valid).sum()) for _, valid in rows)
     layers = moe_layers(model)
     done, sums = resume(out, metadata)
     reader = None
@@ -71,8 +71,8 @@ def loss_rises(
 
 
 class _Reader:
-    """Runs the model on a few rows: once unpruned, then from any MoE layer on, with changed gates
-    in that layer."""
+    """Runs the model on a few rows: once unchanged, and then from any MoE layer on, with other
+    gates in this layer."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Reader:
                 "numbers"
             )
 
-    def without_each(self, position: int) -> torch.Tensor:
+    def ablation_rises(self, position: int) -> torch.Tensor:
         """(E,) fp64: increase of the summed loss without each expert of the MoE layer number
         `position`."""
 
@@ -104,7 +104,7 @@ class _Reader:
 
         return torch.stack([rise(expert) for expert in range(self.layers[position].n_experts)])
 
-    def scaled(self, position: int) -> torch.Tensor:
+    def scaling_rise(self, position: int) -> torch.Tensor:
         """() fp64: increase of the summed loss with the routed output of the MoE layer number
         `position` times SCALE."""
         return self._rise(position, lambda index, weights: weights * SCALE)
@@ -128,7 +128,7 @@ class _Reader:
     def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
         """() fp64: the summed log-likelihood of the rows, with `schedule` and `states` as in
         `Decoder.logits`."""
-        is_evaluated = _predicting(self.valid)
+        is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, schedule, states)
         positions = is_evaluated.nonzero()
         targets = self.ids.roll(-1, 1)[is_evaluated]
@@ -136,17 +136,17 @@ class _Reader:
         return row_sums("nll", None, logits, contexts).sum()
 
 
-KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
+KINDS = {"ablation": _Reader.ablation_rises, "scaling": _Reader.scaling_rise}
 """Name of a sum, which is also the kind of its step -> method that computes the sum over a few
 rows."""
 
 
-def _predicting(valid: torch.Tensor) -> torch.Tensor:
+def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
     """(B, S) bool: valid tokens that are followed by a valid token in their row."""
     return pad(valid[:, :-1] & valid[:, 1:], (0, 1))
 
 
-def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
+def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches split into parts that fit one forward pass, of at least one row each."""
     tokens = min(device.PASS_TOKENS, device.tokens_with_logits(model))
     parts: list[Batch] = []

@@ -27,8 +27,8 @@ from moe_lab.search.schedules import Schedule
 
 @dataclass
 class Cost:
-    """Computation so far, in full forward passes over the search set: layers x rows run / (all
-    layers x all rows)."""
+    """Computation so far, in forward passes over the whole search set. A run of some layers on some
+    rows counts as layers * rows / (all layers * all rows)."""
 
     candidates: int = 0
     """Schedules evaluated exactly."""
@@ -69,7 +69,7 @@ FP32_BYTES = 4
 @dataclass(frozen=True)
 class Batch:
     """Rows of the search set without the tokens after the last evaluated position, which cannot
-    affect it."""
+    affect the fitness."""
 
     ids: torch.Tensor
     valid: torch.Tensor
@@ -178,13 +178,14 @@ class Candidates:
         return log_p
 
     def _share(self, layers: int, batch: Batch) -> float:
-        """`layers` run on one batch, as a share of a full forward pass over the search set."""
+        """The cost of running `layers` decoder layers on one batch, as a share of a forward pass
+        over the whole search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The batches of `rows` that have positions to evaluate. Raises UserError when no batch has
-    any."""
+    """The batches of `rows` that have positions to evaluate, without the tokens after the last such
+    position. UserError when no batch has any."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in rows:

@@ -36,8 +36,8 @@ UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 predict them."""
 
 
-def _known_pattern(name: str) -> str:
-    """`name`; UserError unless it is the name of a pattern."""
+def _checked_pattern(name: str) -> str:
+    """`name` itself. UserError unless a pattern has this name."""
     check_known("pattern", name, PATTERNS)
     return name
 
@@ -62,7 +62,7 @@ class SearchSettings:
     """G: layers keep, and transfers move, multiples of this number of experts."""
     seed: Count = 42
     """Seed of numpy's PCG64, the only source of randomness."""
-    patterns: list[Annotated[str, AfterValidator(_known_pattern)]] = field(
+    patterns: list[Annotated[str, AfterValidator(_checked_pattern)]] = field(
         default_factory=lambda: list(PATTERNS)
     )
     """The first schedules of the first population, one per pattern; the others are drawn uniformly
@@ -109,7 +109,7 @@ def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
 def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
-    """The schedules to search. `settings`: fields of AllocationConfig and the ratio; `facts`: those
+    """The schedules to search. `settings`: fields of AllocationConfig and the ratio; `facts`: facts
     of the model. UserError when the routers cannot work with the ratio, and for `parameters` that
     cannot work on these layers."""
     layer_limits = limits(
@@ -169,15 +169,15 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
             if elites
             else _first_population(space, settings, random)
         )
-        new = [
+        new_schedules = [
             schedule
             for schedule in dict.fromkeys(schedule for schedule, *_ in proposals)
             if schedule not in fitness
         ]
-        if new:
-            fitness |= zip(new, evaluate(new), strict=True)
+        if new_schedules:
+            fitness |= zip(new_schedules, evaluate(new_schedules), strict=True)
         elites = sorted(fitness, key=lambda schedule: -fitness[schedule])[: settings.elites]
-        unlisted = set(new)
+        unlisted_schedules = set(new_schedules)
         for schedule, origin, parent in proposals:
             history.append(
                 {
@@ -185,12 +185,12 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
                     "schedule": list(schedule),
                     "origin": origin,
                     "parent": None if parent is None else list(parent),
-                    "evaluated": schedule in unlisted,
+                    "evaluated": schedule in unlisted_schedules,
                     "fitness": fitness[schedule],
                     "elite": schedule in elites,
                 }
             )
-            unlisted.discard(schedule)
+            unlisted_schedules.discard(schedule)
         generation += 1
         progress.update(generation, settings.generations, "generations")
     made = len(history)
@@ -226,8 +226,8 @@ def _children(
 
 
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
-    """A child of `parent` by level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max})
-    transfers. `space` must have at least two schedules."""
+    """A child of `parent` by level-switch mutation. The number of transfers is the smaller of two
+    uniform draws from 1 to tau_max. `space` must have at least two schedules."""
     units = numpy.array(space.units_removed(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step

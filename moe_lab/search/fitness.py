@@ -39,8 +39,8 @@ def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """Speculative acceptance of one token: y ~ q by the position's draw, then min(1, p_y / q_y).
-    Its mean is esap."""
+    """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, which the
+    position's random number draws from q. Its expectation is esap."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
@@ -80,9 +80,9 @@ def contexts(
 ) -> Contexts:
     """The positions at which to compute the fitness, in a batch of `ids` (B, S) with flags of the
     answer tokens, `answers` (B, S). With `shift`, these are the positions that predict an answer
-    token (no position predicts the first token of a row). Without, they are the positions of the
-    answer tokens, as in the released code of EvoESAP: they include the prediction of the token
-    after an answer, and not the prediction of the answer's first token."""
+    token (no position predicts the first token of a row). Without `shift`, they are the positions
+    of the answer tokens, as in the released code of EvoESAP. These also predict the token after an
+    answer, but not the answer's first token."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.allocation.shapes import LIMIT, check_removals, retained_subsets
+from moe_lab.allocation.shapes import LIMIT, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
@@ -54,14 +54,15 @@ def reconstruct(
     each layer.
 
     Each layer loses the share `ratio` as in allocation=uniform; of choices with equal errors, the
-    one that drops the lower ids is best. `facts`: facts of the model. The pass runs every expert
-    on every token and a router once for each choice; errors are computed from inner products of the
+    one that drops the lower ids is best. `facts`: facts of the model. The pass runs every expert on
+    every token and a router once for each choice; errors are computed from inner products of the
     experts' outputs, so memory does not grow with the number of choices. `read` makes the pass, by
-    `gather` or `stream`, and returns the sums that the given hook collects. UserError as
-    `check_removals`, for routers that cannot be called again, and for outputs that are not finite.
+    `gather` or `stream`, and returns the sums that the given hook collects. UserError as from
+    `removals_within_limit`, for routers that cannot be called again, and for outputs that are not
+    finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
-    removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
+    removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
     choices = {}
     for layer, router in layers.items():
         protected = router.get("protected", ())
@@ -180,6 +181,6 @@ def route(
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and
-    products (t, E, E)."""
+    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and the
+    inner products (t, E, E) of the experts' outputs f_j."""
     return (torch.bmm(gates, products) * gates).sum((0, 2))

@@ -46,11 +46,12 @@ class Space:
 
     @cached_property
     def _ways(self) -> list[list[int]]:
-        """[l][u]: number of ways in which layers l, l + 1, ... lose u units; exact integers, by
-        dynamic programming."""
+        """[l][u]: number of ways in which layers l, l + 1, ... lose u units together, as exact
+        integers; computed from the last layer to the first."""
         rows = [[1] + [0] * self.units]
         for size in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
+            # this layer loses 0 to `size` of the u units, so the later layers lose u - size to u
             rows.append(
                 [total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)]
             )

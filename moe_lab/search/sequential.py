@@ -32,9 +32,9 @@ def prune_sequentially(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
-    `choose` gets the number and the sums of a layer and returns a plan of that layer alone, the
-    same plan for the same sums. Each MoE layer runs twice over `batches`: once to collect the
-    sums, and once pruned, for the input of the next layer. `out` and resuming are as in
+    `choose` gets the number and the sums of a layer and returns a plan of that layer alone. It must
+    return the same plan for the same sums. Each MoE layer runs twice over `batches`: once to
+    collect the sums, and once pruned, for the input of the next layer. `out` and resuming are as in
     `stream`."""
     layer_pass = LayerPass(
         streamed,

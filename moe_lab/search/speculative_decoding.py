@@ -75,7 +75,7 @@ class DraftingCandidates:
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
-        """As `evaluate`, for one schedule."""
+        """Accepted / proposed tokens of one schedule, averaged over rows."""
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,8 @@ class DraftingCandidates:
     def _probabilities(
         self, ids: torch.Tensor, valid: torch.Tensor, is_evaluated: torch.Tensor
     ) -> torch.Tensor:
-        """As `Probabilities`, of the model with its current mask."""
+        """Next-token probabilities (N, V) of the model with its current mask; see
+        `Probabilities`."""
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
 
@@ -126,8 +127,8 @@ def accepted_and_proposed(
 ) -> list[tuple[int, int]]:
     """Numbers (accepted, proposed) of tokens for each text; none are proposed for an empty text.
     `draws` (texts, steps, 3): random numbers for draft, acceptance and next token of each step, the
-    same for all candidates. A text ends with one of the tokens `ends`, or when it is longer by
-    `steps` tokens."""
+    same for all candidates. A text ends with one of the tokens `ends`, or as soon as it has `steps`
+    new tokens."""
     ids = [list(text) for text in texts]
     max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
@@ -135,13 +136,13 @@ def accepted_and_proposed(
     unfinished = [number for number, text in enumerate(texts) if text]
     while unfinished:
         uniform = torch.stack([draws[number, proposed[number]] for number in unfinished])
-        q = candidate(*_padded([ids[number] for number in unfinished], 1))
+        q = candidate(*_pad_right([ids[number] for number in unfinished], 1))
         draft = draw_tokens(q, uniform[:, 0])
         drafted = [
             [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
         ]
         # two rows for each text: at the position before the draft, and at the draft
-        verified = full(*_padded(drafted, 2))
+        verified = full(*_pad_right(drafted, 2))
         p = verified[0::2]
         p_after_draft = verified[1::2]
         column = draft[:, None]
@@ -164,7 +165,7 @@ def accepted_and_proposed(
     return list(zip(accepted, proposed, strict=True))
 
 
-def _padded(
+def _pad_right(
     texts: Sequence[Sequence[int]], last: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, valid and is_evaluated (B, S) of texts padded on the right; the `last` positions of each

@@ -53,7 +53,8 @@ class Statistics:
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
-        """Read a file of `save`. UserError when the file is missing, damaged or not statistics."""
+        """Read a file that `save` wrote. UserError when the file is missing, damaged or not
+        statistics."""
         return cls(read(path, framework="pt"), header(path))
 
 
@@ -63,7 +64,7 @@ def read(
     """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt").
     `only`: the one name to read; None reads all. UserError when the file is missing, damaged or not
     statistics."""
-    header(path)  # raises the UserError
+    header(path)  # raises UserError for a file that cannot be read
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
         for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
@@ -151,8 +152,8 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the
-    gate; 0 without tokens. No constant is nearer to these outputs in the mean square: it is the
-    novice of MoNE (arXiv 2507.00390)."""
+    gate; 0 for an expert without tokens. This mean is the novice of MoNE (arXiv 2507.00390),
+    because no other constant is nearer to the outputs in the mean square."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

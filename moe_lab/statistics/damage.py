@@ -39,7 +39,7 @@ class DamageHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H)."""
+        """The routed output (T, H). Adds the damage of each expert."""
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
@@ -63,24 +63,25 @@ class DamageHook(StatisticsHook):
 
     def _coefficients(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Factors (t, 1 + K, E) of the outputs of all experts, for the `tokens` (t,) that are
-        routed to the experts `index` (t, K): with row 0 their sum is y, with row 1 + k it is
-        y - (y without the k-th expert)."""
+        routed to the experts `index` (t, K). The outputs weighed by row 0 sum to y; weighed by row
+        1 + k, they sum to y - (y without the token's k-th expert)."""
         t, k = index.shape
         n_experts = self.layer.n_experts
-        full = spread(*self._rerouted(tokens, None), n_experts)
-        without = spread(*self._rerouted(tokens.repeat_interleave(k), index.flatten()), n_experts)
+        full = spread(*self._reroute(tokens, None), n_experts)
+        without = spread(*self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts)
         return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
 
-    def _rerouted(
+    def _reroute(
         self, tokens: torch.Tensor, removed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and gates (R, K) of the experts to which the router sends `tokens` (R,) when token r
         cannot use the expert removed[r]; None removes no experts.
 
-        The router's own code runs with two differences: its linear map gives the logits of the
-        recorded call, and the logit of the removed expert is -inf, as is its entry wherever the
-        router selects the best of all experts, so that no correction bias can bring it back.
-        Cutting off the expert's row instead would change the groups of a group-limited router.
+        The router's own code runs with two differences. Its linear map gives the logits of the
+        recorded call, with -inf for the removed expert. The entry of the removed expert is also
+        -inf wherever the router selects the best of all experts, so that no correction bias can
+        bring this expert back. Removing the expert's row from the router instead would change the
+        groups of a group-limited router.
         """
         args, kwargs, logits = self.call
         logits = logits[tokens]
@@ -109,6 +110,7 @@ class _Replay(TorchFunctionMode):
         self.removed = removed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the router's linear map and its choices; run all other functions unchanged."""
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
         # a choice among all experts, perhaps in groups

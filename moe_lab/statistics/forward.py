@@ -37,7 +37,8 @@ class ForwardHook(StatisticsHook):
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
-        self.softmax_router = "sums_double_softmax" in start if start else None
+        self.is_softmax_router = "sums_double_softmax" in start if start else None
+        """Whether the router is a softmax over all experts; None before its first call."""
         self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a module around the block -> its input and its output."""
 
@@ -49,8 +50,8 @@ class ForwardHook(StatisticsHook):
             self.logits = first.detach().reshape(-1, self.layer.n_experts)
 
     def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Record the residual stream before the MoE block: the input of the norm whose output the
-        block reads."""
+        """Register hooks that record the residual stream before the MoE block, which is the input
+        of the norm whose output the block reads."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
@@ -102,7 +103,7 @@ class ForwardHook(StatisticsHook):
         return routed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Add those sums of the last call that are divided by the output of the decoder layer."""
+        """Add the sums of the last call that are divided by the output of the decoder layer."""
         if self.call is not None:
             stream = result[0] if isinstance(result, tuple) else result
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
@@ -113,11 +114,11 @@ class ForwardHook(StatisticsHook):
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all
         experts; its first call decides whether it is."""
-        if self.softmax_router is None:
-            self.softmax_router = self.logits is not None and is_softmax(
+        if self.is_softmax_router is None:
+            self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
             )
-        if not self.softmax_router or self.logits is None:
+        if not self.is_softmax_router or self.logits is None:
             return {}
         full = self.logits.double().softmax(-1)
         return {
@@ -142,6 +143,7 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
     renormalised or not. `logits` z (T, E), `index` and gates `weights` g (T, K): log g - z is then
     the same for all experts of a token. With K = 1 it always is, so log g - log softmax(z) must be
     the same for all tokens."""
+    # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)
     gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
@@ -194,6 +196,7 @@ class ExpertsCall:
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
         self.norm_square = torch.empty_like(self.gate_square)
         self.columns: dict[str, torch.Tensor] = {}
+        """Name of a statistic of the outputs -> (E, ...)."""
         self.outputs: list[tuple[slice, torch.Tensor]] = []
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
@@ -257,7 +260,7 @@ class ExpertsCall:
         sums = {"layer_loss": loss.sum()}
         token = self.rows.token
         expert = self.rows.expert
-        for name, numerators in (("ala_first", self.first), ("ala_second", self.second)):
+        for name, numerators in (("ala_first", self.ala_first), ("ala_second", self.ala_second)):
             terms = numerators * factor[token]
             terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
             sums[name] = torch.bincount(expert, terms, self.n_experts)
@@ -271,8 +274,8 @@ class ExpertsCall:
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
         self.outputs.clear()
-        self.first = self.gates["model"][self.rows.token, self.rows.column] * products
-        self.second = self.gate_square.double() * self.norm_square
+        self.ala_first = self.gates["model"][self.rows.token, self.rows.column] * products
+        self.ala_second = self.gate_square.double() * self.norm_square
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
@@ -306,7 +309,7 @@ class ExpertsCall:
 
 class Channels:
     """channel_square and channel_max of one call, (E, I) each, unweighted and weighted with each of
-    `gates`. The sums have at least fp32 and the device of `like`."""
+    `gates`. The sums have at least the precision fp32, and the device of `like`."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
@@ -319,8 +322,8 @@ class Channels:
                 self.columns[f"{prefix}channel_{statistic}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), at
-        least fp32."""
+        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), all in
+        at least fp32."""
         if len(phi) == 0:
             return
         square = phi.square()

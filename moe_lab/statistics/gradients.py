@@ -39,8 +39,8 @@ def gather_gradients(
     model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
     """The sums that `hook` collects in a forward and a backward pass of `model`, in eval mode, over
-    `batches`. `settings` and errors are those of `gather`. UserError when no valid token follows
-    another."""
+    `batches`. `settings` and errors are those of `gather`. UserError also when no valid token
+    follows another one."""
     check_loss(batches)
     with differentiable(model):
         return gather(model, hook, batches, reading=forward_and_backward, **settings)

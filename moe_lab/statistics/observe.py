@@ -158,7 +158,8 @@ class Observer:
         self._open.close()
 
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
-        """Add one batch, by `reading`, which runs the model and whose result is returned."""
+        """Run the model on one batch by `reading`, while it is observed; returns the result of
+        `reading`."""
         self.valid = valid
         return reading(self.model, input_ids, valid)
 
@@ -213,7 +214,7 @@ class SaveTimer:
         self.last_save = time.monotonic()
         self.save_seconds = self.last_save - start
         if self.stop_requested:
-            self.__exit__()
+            self.__exit__()  # SIGTERM has its usual effect now
 
 
 def gather(

@@ -92,6 +92,7 @@ class States:
         self.saved = self.retained
 
     def _delete(self, keys: Iterable[int]) -> None:
+        """Delete the files of the states of `keys`."""
         for key in keys:
             shutil.rmtree(self.folder / str(key), ignore_errors=True)
 
@@ -175,6 +176,7 @@ def stream_back(
                         -last, index, _gradient_at_head(streamed, ids, valid, output)
                     )
                 layer_pass.finish({}, [*range(first, last), -last])
+            # done is last + 1 after the loss, so that the first layer here is last - 1
             for number in range(2 * last - layer_pass.done, first - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
@@ -254,9 +256,9 @@ class LayerPass:
                 )
 
     def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights; if `keep`, store its outputs for
-        the next layer. Returns the sums that `hook` collects in a layer with routed experts; {} for
-        other layers and without a hook."""
+        """Run all batches through the layer `number`, whose weights are loaded; if `keep`, store
+        its outputs for the next layer. Returns the sums that `hook` collects in a layer with routed
+        experts; {} for other layers and without a hook."""
         with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
                 output = self.read(number, index, self.layer_input(number, index), observer)
@@ -265,8 +267,8 @@ class LayerPass:
             return _sums(observer)
 
     def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
-        """An observer of the layer with `hook`; of no layer if it has no routed experts, or without
-        a hook."""
+        """An observer of the layer `number` with `hook`; of no layer if this one has no routed
+        experts, or without a hook."""
         layers = []
         if hook is not None and number in self.streamed.moe:
             layers = [self.streamed.moe[number]]

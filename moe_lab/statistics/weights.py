@@ -46,7 +46,7 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
     layers = _sum_matrices(source, device, measure)
     for layer, sums in layers.items():
         if len(set(sums["count"].tolist())) > 1:
-            raise _incomplete(source, layer)
+            raise _missing_weights(source, layer)
         sums["count"] = sums["count"][0]
     return Statistics(layers, {"kind": "weights"})
 
@@ -58,8 +58,8 @@ added to those of the expert."""
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     """Layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the
-    order of the bytes. UserError for a source without experts, sums that are NaN or infinite, and
-    experts of one layer whose statistics differ in name or shape."""
+    order in which they are stored. UserError for a source without experts, sums that are NaN or
+    infinite, and experts of one layer whose statistics differ in name or shape."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open(source, device).matrices():
         for statistic, values in measure(name, block_tensor, weights).items():
@@ -74,7 +74,7 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     for layer, statistics in sorted(sums.items()):
         experts = range(1 + max(expert for rows in statistics.values() for expert in rows))
         if any(len(rows) != len(experts) for rows in statistics.values()):
-            raise _incomplete(source, layer)
+            raise _missing_weights(source, layer)
         if len({row.shape for rows in statistics.values() for row in rows.values()}) > 1:
             raise UserError(
                 f"model.path={source}: experts of layer {layer} have unequal widths, expected one "
@@ -87,7 +87,7 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     return layers
 
 
-def _incomplete(source: Source, layer: int) -> UserError:
+def _missing_weights(source: Source, layer: int) -> UserError:
     """The error for a layer in which experts lack weights."""
     return UserError(
         f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing"
@@ -218,7 +218,7 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     for layer, matrices in sorted(names_of.items()):
         experts = range(max(map(len, matrices.values())))
         if any(sorted(names) != list(experts) for names in matrices.values()):
-            raise _incomplete(source, layer)
+            raise _missing_weights(source, layer)
         products = torch.zeros((), dtype=torch.float64)
         for names in matrices.values():
             for block in _blocks(weights, layer, [names[expert] for expert in experts], device):
@@ -276,5 +276,5 @@ def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
     layers = _sum_matrices(source, device, measure)
     for layer, sums in layers.items():
         if not {"channel_down_square", "channel_up_square"} <= sums.keys():
-            raise _incomplete(source, layer)
+            raise _missing_weights(source, layer)
     return Statistics(layers, {"kind": "channel_weights"})

@@ -27,7 +27,7 @@ from moe_lab.allocation.grouping import (
     nearest,
 )
 from moe_lab.allocation.protection import super_experts, with_protected
-from moe_lab.allocation.shapes import check_removals
+from moe_lab.allocation.shapes import removals_within_limit
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
@@ -291,7 +291,7 @@ def test_plans_must_retain_protected_experts() -> None:
     grouped = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
     for refused in (
         lambda: allocate(settings("uniform", 0.5), layers, scores),
-        lambda: check_removals(layers, 0.5),
+        lambda: removals_within_limit(layers, 0.5),
         lambda: allocate(settings("global", 0.75), layers, scores),
         lambda: allocate(settings("uniform", 0.5), grouped, {0: numpy.arange(8.0)}),
         lambda: allocate(settings("global", 0.75), layers, {n: numpy.ones((8, 8)) for n in layers}),

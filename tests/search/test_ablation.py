@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.allocation.shapes import check_removals, count_subsets, retained_subsets
+from moe_lab.allocation.shapes import count_subsets, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -349,13 +349,13 @@ def test_too_many_choices_are_refused(
     layers: dict[int, Any], ratio: float, limit: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        check_removals(layers, ratio, limit=limit)
+        removals_within_limit(layers, ratio, limit=limit)
 
 
 def test_choices_within_the_limit_are_allowed() -> None:
-    assert check_removals(PLAIN_LAYER, 0.046) == {0: 2}
+    assert removals_within_limit(PLAIN_LAYER, 0.046) == {0: 2}
     assert math.comb(64, 2) < 10_000 < math.comb(64, 3)
-    assert check_removals(GROUPED_LAYER, 0.25, limit=256) == {3: 4}
+    assert removals_within_limit(GROUPED_LAYER, 0.25, limit=256) == {3: 4}
 
 
 def test_router_that_cannot_be_repeated_is_refused() -> None:

@@ -160,7 +160,7 @@ def check_choices(cell: Cell) -> None:
         limit = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
-        shapes.check_removals(
+        shapes.removals_within_limit(
             {0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit
         )
 
