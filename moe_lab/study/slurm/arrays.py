@@ -1,5 +1,5 @@
-"""Group steps into Slurm jobs, and jobs into arrays; and the resources of each job: as set in the
-configuration, or else estimated."""
+"""Group steps into Slurm jobs, and jobs into arrays, and determine the resources of each job:
+those in the configuration, or else estimates."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import canonical
 from moe_lab.models.config_json import GPU_COUNTS, config_of
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.resources import GIB
+from moe_lab.study.resources import GIB, Resources
 from moe_lab.study.slurm.scheduler import LONGEST
 from moe_lab.study.step import Step
 
 JobSteps = list[Step]
-"""The steps of one job, in the order in which it does them."""
+"""The steps of one job, in the order in which the job does them."""
 Stage = tuple[str, int]
-"""Kind of jobs, and how many jobs of the same kind have to run before them, one after another."""
+"""(kind, depth) of jobs; depth: number of earlier stages of the same kind that must end first."""
 STEPS_PER_JOB = 256
-"""Short steps of one job: each takes about a second, and a job some time in the queue."""
-UNKNOWN = 16.0 * GIB
-"""Bytes of GPU memory assumed for a model of unknown size, before it is downloaded."""
-ROUNDED = 30
-"""Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an
-array."""
+"""Maximum number of short steps per job. A short step takes about a second, which is less than the
+time of a job in the queue."""
+DEFAULT_MEMORY = 16.0 * GIB
+"""Bytes of GPU memory that are assumed if the size of a model is unknown before its download."""
+MINUTES_STEP = 30
+"""Estimated minutes are rounded up to multiples of this number, and jobs of similar length then
+share an array."""
 MARGIN = 2.0
-"""Requested time as a multiple of the estimate: a job that shares its node can take twice as
-long."""
-ROUGHLY = 1.25
-"""Multiple of the memory of GPUs up to which a step is tried, as estimates are rough."""
+"""Requested time / estimated time. A job that shares its node can take twice as long."""
+MEMORY_TOLERANCE = 1.25
+"""A step is tried if its estimated memory, which is rough, is at most this multiple of the GPUs'
+memory."""
 CPUS_PER_GPU = 8
-"""CPU cores per GPU where `cpus` is not set: clusters have at least as many."""
+"""CPU cores per GPU if `cpus` is not set. Clusters have at least as many."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
 def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch requests GPUs, and so replaces `gpus` and `gpu_type`."""
+    """Whether an option of sbatch requests GPUs; it then replaces `gpus` and `gpu_type`."""
     if option == "gres":
         return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def job_options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """The options of sbatch for a job: without those that are null or false, and without those
-    about GPUs unless it is `on_gpus`."""
+    """The options of sbatch for a job, without options that are null or false. Without `on_gpus`,
+    options that concern GPUs are left out, too."""
     options = {
         name: value for name, value in sbatch.items() if value is not None and value is not False
     }
@@ -83,7 +84,7 @@ class Array:
 
     kind: str
     resources: Mapping[str, Any]
-    """Resources of each job, as by `job_resources`."""
+    """Resources of each job, as `job_resources` returns them."""
     jobs: Sequence[JobSteps]
 
 
@@ -93,12 +94,13 @@ def arrange(
     settings: LauncherConfig,
     longest: int = LONGEST,
 ) -> list[Array]:
-    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs.
-    `resources_of`: steps of a job -> its resources."""
+    """Divide steps into jobs, and jobs into arrays. `steps`: inputs come first. `resources_of`:
+    steps of a job -> resources of the job. `longest`: maximum number of jobs in an array. In the
+    result, each array comes after the arrays whose results it needs."""
     stage_of: dict[str, Stage] = {}
     steps_of: dict[Stage, list[Step]] = defaultdict(list)
     needs: dict[Stage, set[Stage]] = defaultdict(set)
-    for step in steps:  # inputs come first
+    for step in steps:
         input_stages = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
         kind = step.resources().job or step.kind
         depths = (depth + 1 for input_kind, depth in input_stages if input_kind == kind)
@@ -120,8 +122,8 @@ def arrange(
 
 
 def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
-    """Table of the arrays and the resources of their jobs. `longest`: requested minutes of a job
-    whose time is unknown. `seconds`: estimated seconds of a step."""
+    """Table of arrays, with the resources of each job. `longest`: requested minutes of a job whose
+    time is unknown. `seconds`: step -> estimated seconds."""
     header = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
     rows = Table(*header, title="what would be requested from Slurm for each job")
     for array in arrays:
@@ -140,10 +142,10 @@ def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Tabl
 
 
 def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[JobSteps]:
-    """Divide the steps of jobs of a kind into jobs of about equal length. In a job, steps of `kind`
-    come before others. With steps_per_job=models, a job reads one model, and the steps of a pruned
-    model are in one job."""
-    # model -> pruned model or step -> steps that are not divided
+    """Divide steps into jobs of the kind `kind` of about equal length. In a job, steps of the same
+    kind as the job come first. With steps_per_job=models, all steps of a job read the same model,
+    and all steps of a pruned model are in the same job."""
+    # model -> pruned model or step -> steps that stay in one job
     groups: dict[str, dict[str, JobSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         needed = step.resources()
@@ -170,23 +172,19 @@ def job_resources(
     seconds: Seconds,
     time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Resources of a job that does `steps` one after another; kind and model of the first step
-    select the settings.
+    """Resources of a job that does `steps` one after another. The kind and the model of the first
+    step select the settings.
 
-    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers.
-    `seconds`: estimated seconds of a step; if they are unknown for any, the job requests
-    `settings.longest`. Minutes that are not set are limited to the partition's `time_limits`
-    (partition -> minutes). UserError for GPUs that are set twice, and for a step that is too large
-    for the GPUs."""
-    needed = []
-    for step in steps:
-        of_step = step.resources()
-        if of_step.memory is None:
-            of_step = of_step._replace(memory=UNKNOWN, gpu_counts=GPU_COUNTS)
-        needed.append(of_step)
+    Returns the fields of JobConfig; gpus, cpus, memory (GiB) and minutes are always numbers.
+    `seconds`: step -> estimated seconds; if any are unknown, the job requests `settings.longest`
+    minutes. Estimated minutes are limited to the partition's time limit. `time_limits`: partition
+    -> minutes. UserError for GPUs that are set twice, and for a step that is too large for the
+    GPUs."""
+    needed = list(map(_resources, steps))
     model = needed[0].model
-    kind = settings.jobs.get(steps[0].kind)
-    job_config = configured([settings.every, kind, settings.of_model(model) if model else None])
+    kind_config = settings.jobs.get(steps[0].kind)
+    model_config = settings.of_model(model) if model else None
+    job_config = configured([settings.every, kind_config, model_config])
     count = job_config["gpus"]
     sbatch = job_options(job_config["sbatch"], on_gpus=True)
     gpu_options = [
@@ -199,11 +197,10 @@ def job_resources(
             "one of these"
         )
     if count is None:
-        count = max(of_step.gpus(settings.gpu_memory) for of_step in needed)
+        count = max(needs.gpus(settings.gpu_memory) for needs in needed)
+        max_memory = MEMORY_TOLERANCE * settings.gpu_memory
         too_large = [
-            of_step.memory
-            for of_step in needed
-            if of_step.memory and not of_step.fits(count, ROUGHLY * settings.gpu_memory)
+            needs.memory for needs in needed if needs.memory and not needs.fits(count, max_memory)
         ]
         if model and too_large and not gpu_options and config_of(model):
             can_divide = model.device in DEVICE_MAPS or needed[0].weights == "layers"
@@ -214,11 +211,11 @@ def job_resources(
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
-    elif count and all(of_step.weights == "layers" for of_step in needed):
-        # the model is read layer by layer, each on the same GPU
+    elif count and all(needs.weights == "layers" for needs in needed):
+        # one decoder layer is in memory at a time, always on the same GPU
         count = 1
         job_config["gpus"] = count
-    largest = max(of_step.memory or 0.0 for of_step in needed) / GIB
+    largest = max(needs.memory or 0.0 for needs in needed) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
     estimated = {
         "gpus": count,
@@ -231,17 +228,26 @@ def job_resources(
     }
 
 
+def _resources(step: Step) -> Resources:
+    """Resources of a step, with DEFAULT_MEMORY if its memory is unknown."""
+    needs = step.resources()
+    if needs.memory is None:
+        return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)
+    return needs
+
+
 def _minutes(times: Sequence[float | None], longest: float) -> float:
-    """Requested minutes of a job whose steps take `times` (seconds): at most `longest`, and
-    `longest` where a time is unknown (None)."""
+    """Requested minutes of a job, with MARGIN and rounded up: at most `longest`, and `longest` if
+    the time of a step is unknown. `times`: estimated seconds of each step; None: unknown."""
     if None in times:
         return longest
-    return min(longest, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED)))
+    expected = MARGIN * sum(filter(None, times)) / 60
+    return min(longest, MINUTES_STEP * max(1, ceil(expected / MINUTES_STEP)))
 
 
 def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
-    """The fields of JobConfig, merged from `settings` of every job, of its kind and of its model:
-    later ones override earlier ones, except that sbatch is merged."""
+    """The fields of JobConfig, merged from `settings`: those of every job, of the job's kind and of
+    the job's model. Later settings override earlier ones, but options in `sbatch` are merged."""
     job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
         "sbatch": {},
         "setup": [],
@@ -257,8 +263,9 @@ def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
 
 
 def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
-    """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are
-    not known, and when a quality of service (qos) determines the limit."""
+    """The longest time limit, in minutes, of the partitions in which a job may run. Infinite if the
+    limits are unknown, or if a quality of service (qos) determines the limit. `time_limits`:
+    partition -> minutes."""
     if job_config["sbatch"].get("qos"):
         return inf
     partitions = job_config["partition"] or os.environ.get("SBATCH_PARTITION", "")

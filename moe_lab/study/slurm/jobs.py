@@ -1,5 +1,5 @@
-"""Slurm jobs, as submitit runs them on a node: jobs that compute steps, and a last one that writes
-the record; and waiting for the jobs of a study."""
+"""Slurm jobs, which submitit runs on nodes: jobs that compute steps, and a last job that writes the
+record. Also waits for the jobs of a study."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, retries
 
 SAVING = 20.0
-"""Seconds that a pass has to save its state: by default Slurm kills a preempted job 30 s after its
-warning."""
+"""Seconds that a pass has to save its state. By default Slurm kills a preempted job 30 s after the
+warning signal."""
 
 
 @dataclass(frozen=True)
 class StepsJob:
-    """A job that computes steps; submitit calls it on the node.
+    """A job that computes steps. submitit calls this object on the node.
 
-    `store`: the store's folder. `run`: STUDY/RUN that the job belongs to. `launcher`: settings,
-    whose `max_requeues` counts down each time the job is requeued.
+    `store`: folder of the store. `run`: STUDY/RUN, the run to which the job belongs. `launcher`:
+    settings; `max_requeues` is one less each time the job is requeued.
     """
 
     store: str
@@ -58,8 +58,8 @@ class StepsJob:
         return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
 
     def __call__(self) -> dict[str, int]:
-        """Compute the missing steps, and return their numbers by result. After the failure of a
-        step, whose error is stored, the others continue."""
+        """Compute the missing steps. Returns the numbers of steps that are done, failed and
+        skipped. When a step fails, its error is stored, and steps that do not need it continue."""
         signal.signal(signal.SIGTERM, self.handle_sigterm)
         store = self.worker.store
         store.check_exists()  # a node that does not see the store must not create a new one
@@ -77,11 +77,12 @@ class StepsJob:
         }
 
     def handle_sigterm(self, _: int, __: FrameType | None) -> None:
-        """Requeue this job, save or exit, by its state in Slurm.
+        """Requeue this job, or exit with or without saving, depending on the job's state in Slurm.
 
-        A job that Slurm still lists as running is being preempted: it is requeued, as when its time
-        is up. So is a job of unknown state, in an image without scontrol. A job that Slurm requeues
-        itself saves the state of its pass. A cancelled job exits at once. Claims are released."""
+        A job that Slurm lists as running is being preempted, and is requeued by SIGUSR2, like a job
+        whose time is up. A job of unknown state, as in an image without scontrol, is requeued, too.
+        If Slurm itself requeues the job, the pass saves its state before the exit. A cancelled job
+        exits at once. An exit releases claims."""
         state: dict[str, str] = {}
         with suppress(UserError):
             state = scheduler.job_state(str(own_job()), limit=5.0)
@@ -93,8 +94,8 @@ class StepsJob:
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job to requeue when this job must stop, after its pass has saved its state; None when
-        it may not be requeued again. Steps resume from the files that they have saved."""
+        """The job that continues this one, after the pass has saved its state; None when
+        `max_requeues` is used up. submitit calls this when the job must stop."""
         self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -104,8 +105,8 @@ class StepsJob:
 
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are missing in the store. Waits for them while no input has
-    failed. Finished inputs are marked in `schedule`."""
+    """Inputs of the steps that other jobs compute and that are missing in the store. Waits a while
+    for missing inputs if none of them has failed. Finished inputs are marked in `schedule`."""
     step_ids = {step.id for step in schedule.steps}
     inputs = [
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
@@ -121,7 +122,7 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
 
 
 def _has_failed(step: Step, store: Store) -> bool:
-    """Whether a step, or one that it needs, has failed."""
+    """Whether a step, or one of its inputs, direct or indirect, has failed."""
     if store.error(step.id) is not None:
         return True
     return any(_has_failed(needed, store) for needed in step.needs)
@@ -135,7 +136,8 @@ class RecordJob:
     run: Run
 
     def __call__(self) -> int:
-        # loads the whole configuration, which other jobs do not need
+        """Write the record and the report, and return the exit code of the study."""
+        # imported here, because this loads the whole configuration, which other jobs do not need
         from moe_lab.study.record import finish
 
         schedule = Schedule(self.study.graph.steps)
@@ -144,8 +146,9 @@ class RecordJob:
 
 
 def update_from_store(schedule: Schedule, store: Store) -> None:
-    """Set the state of waiting steps by the store: finished, or failed. Steps that have neither
-    result nor error there failed because their job was lost."""
+    """Mark waiting steps as finished or failed, according to the store. Steps with neither a result
+    nor an error in the store count as failed, because their job was lost. Shares of steps that are
+    finished are no longer waited for."""
     _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
@@ -163,7 +166,7 @@ def update_from_store(schedule: Schedule, store: Store) -> None:
             schedule.fail(step, StepError({"message": message, "transient": True}))
 
 
-EVERY = 3.0
+INTERVAL = 3.0
 """Seconds between two queries of the store and of the scheduler, which other users share."""
 
 
@@ -176,7 +179,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             # an error means that the scheduler does not answer: jobs may still run
             if not queue and not queue_error:
                 break
-            time.sleep(EVERY)
+            time.sleep(INTERVAL)
             claimed = study.store.claims.active()
             with schedule.changed:
                 _finish_present(schedule, study.store)
@@ -187,7 +190,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 
 
 def _finish_present(schedule: Schedule, store: Store) -> None:
-    """Count waiting steps that are present in the store as finished."""
+    """Mark waiting steps with a result in the store as finished."""
     present = store.present()
     for step in list(schedule.waiting.values()):
         if step.id[:DIGITS] in present:

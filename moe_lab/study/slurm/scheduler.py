@@ -17,7 +17,7 @@ from unittest.mock import patch
 from moe_lab.errors import UserError
 
 LONGEST = 1001
-"""Most tasks of an array, from Slurm's default MaxArraySize."""
+"""Maximum number of tasks of an array, Slurm's default MaxArraySize."""
 ENDED_STATES = (
     *(
         "COMPLETING",
@@ -33,13 +33,15 @@ ENDED_STATES = (
 )
 """States of jobs that have ended, although squeue may still show them."""
 REQUEUED = ("COMPLETING", "None", "0:00")
-"""State, reason and time of a job that is still ending but was put back into the queue. A job that
-failed has another reason."""
+"""(state, reason, time) of a job that is still ending, but was put back into the queue. Jobs that
+failed have other reasons."""
 ENDED = re.compile(r"Invalid job id|already completing")
-"""In messages of scancel about jobs that have ended."""
+"""Pattern of scancel's messages about jobs that have ended."""
 NEVER = "DependencyNeverSatisfied"
+"""squeue's reason of a pending job that cannot start because a job that it waits for failed."""
 IDS_PER_CALL = 500
-"""Most job ids in one call of scancel, since the length of a command line is limited."""
+"""Maximum number of job ids in one call of scancel, since the length of a command line is
+limited."""
 LIMIT = 120
 """Seconds in which a Slurm command must answer."""
 SLURM_PREFIXES = (
@@ -52,12 +54,12 @@ SLURM_PREFIXES = (
     "SCANCEL_",
     "SACCT_",
 )
-"""Prefixes of environment variables that change what Slurm's commands do and show. A shell or the
-job around this process may have set them."""
+"""Prefixes of environment variables that change what Slurm's commands do and show. They may be set
+in a shell, or by a job in which this process runs."""
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables by which Slurm's commands find their cluster."""
 FROM_SHELL = ("partition", "account", "qos", "constraint", "reservation")
-"""Options of sbatch that may be set by a variable of the shell, if the job does not set them."""
+"""Options of sbatch that a variable of the shell may set if the job's settings do not."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ class Queued:
 
     @property
     def pending(self) -> bool:
+        """Whether the job waits in the queue."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
-    """Id -> job, for pending and running jobs of this user and `users`. squeue is called for each
-    user, since for several at once it loads the jobs of all users. Raises UserError, with the
-    scheduler's message, when squeue fails."""
+    """Id -> job, for pending and running jobs of this user and of the users with ids `users`.
+    squeue is called for each user, since a call for several users would load the jobs of all users.
+    Raises UserError, with the scheduler's message, when squeue fails."""
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     jobs = {}
     for user in {os.getuid(), *users}:
@@ -91,8 +94,8 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
 
 
 ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULTILINE)
-"""The line of a job in the output of squeue. Further lines belong to the name of the job, which may
-have any characters."""
+"""The line of a job in the output of squeue: id, state, reason, time and name. Lines that do not
+match are the rest of a job's name, which may contain newlines."""
 
 
 def submitted_from(folder: Path) -> set[str]:
@@ -107,8 +110,8 @@ def submitted_from(folder: Path) -> set[str]:
 
 
 def longest_array() -> int:
-    """Most tasks of an array: MaxArraySize of this cluster, or max_array_tasks of its
-    SchedulerParameters."""
+    """Maximum number of tasks of an array on this cluster: the smaller of MaxArraySize and
+    SchedulerParameters=max_array_tasks."""
     limits = re.findall(
         r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
         run_command("scontrol", "show", "config"),
@@ -118,8 +121,8 @@ def longest_array() -> int:
 
 
 def time_limits() -> dict[str, float]:
-    """Partition -> its time limit in minutes, infinite without one. The default partition is also
-    called ""."""
+    """Partition -> time limit in minutes, which is infinite for a partition without a limit. ""
+    stands for the default partition."""
     limits = {}
     for line in run_command("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
@@ -131,19 +134,21 @@ def time_limits() -> dict[str, float]:
 
 
 def minutes(limit: str) -> float:
-    """Minutes of a time limit as sinfo writes it, such as 1-12:00:00, 30:00 or infinite."""
+    """Minutes of a time limit in sinfo's format, such as 1-12:00:00, 30:00 or infinite."""
     days, _, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in parts):
         return inf
-    # seconds, minutes and hours: powers -1, 0 and 1 of 60
-    of_day = sum(int(part) * 60.0**power for power, part in enumerate(reversed(parts), start=-1))
-    return of_day + 1440 * int(days or 0)
+    # a second, a minute and an hour are 60**-1, 60**0 and 60**1 minutes
+    clock_minutes = sum(
+        int(part) * 60.0**power for power, part in enumerate(reversed(parts), start=-1)
+    )
+    return clock_minutes + 24 * 60 * int(days or 0)
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel jobs by id; jobs that have already ended are not an error. Raises UserError, with the
-    scheduler's message, when others are not cancelled."""
+    """Cancel the jobs with these ids, except jobs that have already ended. Raises UserError, with
+    the scheduler's message, when a job could not be cancelled."""
     ids = list(jobs)
     errors: list[str] = []
     for start in range(0, len(ids), IDS_PER_CALL):
@@ -156,15 +161,15 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def job_state(job: str, limit: float | None = None) -> dict[str, str]:
-    """Slurm's fields of a job, such as JobState; {} when Slurm has forgotten the job, by default
-    five minutes after its end (MinJobAge). `limit`: seconds in which Slurm must answer, LIMIT by
-    default."""
+    """Field -> value of a job in Slurm, such as JobState. {} for a job that Slurm has forgotten,
+    which by default happens five minutes after the job's end (MinJobAge). `limit`: seconds in which
+    Slurm must answer; None for LIMIT."""
     answer = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
     return dict(item.split("=", 1) for item in answer.stdout.split() if "=" in item)
 
 
 def run_command(*command: str) -> str:
-    """Output of a Slurm command. Raises UserError, with its message, when it fails."""
+    """Output of a Slurm command. Raises UserError, with the command's message, when it fails."""
     answer = _run(*command)
     if answer.returncode:
         raise UserError(f"launcher=slurm: the scheduler does not answer: {answer.stderr.strip()}")
@@ -172,10 +177,10 @@ def run_command(*command: str) -> str:
 
 
 def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises UserError when it cannot be started or takes longer than `limit`
-    seconds, LIMIT by default."""
+    """Run a Slurm command, which may fail. Raises UserError when the command cannot be started or
+    takes longer than `limit` seconds (None: LIMIT)."""
     limit = LIMIT if limit is None else limit
-    # by its path, as the search of `subprocess` fails where a folder in PATH may not be read
+    # `subprocess` does not find programs if a folder in PATH may not be read
     program = shutil.which(command[0])
     problem = f"there is no {command[0]} here"
     if program is not None:
@@ -197,8 +202,8 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
 
 
 def environment(retained: Collection[str] = ()) -> dict[str, str]:
-    """The environment variables of this process without those that change what Slurm's commands do
-    and show. `retained`: names of variables that stay nevertheless."""
+    """The environment variables of this process, without variables that change what Slurm's
+    commands do and show. `retained`: names of such variables that stay nevertheless."""
     variables = {}
     for name, value in os.environ.items():
         is_other = not name.startswith(SLURM_PREFIXES)
@@ -209,9 +214,9 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
-    """A context for calling sbatch. Variables of the shell would override the script of a job, so
-    only those of FROM_SHELL remain, without `options`, which the job sets itself. The hub is
-    offline for jobs, as everything is downloaded before."""
+    """A context in which sbatch is called. `options`: options of sbatch that the script of the job
+    sets. Since variables of the shell override the script, only variables for other options in
+    FROM_SHELL remain. In jobs the hub is offline, as all downloads are done before."""
     from_shell = [f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options]
     variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):
@@ -231,10 +236,11 @@ REFUSALS = {
 }
 """Pattern of a message of sbatch -> advice."""
 UNANSWERED = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
+"""Pattern of a message of sbatch when Slurm's controller has not answered."""
 
 
 def advice(message: str, kind: str) -> str:
-    """Advice for the user after sbatch has refused jobs of a kind with this message."""
+    """Advice for the user after sbatch has refused jobs of the kind `kind` with `message`."""
     if UNANSWERED.search(message):
         return (
             "the scheduler has not answered, and may have accepted them: see squeue before you "

@@ -1,5 +1,5 @@
-"""Submit missing steps as arrays of jobs with dependencies, and a last job, which writes the record
-and the report."""
+"""Submit arrays of jobs that compute missing steps, with dependencies between arrays, and a last
+job that writes the record and the report."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step, unmerged
 
 EARLY = 60
-"""Seconds by which Slurm may send its warning signal earlier than asked for."""
+"""Slurm may send its warning signal by this number of seconds earlier than requested."""
 PAUSES = (10.0, 60.0)
 """Seconds before the first and the second retry of sbatch."""
 RECORD_RESOURCES = {"gpus": 0, "cpus": 1, "minutes": 60}
-"""Resources of the last job; its other settings are those of every job."""
+"""Resources of the last job. Its other settings are those of every job (resources.every)."""
 RECORD_MEMORY = 4
-"""GiB of the last job."""
+"""GiB of memory of the last job."""
 
 
-# Patched in the class, since submitit creates further executors for arrays.
+# `timeout` limits how long sbatch may take. The class is patched, since submitit creates further
+# executors for arrays.
 SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[assignment]
     *("timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script))
 ]
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps, except those that pending jobs of earlier submissions will
-    do. Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this
-    submission are then cancelled."""
+    """Submit jobs for the waiting steps, except steps that pending jobs of earlier submissions will
+    do. If this fails, all jobs of this submission are cancelled. Raises UserError, with the
+    scheduler's message, when the scheduler refuses a job."""
     submission = Submission(study, run)
     try:
         _submit_missing(schedule, submission)
@@ -84,7 +85,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
 
 def _download(steps: Iterable[Step]) -> None:
-    """Download the models and texts of the hub that steps read, as nodes may have no network."""
+    """Download the models and texts that steps read from the hub, as nodes may have no network."""
     downloads: dict[str, Callable[[], object]] = {}
     for step in steps:
         if model := step.resources().model:
@@ -100,8 +101,9 @@ def _download(steps: Iterable[Step]) -> None:
 
 
 def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
-    """Submit the waiting steps that no pending job will do, and the job that writes the record.
-    `may_repeat`: whether to start over after long downloads, when pending jobs may have ended."""
+    """Submit jobs for the waiting steps that no pending job will do, and the job that writes the
+    record. `may_repeat`: whether to start again after downloads of more than a minute, during which
+    pending jobs may have ended."""
     study = submission.study
     config = study.config
     store = study.store
@@ -140,20 +142,21 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
 
 @dataclass
 class Submission:
-    """Submits the jobs of a run one after another."""
+    """The submission of a run's jobs, one array after another."""
 
     study: Study
     run: Run
     jobs: dict[str, str] = field(default_factory=dict)
-    """Step id -> id of the job or array that will do the step, and that later jobs wait for."""
+    """Step id -> id of the job or the array that will do the step. Jobs that need the step's result
+    wait for this job or array."""
 
     @cached_property
     def starter(self) -> Path:
-        """The start.py that starts jobs, in a copy of the present code."""
+        """Path of the start.py in a copy of the present code. Jobs run this file."""
         return copy_code(private_cache("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
-        """Submit one array, to start when the jobs that it needs have succeeded."""
+        """Submit one array. It starts when the jobs whose results it needs have succeeded."""
         steps = [step for job in array.jobs for step in job]
         step_ids = {step.id for step in steps}
         input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
@@ -166,9 +169,10 @@ class Submission:
         self.jobs.update(dict.fromkeys(step_ids, array_id))
 
     def close(self) -> None:
-        """Submit the job that writes the record when all others have ended, successfully or not."""
+        """Submit the job that writes the record. It starts when all other jobs have ended,
+        successfully or not."""
         resources = {**configured([self.study.config.resources.every]), **RECORD_RESOURCES}
-        if resources["memory"] != 0:
+        if resources["memory"] != 0:  # with 0, memory is not requested
             resources["memory"] = RECORD_MEMORY
         job = RecordJob(self.study, self.run)
         self._submit(RECORD, resources, [job], [[]], "afterany", self.jobs.values())
@@ -183,10 +187,8 @@ class Submission:
         needed: Iterable[str],
     ) -> str:
         """Submit jobs with the same resources as one array, and add them to the run. Returns the
-        array's id.
-
-        `functions`, `steps`: what each job calls, and the steps that it does. `condition`,
-        `needed`: Slurm's dependency of the array, such as afterok, and the jobs that it is on."""
+        array's id. `functions`: the callable of each job. `steps`: the steps of each job.
+        `condition`: type of Slurm's dependency, such as afterok, on the jobs `needed`."""
         after = tuple(sorted(set(needed)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
@@ -198,9 +200,9 @@ class Submission:
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
-        more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
+        parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
         optional = {"partition": resources["partition"]} if resources["partition"] else {}
-        if resources["memory"] and not any(name.startswith("mem-per-") for name in more):
+        if resources["memory"] and not any(name.startswith("mem-per-") for name in parameters):
             optional["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
         if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
             type_and_count = (resources["gpu_type"], resources["gpus"])
@@ -212,7 +214,7 @@ class Submission:
             setup=setup_lines(resources["setup"]),
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
-            additional_parameters=more,
+            additional_parameters=parameters,
             **optional,
         )
         try:
@@ -230,17 +232,17 @@ class Submission:
             ) from None
         array = ids[0].partition("_")[0]
         self.run.add(
-            SubmittedJob(job, array, name, kind, tuple(step.id for step in of_job), after)
-            for job, of_job in zip(ids, steps, strict=True)
+            SubmittedJob(job, array, name, kind, tuple(step.id for step in job_steps), after)
+            for job, job_steps in zip(ids, steps, strict=True)
         )
         return array
 
     def _ids(
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
     ) -> list[str]:
-        """Submit jobs as one array, and return their ids. While Slurm's controller is away, sbatch
-        is tried again. Jobs of a try that had no answer are cancelled after a later one
-        succeeds."""
+        """Submit jobs as one array, and return the jobs' ids. If Slurm's controller does not
+        answer, sbatch is tried again after PAUSES. After a try succeeds, jobs that earlier tries
+        submitted without an answer are cancelled."""
         tries = 0
         while True:
             try:
@@ -252,19 +254,20 @@ class Submission:
             time.sleep(PAUSES[tries])
             tries += 1
         if tries:
-            known = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.submitted_from(self.run.logs.absolute()) - known)
+            run_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
+            scheduler.cancel(scheduler.submitted_from(self.run.logs.absolute()) - run_arrays)
         return ids
 
 
 SETUP_TRAP = """trap 'code=$?; [ -z "$MOE_LAB_SETUP" ] ||\
 echo "moe_lab: setup ended the job with code $code, in the line: $MOE_LAB_SETUP" >&2' EXIT"""
-"""The trap is on EXIT and not on ERR, since a file that a line sources may call `exit`."""
+"""Shell line that makes a job print the setup line that ended it. The trap is on EXIT and not on
+ERR, since a setup line may source a file that calls `exit`."""
 
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
-    """Shell lines of a job before Python starts: the first one that fails ends the job, and its log
-    names it."""
+    """Shell lines that a job runs before Python. The first line of `setup` that fails ends the job,
+    whose log then names the line."""
     lines = [SETUP_TRAP, "set -e"]
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
@@ -272,7 +275,8 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
 
 
 def _announce(submission: Submission) -> None:
-    """Print the submitted arrays, and the jobs of earlier submissions that will do steps."""
+    """Print the submitted arrays, and the jobs of earlier submissions that will do further
+    steps."""
     study = submission.study.config.study
     jobs = submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
@@ -300,7 +304,7 @@ class PendingJobs:
     """Jobs of earlier submissions that are in the queue."""
 
     job_of: dict[str, str] = field(default_factory=dict)
-    """Id of a missing step -> id of the job that will do it."""
+    """Id of a missing step -> id of the job that will do the step."""
     failed_jobs: list[str] = field(default_factory=list)
     """Jobs that can no longer do their steps."""
     record_jobs: list[str] = field(default_factory=list)
@@ -310,10 +314,11 @@ class PendingJobs:
 def pending_jobs(
     jobs: Iterable[SubmittedJob], queue: Mapping[str, Queued], missing: Iterable[str]
 ) -> PendingJobs:
-    """The pending jobs among `jobs`, which are in the order of submission. `missing`: ids of steps.
+    """The jobs in `queue`, sorted by whether they can do their steps. `jobs`: all jobs of earlier
+    submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
 
     Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending
-    job is among `failed_jobs` when any job that it waits for has lost a step.
+    job cannot do its steps if it waits for a job that has ended without doing a missing step.
     """
     missing = set(missing)
     pending = PendingJobs()
@@ -321,7 +326,7 @@ def pending_jobs(
     for job in jobs:
         queued = queue.get(job.id)
         if queued is not None and queued.name != job.name:
-            queued = None  # the id of another cluster's job
+            queued = None  # a job of another cluster with the same id
         steps = missing.intersection(job.steps)
         if job.kind == RECORD:
             if queued:
@@ -340,11 +345,11 @@ COPIED = ("moe_lab", "analysis", "conf")
 
 
 def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code and plugins to `jobs`/code, unless the same code is there. Returns the
-    start.py of the copy.
+    """Copy the present code and plugins to a folder in `jobs`/code, unless a copy of the same code
+    is there. Returns the path of start.py in the copy. `modules`: names of plugins.
 
-    Jobs and the processes that they start run the copy, so that edits and updates while jobs wait
-    in the queue do not change them.
+    Jobs and the processes that they start run the copy. Edits and updates of the code while jobs
+    wait in the queue then do not change the jobs.
     """
     root = Path(moe_lab.__file__).parents[1]
     paths = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}

@@ -1,8 +1,8 @@
 """Rows of small tables for figures, computed from large arrays. Readers of a store need only the
 tables. moe_lab/results.py describes the columns of each table.
 
-Columns are sums over tokens, as in moe_lab/statistics, so that tables of several parts of a text
-can be added.
+Columns of passes are sums over tokens, as in moe_lab/statistics, so that tables of several parts of
+a text can be added.
 """
 
 from __future__ import annotations
