@@ -2,5 +2,6 @@
 
 import pandas as pd
 
-# for the few thousand rows at most of frames here, Python's strings are faster than pyarrow's
+# Frames here have at most a few thousand rows, for which Python's strings are faster than
+# pyarrow's.
 pd.options.mode.string_storage = "python"

@@ -25,29 +25,30 @@ _UNITS = "units"
 _RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
 """Fields of a result in result.json."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
-"""Those of _RESULT that are numbers."""
+"""The fields in _RESULT that are numbers."""
 _OTHER_STEPS = ("cost", "profile")
 """Steps of a cell, besides its evaluations, whose errors are recorded."""
 _UNANSWERED = {
     "too_long": "whose prompt and answer exceed its limit (counted as empty answers)",
     "unfinished_thoughts": "whose reasoning does not end within the limit (counted as wrong)",
 }
-"""Field of a protocol that lists items without an answer -> why they have none."""
+"""Field of a protocol that lists items without an answer -> the reason why they have no answer."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_UNANSWERED)
 """Columns of `Study.origins`, besides folder, seconds and versions."""
 
 Entries = Mapping[int, Mapping[str, Any]]
-"""Cell -> its entry in the record."""
+"""Cell -> the cell's entry in the study's record."""
 
 
 def evaluations(
     entries: Entries, labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read results, samples and origins (see `Study`) of every evaluation that can be read.
+    """Read all evaluations of a study: its results, samples and origins (see `Study`).
 
-    A benchmark counts once per cell. An evaluation that cannot be read becomes a gap.
+    An evaluation that cannot be read becomes a gap. If several evaluations of a cell report the
+    same benchmark, the first result counts.
 
-    entries: cell -> its entry in the record; labels: cell -> its label in gaps.
+    labels: cell -> its label in gaps.
     """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
@@ -85,7 +86,7 @@ def evaluations(
 
 
 def _problem(result: Mapping[str, Any]) -> str:
-    """The reason why the results in a result.json cannot be read; "" if they can be read."""
+    """The reason why the content of a result.json cannot be used; "" if it can."""
     rows = result.get("results")
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         return "result.json is damaged"
@@ -100,8 +101,8 @@ def _problem(result: Mapping[str, Any]) -> str:
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
-    """Concatenate the samples of all evaluations; NaN in _LOSS and _UNITS where a table lacks
-    them."""
+    """Concatenate the samples of all evaluations. The columns _LOSS and _UNITS are NaN in the rows
+    of a table that lacks them."""
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -135,7 +136,7 @@ def _origin(
 
 
 def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell without a task that other cells of its model and study have."""
+    """Record a gap for every cell that was not evaluated on all tasks of its model's cells."""
     for cell, label in labels.items():
         missing = [
             task
@@ -149,7 +150,8 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
 
 
 def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every benchmark that a task reports for some cells but not for all."""
+    """Record a gap for every benchmark that a task reports for some of its cells but not for
+    all."""
     for key, of_task in groups(results, ["task"]):
         benchmarks = set(of_task["benchmark"])
         for cell, reported in of_task.groupby("cell")["benchmark"].agg(set).items():
@@ -168,7 +170,8 @@ def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Leave out results after the first of a cell and benchmark, with a gap for each."""
+    """Leave out all but the first result of each cell and benchmark, with a gap for each that is
+    left out."""
     repeated = results.duplicated(["cell", "benchmark"])
     for row in records(results[repeated]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
@@ -176,7 +179,8 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 ROUNDING = 1e-3
-"""A score counts as the mean of its items' outcomes when it differs from this mean by less."""
+"""A score counts as the mean of its items' outcomes when it differs from their mean by less than
+this."""
 
 
 @dataclass(frozen=True)
@@ -184,20 +188,20 @@ class Outcomes:
     """Outcomes of the items of each benchmark, for the cells of one model."""
 
     matrices: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes (cells, items), NaN where a cell did not get an item. The row of a cell
-    whose score is not the mean of its outcomes is NaN."""
+    """Benchmark -> outcomes (cells, items), NaN where a cell was not asked an item. All outcomes of
+    a cell are NaN if its score is not their mean."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,); without benchmarks whose items have equal weights."""
+    """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
     unexplained: list[tuple[int, str]] = field(default_factory=list)
     """Pairs (cell, benchmark) whose score is not the mean of its outcomes, for benchmarks in
     `matrices`."""
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange the samples of some cells as matrices of outcomes.
+    """Arrange the outcomes in `samples` as one matrix for each benchmark.
 
-    scores: the scores of these cells (rows) on benchmarks (columns). A benchmark is left out when
-    most of its scores are not means of outcomes.
+    scores: scores of the samples' cells (rows) on benchmarks (columns). A benchmark is left out if
+    fewer than half of its scores are the means of their outcomes.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -233,14 +237,14 @@ def binary(outcomes: np.ndarray) -> bool:
 
 
 NAMESPACES = "namespaces"
-"""The sandbox that isolates programs fully; programs that ran in any other one get a remark."""
+"""The sandbox that isolates programs fully; a remark names every other sandbox."""
 
 
 def remarks(
     results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
 ) -> list[str]:
-    """Sentences about differences between results, and about programs that ran without a
-    sandbox."""
+    """Sentences about results that are hard to compare (different versions, items, metrics or
+    benchmarks, a limit, missing answers), and about programs in a sandbox other than NAMESPACES."""
     sentences = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
@@ -283,8 +287,8 @@ def remarks(
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which different versions computed the cells' steps and their
-    direct and indirect inputs."""
+    """A sentence for every library that computed the cells' steps, or their direct and indirect
+    inputs, in different versions."""
     steps = list(origins["folder"])
     for kind in STEPS:
         steps.extend(cells[f"{kind}_folder"].dropna())
@@ -306,13 +310,14 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
 
 
 def _first_of(steps: list[str]) -> str:
-    """The first step in alphabetical order and the number of the others: `plan/a and 2 more`."""
+    """Text with the alphabetically first step and the number of other steps: `plan/a and 2
+    more`."""
     return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark that was measured by different metrics in cells of one model;
-    its scores cannot be compared."""
+    """A sentence for every benchmark that cells of one model measured by different metrics, whose
+    scores cannot be compared."""
     models = results["cell"].map(cells["model"])
     mixed = (
         results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
@@ -328,7 +333,7 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
-    """Library -> the versions of it that computed the results."""
+    """Library -> the library's versions with which the results were computed."""
     by_library: dict[str, set[str]] = {}
     for row in origins["versions"]:
         for library, version in row.items():

@@ -1,8 +1,9 @@
 """Results of calibration passes: statistics of experts, the S family, exact damage and coverage.
 
-Tables and figures show one pass for each model and calibration set. If a study has passes with
-several gates and seeds, the shown pass has the gate and seed of the model's first pruned cell; if
-no pass has these, the first pass is shown."""
+Tables and figures show one pass for each model and calibration set. Of passes with several gates
+and seeds, they show the pass with the gate and seed of the model's first pruned cell, or the first
+pass if none has this gate and seed.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ Reports = Mapping[str, Mapping[str, Any]]
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """One cell with a calibration pass for each model and calibration set, preferably with the gate
-    and seed of `shown_settings`."""
+    """One row of `cells` for each model and calibration set with a calibration pass: the first cell
+    with the gate and seed of `shown_settings`, or else the first cell."""
     with_pass = cells[cells["statistics_folder"].notna()]
     preferred = shown_settings(cells)
     axes = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
@@ -56,11 +57,11 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 def steps_by_pass(
     rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
-    """(calibration, model) -> step, from `rows` of a study's record: calibration, model, gate, seed
-    and step.
+    """(calibration, model) -> step, one step for each calibration set and model.
 
-    Of several steps of one calibration set and model, the step with the gate and seed in
-    `preferred` (model -> gate, seed) counts, or else the first.
+    rows: rows of a study's record with calibration, model, gate, seed and step. Of several steps of
+    one calibration set and model, the step with the gate and seed in `preferred` (model -> gate,
+    seed) counts, or else the first.
     """
     steps: dict[tuple[str, str], str | None] = {}
     for row in sorted(
@@ -71,7 +72,7 @@ def steps_by_pass(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read the tokens per expert of every shown pass, and the reports of these passes.
+    """Read the numbers of tokens per expert in every shown pass, and the reports of these passes.
 
     Returns a frame (model, calibration, layer, expert, tokens) and "calibration@model" -> report.
     """
@@ -91,20 +92,21 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the scores S(b, alpha, beta) of every expert: model, calibration and FAMILY."""
+    """Read the scores S(b, alpha, beta) of every expert; columns model, calibration and FAMILY."""
     return _per_calibration(document["families"], "family.parquet", results.FAMILY, cells, reader)
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the exact damage of removing one expert: model, calibration and SCORES."""
+    """Read the exact damage of removing each expert; columns model, calibration and SCORES."""
     return _per_calibration(document["damages"], "scores.parquet", results.SCORES, cells, reader)
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in a calibration text.
+    """Read how many items of each benchmark occur in each calibration text.
 
-    Returns "calibration@model" -> benchmark -> numbers of items: `comparable` (long enough to be
-    looked for) and `found`."""
+    Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
+    to be looked for, "found": number of items that the text contains}.
+    """
     counts = {}
     for (calibration, model), name in steps_by_pass(
         document["contaminations"], shown_settings(cells)
@@ -125,8 +127,8 @@ def _per_calibration(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read `file` from the step of every calibration set and model into one frame; of several gates
-    and seeds, see `steps_by_pass`."""
+    """Read `columns` of the table `file` from the step in `rows` of every calibration set and
+    model, see `steps_by_pass`, into one frame with columns model and calibration."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -146,12 +148,12 @@ TABLES = {
     "expert_concentration.parquet": CONCENTRATION,
     "budgets.parquet": BUDGETS,
 }
-"""File of a step -> the columns of its table."""
+"""Name of a file that holds a table -> the table's columns."""
 
 
 def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
-    """Read the table `file` of a step; None, without a gap, where a store that is reduced to
-    results has none."""
+    """Read the table `file` of a step; None, without a gap, when the step lacks the file, as in a
+    store that is reduced to results."""
     if folder is None or not reader.has(folder, file):
         return None
     return reader.frame(folder, file, TABLES[file])
@@ -169,25 +171,28 @@ MEASURES = {
 }
 """Measure of an expert -> its description."""
 STATISTICS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
-"""Raw statistic of an expert -> its display name."""
+"""Raw statistic of an expert -> display name of the statistic."""
 ABLATION = "ablation"
-"""Kind of step that measures how much the loss rises when one expert is removed."""
+"""Kind of the steps that measure how much the loss rises when one expert is removed."""
 
 
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Measures of experts, one row per model, calibration set, layer and expert: KEYS, MEASURES and
-    size.
+    """Measures of experts, one row per model, calibration set, layer and expert; columns KEYS,
+    MEASURES and size.
 
-    - tokens: N, tokens that the router sent to the expert
-    - gate, norm: 1/N sum_t g and 1/N sum_t ||f||, NaN for N = 0
-    - first: sum_t g <f, m> / (||y||^2 + eps) per calibration token, m the routed output, y the
-      residual stream
-    - second: sum_t g^2 ||f||^2 / (||y||^2 + eps) per calibration token: the exact change of the
-      loss ||m||^2 / (||y||^2 + eps) when the output of this expert alone becomes 0
-    - ablation: rise of the model's loss without the expert, nats per token; NaN where no plan uses
-      an ablation
-    - size: sqrt(sum_t,c phi^2 / (N I)), phi the inputs of its I channels to the down projection;
-      NaN for N = 0
+    Sums are over the N tokens t that the router sends to the expert. g is the router weight and f
+    the output of the expert; m is the routed output of the layer, y the residual stream after it.
+
+    - tokens: N
+    - gate: 1/N sum_t g, NaN for N = 0
+    - norm: 1/N sum_t ||f||, NaN for N = 0
+    - first: sum_t g <f, m> / (||y||^2 + eps), divided by the number of calibration tokens
+    - second: sum_t g^2 ||f||^2 / (||y||^2 + eps), divided by the number of calibration tokens. This
+      is exactly ||m - m'||^2 / (||y||^2 + eps), where m' is m without the output of this expert
+    - ablation: rise of the model's loss without the expert, in nats per token; NaN where no plan
+      uses an ablation
+    - size: sqrt(sum_t,c phi^2 / (N I)), where phi is the input of channel c, of I channels, to the
+      down projection; NaN for N = 0
     """
     frames = []
     for model, calibration, cells_of_pass, sums, report in _passes(
@@ -202,16 +207,17 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
 
 
 def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """One row per model, calibration set, layer, expert and statistic: KEYS, ablation, statistic,
-    mean, std, count.
+    """Mean and standard deviation of raw statistics of experts with an ablation, one row per model,
+    calibration set, layer, expert and statistic.
 
-    - weight: |w| over the expert's weights, where some criterion of the study reads weights of
+    Columns: KEYS, ablation, statistic, mean, std, and count, the number of values that mean and std
+    are over. Values of each statistic, with N and phi as in `experts`:
+
+    - weight: |w| of each weight of the expert; only if a criterion of the study reads weights of
       whole experts
-    - activation: sqrt(1/N sum_t phi^2) over its channels
-    - gradient: sqrt(1/N sum_t (dL/dphi)^2) over its channels, where some criterion reads gradients
-
-    mean and std are over `count` weights or channels. Only experts with an ablation are listed; an
-    expert without tokens has no activation and no gradient.
+    - activation: sqrt(1/N sum_t phi^2) of each channel; only for N > 0
+    - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel; only for N > 0, and if a criterion of
+      the study reads gradients
     """
     frames = []
     for model, calibration, cells_of_pass, sums, _ in _passes(
@@ -253,26 +259,29 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
 
 
 def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
-    """Tokens that the router sent to each expert; NaN for an expert without tokens."""
+    """Number of tokens that the router sent to each expert; NaN for an expert without tokens."""
     return sums["tokens"].where(sums["tokens"] > 0)
 
 
 def _moments(
     experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series
 ) -> pd.DataFrame:
-    """Mean and standard deviation of each expert's values: layer, expert, mean, std, count.
+    """Mean and standard deviation of each expert's values; columns layer, expert, mean, std, count.
 
-    total and squares: sums of an expert's `count` values, and of their squares."""
+    total: sum of an expert's `count` values; squares: sum of their squares, NaN for an expert
+    without values.
+    """
     mean = (total / count).where(squares.notna())
     std = np.sqrt((squares / count - mean**2).clip(lower=0))
     return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
 
 
 def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Histograms of router entropy: model, calibration, layer, entropy, tokens.
+    """Histograms of the router's entropy; columns model, calibration, layer, entropy, tokens.
 
-    `tokens` counts calibration tokens in the bin that ends at `entropy`, which is a share of the
-    logarithm of the number of experts."""
+    entropy: upper end of a bin, as a share of the logarithm of the number of experts; tokens:
+    number of calibration tokens in the bin.
+    """
     frames = [
         counts.assign(model=model, calibration=calibration)
         for model, calibration, _, counts, _ in _passes(
@@ -283,10 +292,11 @@ def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader)
 
 
 def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Losses of layers: model, calibration, layer, loss.
+    """Losses of layers; columns model, calibration, layer, loss.
 
-    loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), m the routed output of the
-    layer, y the residual stream after it."""
+    loss: mean over calibration tokens of ||m||^2 / (||y||^2 + eps), where m is the routed output of
+    the layer and y the residual stream after the layer.
+    """
     frames = [
         sums.assign(model=model, calibration=calibration, loss=sums["layer_loss"] / _tokens(report))
         for model, calibration, _, sums, report in _passes(
@@ -297,8 +307,8 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """Compute MEASURES (without ablation) and size of experts from sums over their tokens; see
-    `experts`."""
+    """Compute the columns of `experts` from sums over each expert's tokens, without model,
+    calibration and ablation."""
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
@@ -315,15 +325,15 @@ def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
 
 
 def _tokens(report: Mapping[str, Any]) -> float:
-    """Calibration tokens of a pass; NaN when its report does not count them."""
+    """Number of calibration tokens of a pass; NaN when the pass's report lacks the number."""
     return float(sum((report.get("valid_tokens") or {}).values())) or np.nan
 
 
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """Yield model, calibration set, cells, table `file` and report of each shown pass that has this
-    table."""
+    """For each shown pass with the table `file`, yield its model, calibration set, all cells that
+    use the pass, this table, and the pass's report."""
     cells = cells[cells["statistics_folder"].notna()]
     shown_folders = shown_passes(cells)["statistics_folder"]
     for (model, calibration, *_), cells_of_pass in cells.groupby(
@@ -339,12 +349,12 @@ def _passes(
 
 
 _TABLES_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
-"""Kind of step -> the columns of its table, KIND.parquet."""
+"""Kind of step -> the columns of the step's table KIND.parquet."""
 
 
 def _table_behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """The table of the first step of a kind among the direct and indirect inputs of the cells'
-    plans; empty when no plan has such an input."""
+    """The table KIND.parquet of the first step of this kind among the direct and indirect inputs of
+    the cells' plans; a frame without rows when no plan has such an input."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind([row["plan_folder"]], reader).items():
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None

@@ -26,24 +26,33 @@ COSTS = (
     "loading_bytes",
     "flops_ratio",
 )
-"""Numbers of cost.json: counts of parameters; retained shares of all parameters and of the routed
-experts' parameters; bytes on disk (4 bits where quantised) and as loaded in bf16; FLOPs per token
-as a share of the unpruned model's."""
+"""Numbers of cost.json, about the pruned model unless the name says unpruned:
+
+- parameters, parameters_unpruned: number of parameters
+- parameters_kept, routed_kept: retained share of all parameters, and of those of routed experts
+- storage_bytes: bytes on disk, where quantised parameters have 4 bits
+- loading_bytes: bytes of the model loaded in bf16
+- flops_ratio: FLOPs per token as a share of the unpruned model's
+"""
 
 FIRST_ORDER = "ala1"
 """The default prior of allocation=coverage, for plans that do not name their prior."""
 
-
 SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
-"""Columns of `searches`: samples: rows of the search set; fitness, population, generations:
-settings; candidates: number of evaluated schedules; seconds: of the whole search in one process."""
+"""Columns of `searches`, besides cell:
+
+- samples: rows of the search set
+- fitness, population, generations: settings of the search
+- candidates: number of evaluated schedules
+- seconds: time of the whole search in one process
+"""
 
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
-"""Fields of timing.json with one value for all requests to a model."""
+"""Fields of timing.json that have one value for all requests to a model."""
 
 
 def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """One row per cell whose cost was counted: cell, bits and COSTS."""
+    """Costs of models, one row per cell whose cost was counted; columns cell, bits and COSTS."""
     columns = ["bits", *COSTS]
     rows = []
     for cell, cost in _documents(cells, "cost_folder", "cost.json", reader).items():
@@ -52,10 +61,11 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Loading memory before and after pruning.
+    """Loading memory before and after pruning, one row for all pruned cells with equal values.
 
-    Columns: model, ratio, removed_words, granularity, allocation, bytes, bytes_after and saved (a
-    share). Pruned cells with equal values in all columns are one row."""
+    Columns: model, ratio, removed_words, granularity, allocation, bytes (unpruned), bytes_after
+    (pruned) and saved (the share of `bytes` that pruning saves).
+    """
     axes = ["model", "ratio", "removed_words", "granularity", "allocation"]
     pruned = cells.loc[cells["criterion"] != "none", axes]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
@@ -69,13 +79,17 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
 
 
 def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Retained share of every expert of the unpruned model, by cell.
+    """How much each plan retains of every expert, one row per cell and expert of the unpruned
+    model.
 
-    Columns: cell, layer, expert, share (of the expert's channels: 1 for a whole expert, 0 for a
-    dropped one), constant, merged. The router can still choose an expert of share 0: the expert's
-    output is then 0, a constant (`constant` is true), or the output of the expert into which it is
-    merged (`merged` is true). An expert that the router cannot choose can be merged as well. The
-    unpruned model has no rows.
+    Columns: cell, layer, expert and
+
+    - share: retained share of the expert's channels, 1 for a whole expert and 0 for a dropped one
+    - constant: whether the router can choose the dropped expert, and a constant replaces its output
+    - merged: whether the dropped expert is merged into another, whose output replaces its own
+
+    A dropped expert that the router can choose has the output 0 if it is neither constant nor
+    merged. Cells without a plan, such as the unpruned model, have no rows.
     """
     frames = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
@@ -89,8 +103,9 @@ def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Share that each cell's plan removes, indexed like `cells`.
 
-    Columns: removed, the share of the experts, or of the channels in a plan of channels; plan, a
-    text that is equal for equal plans. NaN and None for a cell whose plan is missing or damaged."""
+    Columns: removed, the share of the experts, or of the channels in a plan of channels; plan, the
+    plan's layers as JSON. NaN in both for a cell whose plan is missing or damaged.
+    """
     rows = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
         try:
@@ -102,7 +117,10 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _removed_share(layers: Mapping[str, Any]) -> float:
-    """Share of the experts, or of their channels, that the layers of a plan remove."""
+    """Share of the experts, or of the experts' channels, that the layers of a plan remove.
+
+    A partly retained expert counts as the retained share of its channels.
+    """
     total = 0
     retained_experts = 0.0
     for layer in layers.values():
@@ -115,7 +133,7 @@ def _removed_share(layers: Mapping[str, Any]) -> float:
 
 
 def _channels(mask: str) -> int:
-    """Number of channels in a hexadecimal mask."""
+    """Number of retained channels in an expert's hexadecimal mask."""
     return int(mask, 16).bit_count()
 
 
@@ -138,10 +156,11 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Rounding of the number of channels per expert, one row per plan that rounds.
+    """Rounding of the number of channels per expert, one row per cell whose plan rounds.
 
-    Columns: cell, block (the number of channels is a multiple of it) and smallest (the fewest
-    channels of an expert)."""
+    Columns: cell; block, the number of channels is a multiple of this number; smallest, the fewest
+    channels that a retained expert may have.
+    """
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = (plan.get("provenance") or {}).get("allocation") or {}
@@ -153,24 +172,25 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The prior by which each plan of allocation=coverage divides a layer's budget among experts.
+    """The prior by which an allocation=coverage divides a layer's budget among experts, one row per
+    cell whose plan has this allocation and uses a prior.
 
-    Columns: cell, prior, and other_settings: the other settings of the allocation as JSON, equal
-    for plans that differ in the prior alone."""
+    Columns: cell; prior; other_settings, all settings of the allocation except the prior, as JSON.
+    """
     rows = []
     for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER)
-        reads_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
-        if allocation.get("name") == "coverage" and reads_prior:
+        uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
+        if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
             rows.append({"cell": cell, "prior": prior, "other_settings": settings})
     return pd.DataFrame(rows, columns=["cell", "prior", "other_settings"])
 
 
 def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Searches for allocations, one row per cell with a searched allocation; columns cell and
+    """Settings and costs of searches, one row per cell with a searched allocation; columns cell and
     SEARCHES."""
     rows = []
     folders = cells["plan_folder"].dropna().astype(str)
@@ -188,8 +208,8 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _samples(folder: Path | None, reader: Reader) -> float:
-    """Rows of the text that a step read; NaN when the step has no record of its settings
-    (step.json)."""
+    """Number of rows of the text that a search read, from its step.json; NaN when the folder, the
+    file or the number is missing."""
     if folder is None or not reader.has(folder, "step.json"):
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
@@ -197,7 +217,11 @@ def _samples(folder: Path | None, reader: Reader) -> float:
 
 
 def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader) -> pd.DataFrame:
-    """Read `columns` of the table `file` in each cell's folder, with a column `cell`."""
+    """Concatenate the tables `file` in the folders of cells: `columns` with a column `cell` first.
+    A table that cannot be read is left out, with a gap.
+
+    folders: folder of a step, indexed by cell.
+    """
     frames = {}
     for cell, name in folders.items():
         frame = reader.frame(reader.folder(str(name)), file, columns)
@@ -209,8 +233,8 @@ def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reade
 def _documents(
     cells: pd.DataFrame, column: str, file: str, reader: Reader
 ) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document in the folder named by `column`; cells that share a folder share
-    the document."""
+    """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. A cell is
+    left out, with a gap, when its document cannot be read; cells share a document, not a copy."""
     by_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
     for cell, name in cells[column].dropna().items():
@@ -223,25 +247,25 @@ def _documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of `retained` for one plan: layer, expert, share, constant, merged."""
+    """The rows of `retained` for one plan, without the column cell."""
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
-        routed = np.isin(experts, layer["retained"])
-        share = routed.astype(float)
+        is_routed = np.isin(experts, layer["retained"])
+        share = is_routed.astype(float)
         if "channels" in layer:
             share[np.asarray(layer["retained"], int)] = list(map(_channels, layer["channels"]))
             share /= layer["width"]
         members = []
         for representative, group in layer.get("merged", {}).items():
             members += [int(member) for member in group if member != representative]
-        merged = np.isin(experts, members)
-        constant = routed & (share == 0) & ~merged & ("constants" in layer)
-        columns = {"expert": experts, "share": share, "constant": constant, "merged": merged}
+        is_merged = np.isin(experts, members)
+        is_constant = is_routed & (share == 0) & ~is_merged & ("constants" in layer)
+        columns = {"expert": experts, "share": share, "constant": is_constant, "merged": is_merged}
         frames.append(pd.DataFrame({"layer": int(index), **columns}))
     return pd.concat(frames, ignore_index=True)
 
 
 def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of the frames of all cells, with a column `cell` first."""
+    """Concatenate `columns` of frames, with a column `cell` first. frames: cell -> frame."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

@@ -1,8 +1,7 @@
-"""Read the files of a store as Python objects and data frames; a file that cannot be read is
-recorded as a gap.
+"""Read the files of a store as Python objects and data frames, and record unreadable files as gaps.
 
-`steps_behind` finds the steps from which a result was computed. At the end are helpers for rows and
-groups of data frames.
+`steps_behind` finds the steps from which a result was computed. `records`, `stacked` and `groups`
+help with data frames.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from moe_lab.json_files import parse_sealed
 from moe_lab.packs import packs_in
 
 SCHEMA = 1
-"""Newest schema of a study's record that this code reads."""
+"""Newest schema of a study's record that this code can read."""
 
 FILES = {"files": {str: {"sha256": str}}}
-"""Types of the fields that are read from a step.json."""
+"""Field of a step.json that this module needs -> type of the field."""
 ID = 12
-"""Characters of a step's id at the end of its folder's name."""
+"""Length of a step's id, which is at the end of the name of the step's folder."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,11 @@ class Reader:
         self.gaps.setdefault((reason, where), Gap(reason, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of the step `name`. If the record names no step, None, with a gap for
-        `purpose` that gives the step's `error`."""
+        """The folder of the step `name`; None, with a gap, when the store does not have it.
+
+        If the record names no step, None, with a gap at `purpose` whose reason is the step's
+        `error`.
+        """
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
             return None
@@ -69,11 +71,12 @@ class Reader:
         return folder
 
     def find(self, name: str) -> Path | None:
-        """The path of a step's folder, or None. The folder is looked up by its name, or else by the
-        id at the end of the name, because the label before the id may differ between runs.
+        """The path of a step's folder; None, without a gap, when the store does not have the
+        folder.
 
-        The path of a packed step does not exist on the disk; the methods of this class read its
-        files from the pack.
+        The folder is looked up by its name, or else by the id at the end of the name, because the
+        label before the id may differ between runs. The path of a packed step does not exist on the
+        disk; the methods of this class read the step's files from the pack.
         """
         path = self.root / name
         if path.is_dir():
@@ -91,8 +94,8 @@ class Reader:
         return self._by_id[kind.name].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
-        """Read a JSON document; None, with a gap, when it cannot be read. For `folder` None, None
-        without a further gap."""
+        """Read a JSON document; None, with a gap, when the file cannot be read. If `folder` is
+        None, return None without a further gap."""
         if folder is None:
             return None
         try:
@@ -107,7 +110,7 @@ class Reader:
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
-        """Provenance of a step; {} where its step.json has none."""
+        """The provenance in the step.json of a step; {} when either is missing."""
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
@@ -134,14 +137,14 @@ class Reader:
         return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
-        """Read columns of a Parquet file; None, with a gap, when it cannot be read. For `folder`
-        None, None without a further gap."""
+        """Read columns of a Parquet file; None, with a gap, when the file cannot be read. If
+        `folder` is None, return None without a further gap."""
         table = self.table(folder, file, columns) if folder else None
         return None if table is None else table.to_pandas()
 
     def _bytes(self, folder: Path, file: str) -> bytes:
-        """The content of a file. Raises ValueError when its sha256 differs from that in the step's
-        step.json."""
+        """The content of a file of a step. Raises ValueError when its sha256 is not the one in the
+        step's step.json."""
         content = self._stored(folder, file)
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
@@ -160,8 +163,8 @@ class Reader:
             return self.packs.read(folder.name[-ID:], file)
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> its sha256, from the step's step.json; {} without step.json. Raises
-        Damaged, a ValueError, when step.json is damaged."""
+        """File of a step -> sha256 of the file according to step.json; {} for a step without
+        step.json. Raises Damaged, a ValueError, when step.json is damaged."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
@@ -170,18 +173,21 @@ class Reader:
         return self._published[folder]
 
     def _unreadable(self, reason: str, folder: Path) -> None:
+        """Record a gap at the folder, by its path in the store."""
         self.gap(reason, str(folder.relative_to(self.root)))
 
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")
 TIMELESS = ("model",)
-"""Kinds of steps whose time is not shown, because they only read a configuration."""
+"""Kinds of steps that only read a configuration, so that tables do not show their time."""
 
 
 def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
-    """These steps and all their direct and indirect inputs: name as recorded -> path of its folder.
+    """The given steps and all their direct and indirect inputs, as recorded name of a step -> path
+    of the step's folder.
 
-    A step without step.json has no known inputs. Steps that the store does not have are left out.
+    Inputs are read from step.json; a step without this file has no known inputs. Steps that the
+    store does not have are left out.
     """
     folders: dict[str, Path] = {}
     remaining = [name for name in steps if name]
@@ -197,15 +203,16 @@ def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]
 
 
 def step_kind(name: str) -> str:
-    """Kind of a step: the first part of its folder's name."""
+    """Kind of a step: the part of its name before the slash."""
     return name.partition("/")[0]
 
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     """Time and memory of steps, one row per step whose provenance is known.
 
-    Columns: folder, kind, seconds, peak (memory of its process in bytes), gpu_peak (bytes, NaN
-    without a GPU), machine."""
+    Columns: folder, kind, seconds, peak (largest memory of the step's process in bytes), gpu_peak
+    (largest GPU memory in bytes, NaN without a GPU), machine.
+    """
     rows = []
     for name in names:
         folder = reader.find(name)
@@ -222,13 +229,13 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as dictionaries, column -> value."""
+    """The rows of a frame as dictionaries, column -> value."""
     columns = [str(column) for column in frame.columns]
     return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
 
 
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate these columns of all frames; a frame without rows when there are no frames."""
+    """Concatenate `columns` of all frames; if there are no frames, the result has no rows."""
     parts = list(frames)
     if not parts:
         return pd.DataFrame(columns=list(columns))

@@ -1,5 +1,4 @@
-"""Describe cells in words: labels, gate and seed where a study has several of them, allocations and
-protocols."""
+"""Describe cells in words: labels, removed shares, gates and seeds, allocations and protocols."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from analysis.load.reader import records
 
 
 def removed_noun(cells: pd.DataFrame) -> str:
-    """`experts`, `channels`, or `experts or channels`, whichever the plans of these cells
-    remove."""
+    """The noun for what the plans of these cells remove: `experts`, `channels`, or `experts or
+    channels`."""
     granularities = set(cells["granularity"])
     if "channel" not in granularities:
         return "experts"
@@ -23,8 +22,8 @@ def removed_noun(cells: pd.DataFrame) -> str:
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cell -> its label in gaps: model, method, calibration set, ratio, and gate and seed where
-    cells differ in them."""
+    """Cell -> label of the cell in gaps: its model, method, calibration set, ratio, and
+    `gate_and_seed`."""
     rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
     return {
         int(str(cell)): " ".join(filter(None, (_label(row), varying_axes)))
@@ -33,6 +32,7 @@ def labels(cells: pd.DataFrame) -> dict[int, str]:
 
 
 def _label(row: Mapping[str, Any]) -> str:
+    """The label of a cell without its gate and seed."""
     criterion, allocation, recovery = names.parts(row["method"])
     if criterion == "none":
         return f"{row['model']} unpruned"
@@ -51,26 +51,26 @@ AXES = (
     "gate",
     "seed",
 )
-"""Axes of a cell. The unpruned model has the ratio 0 and `none` on the other axes.
+"""Axes of a cell. The unpruned model has the ratio 0, and `none` on the axes after it.
 
-granularity: expert or channel, which the criterion scores. allocation and recovery: as spelled in
-the study's record.
+granularity: whether the criterion scores experts or channels, as `expert` or `channel`. allocation
+and recovery are spelled as in the study's record.
 """
 _AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
-"""Axis -> format of its value in a text."""
+"""Axis -> format of the axis's value in a text."""
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """Text with the gate and seed of each cell, as `gate raw, seed 43`; without the gate, or the
-    seed, if all pruned cells of the model have the same."""
+    """Text with the gate and seed of each pruned cell: `gate raw, seed 43`. The text leaves out the
+    gate, or the seed, if all pruned cells of the model have the same one; "" for unpruned cells."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, of_model in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, pattern in _AXIS_FORMATS.items():
-            # the cells of a comparison have no column seed
+            # The cells of a comparison have no column seed.
             if axis in of_model and of_model[axis].nunique() > 1:
                 values = of_model[axis].map(pattern.format)
-                extended = list(map(comma_joined, texts[of_model.index], values))
-                texts.update(pd.Series(extended, of_model.index, dtype=object))
+                longer_texts = list(map(comma_joined, texts[of_model.index], values))
+                texts.update(pd.Series(longer_texts, of_model.index, dtype=object))
     return texts
 
 
@@ -81,31 +81,32 @@ def pruned_in_words(cells: pd.DataFrame) -> pd.Series:
 
 
 ROUNDING = 5e-4
-"""A removed share that differs by less than this from the requested ratio is printed as the
+"""Removed shares that differ from the requested ratio by less than this are printed as the
 ratio."""
 
 
 def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
-    """Text with the range of the removed shares, and with the requested ratios where the shares
-    differ from them: `28.1 % (30 % requested)`.
+    """Text with the range of the removed shares and the requested ratios: `28.1 % (30 %
+    requested)`; the ratio alone if it is the only one and no share differs from it.
 
-    Plans of one ratio can remove different shares, since allocations round in their own ways."""
-    known = shares.dropna()
+    Plans of one ratio can remove different shares, since allocations round in different ways.
+    """
+    known_shares = shares.dropna()
     ratios = names.listing(map(names.ratio, requested))
-    if len(requested) == 1 and (known.sub(requested[0]).abs() < ROUNDING).all():
+    if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return ratios
-    ends = dict.fromkeys(f"{100 * share:.3g}" for share in (known.min(), known.max()))
+    ends = dict.fromkeys(f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max()))
     return f"{' to '.join(ends)} % ({ratios} requested)"
 
 
 def comma_joined(first: str, second: str) -> str:
-    """The two texts joined by a comma; if one of them is empty, the other text alone."""
+    """The two texts joined by a comma; if one text is empty, the other text alone."""
     return ", ".join(filter(None, (first, second)))
 
 
 def protocols(cells: pd.DataFrame) -> str:
-    """Text with the protocol of each model, `qwen by heapr, deepseek by heapr_norm`; "" when all
-    cells have the same protocol."""
+    """Text with the protocol by which each model was evaluated: `qwen by heapr, deepseek by
+    heapr_norm`; "" when all cells have the same protocol."""
     if cells["protocol"].nunique() < 2:
         return ""
     by_protocol = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
@@ -113,7 +114,8 @@ def protocols(cells: pd.DataFrame) -> str:
 
 
 METHOD = ["method", "calibration", "gate"]
-"""Cells of one model with equal values in these columns differ only in the ratio."""
+"""Columns that identify the method of a cell: cells of one model with equal values in these columns
+differ only in the ratio and seed."""
 
 _ALLOCATION = re.compile(
     r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"
@@ -125,8 +127,8 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
 
     `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}),
     and `coverage(prior=usage), protect=super` has the setting protect too. A setting without a
-    value, as in `coverage, aligned`, has the value "". A text of another form is a name without
-    settings.
+    value, as in `coverage, aligned`, has the value "". A text of another form is returned whole as
+    the name, with no settings.
     """
     match = _ALLOCATION.fullmatch(text)
     if match is None:
@@ -140,15 +142,15 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
 
 
 def replaces(text: str) -> bool:
-    """Whether an allocation of a study's record replaces the experts that it drops, by constants or
-    merged experts."""
+    """Whether an allocation of a study's record replaces dropped experts by constants or merged
+    experts."""
     _, settings = allocation(text)
     return "replacement" in settings
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """Label of each cell: its method, then its calibration set and gate where pruned cells differ
-    in them."""
+    """Label of each cell: its method, then its calibration set and gate if the pruned cells have
+    several of them."""
     pruned = cells[cells["criterion"] != "none"]
     varying = [
         axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
@@ -159,7 +161,7 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
 
 
 def _method_label(row: dict[str, object], varying: list[str]) -> str:
-    """Display name of a cell's method, and of its values on the axes `varying`."""
+    """Label of one cell: display name of its method, then its values on the axes `varying`."""
     parts = [names.method(str(row["method"]))]
     if row["criterion"] != "none":
         for axis in varying:
@@ -170,7 +172,7 @@ def _method_label(row: dict[str, object], varying: list[str]) -> str:
 
 
 SEARCHED = "evolutionary"
-"""First word of a searched allocation in a study's record; settings may follow."""
+"""Beginning of a searched allocation in a study's record; settings may follow."""
 
 
 def is_searched(allocation: str) -> bool:

@@ -14,13 +14,13 @@ from moe_lab.json_files import Damaged
 from moe_lab.results import FIGURES, RECORD, read_record
 
 EVERY = "all"
-"""As the name of a study: all studies of the store, unless a study has this name."""
+"""A request for this name means all studies of the store, unless a study has the name."""
 
 ID_DIGITS = 6
-"""Number of digits of the id of a model's step that distinguish models of the same name."""
-_BY_TASK = ("evaluate", "errors")
-"""Fields of an entry that are dictionaries: evaluate (task -> step) and errors (task or kind of
-step -> message)."""
+"""Number of first digits of the id of a model's step that distinguish models of the same name."""
+_DICTIONARIES = ("evaluate", "errors")
+"""Fields of a cell's entry in the record that are dictionaries: evaluate is task -> step, errors is
+task or kind of step -> message."""
 
 
 def studies(store: Path) -> list[str]:
@@ -42,8 +42,8 @@ def studies(store: Path) -> list[str]:
 
 
 def chosen(store: Path, name: str) -> list[str]:
-    """Names of the studies that a user requests by `name`: one study, several separated by commas,
-    or all of the store.
+    """Names of the studies that a user requests by `name`: one study, several studies separated by
+    commas, or EVERY study of the store.
 
     Raises UserError for a study that does not exist.
     """
@@ -56,10 +56,11 @@ def chosen(store: Path, name: str) -> list[str]:
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read the records of studies, and combine several into one. Raises UserError when a record
-    cannot be read.
+    """Read the record of one study, or the records of several studies as one combined record.
+    Raises UserError when a record cannot be read.
 
-    A cell of several studies counts once, with the benchmarks of all these studies.
+    A cell that several studies have is one cell of the combined record, with the benchmarks of all
+    these studies.
     """
     record_of = _with_distinct_models({name: _read(store, name) for name in names})
     records = [_with_suites(record) for record in record_of.values()]
@@ -96,14 +97,17 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _with_id(name: str, step_id: str) -> str:
-    """A model's name with the start of its step's id: `qwen_top2` becomes `qwen-3f2a91_top2`."""
-    # top_k and the protocol stay at the end of the name
+    """Add the first digits of the id of a model's step to its name: `qwen_top2` becomes
+    `qwen-3f2a91_top2`."""
+    # The suffixes _topN and (PROTOCOL) stay at the end of the name.
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The records (study -> record), with ids in the names of models that share a name with a
-    different model, in the same study or another."""
+    """Add ids to the names of different models with the same name, in one study or several.
+
+    Takes and returns study -> record.
+    """
     ids: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
@@ -114,8 +118,11 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a cell's model without an id, and the start of the id of the model's step (""
-    when the step is missing)."""
+    """(name, id) of a cell's model: its name without the id that `_with_id` may have added, and the
+    first digits of the id of the model's step, "" when the step is missing.
+
+    entry: the cell's entry in a record.
+    """
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
     step_id = str(folder)[-ID:][:ID_DIGITS] if folder else ""
@@ -123,7 +130,7 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
-    """The record with ids in the names of models with `ambiguous` names, and in no other name."""
+    """The record with ids in the names of exactly those models whose names are `ambiguous`."""
     new_names: dict[str, str] = {}
     cells = []
     for entry in record["cells"]:
@@ -141,8 +148,8 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a field `suite` in each entry: the tasks that the study ran on any cell of
-    the same model."""
+    """The record with a field `suite` in each cell's entry: all tasks that the study ran on at
+    least one cell of the same model."""
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
         suites.setdefault(entry["cell"].get("model"), {}).update(
@@ -165,16 +172,16 @@ def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the entries of one cell: each step and each benchmark from the first entry that has
-    it."""
-    by_task = {
-        name: _first_values([entry.get(name) or {} for entry in entries]) for name in _BY_TASK
+    """Merge several entries of one cell. Each step and each benchmark is that of the first entry
+    which has the step or benchmark."""
+    dictionaries = {
+        name: _first_values([entry.get(name) or {} for entry in entries]) for name in _DICTIONARIES
     }
-    return {**_first_values(entries), **by_task}
+    return {**_first_values(entries), **dictionaries}
 
 
 def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> the first value of this key that is not empty, or the last empty one."""
+    """Key -> the first value of this key that is not empty; if all are empty, the last value."""
     merged: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():

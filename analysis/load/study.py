@@ -21,15 +21,15 @@ from moe_lab.results import STEPS
 def _of_cells(
     read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A frame of a study that is read from its cells when it is first accessed."""
+    """A property of a study: the frame that `read` makes from its cells, at the first access."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
 
 def _of_passes(
     read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A frame of a study that is read from its cells and the reports of its calibration passes when
-    it is first accessed."""
+    """A property of a study: the frame that `read` makes from its cells and the reports of its
+    calibration passes, at the first access."""
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
@@ -44,11 +44,15 @@ class Study:
     document: Mapping[str, Any]
     """The study's record as the run wrote it, including provenance."""
     cells: pd.DataFrame
-    """One row per cell, with index `cell`. Columns: AXES (ratio: as requested); removed, the share
-    of experts or channels that the plan removes; removed_words, a text with this share for all
-    cells of the model and ratio; method, a key of `names.key`, with allocation and recovery only
-    where they differ in this study; protocol, by which benchmarks are run (None in older records);
-    and `<step>_folder` for each of STEPS, None where the cell lacks the step."""
+    """One row per cell, with index `cell`. Columns:
+
+    - AXES: ratio is the requested one
+    - removed: share of experts or channels that the plan removes
+    - removed_words: text with the removed shares of all cells with the same model and ratio
+    - method: key of the method, see `names.key`
+    - protocol: name of the protocol by which benchmarks are run, None in older records
+    - <step>_folder for each of STEPS: folder of the step, None where the cell lacks the step
+    """
     results: pd.DataFrame
     """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see
     `moe_lab.results.Result`."""
@@ -60,29 +64,29 @@ class Study:
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens. This frame, `family` and `damage` have one gate
-    and seed per model and calibration set: see `passes.shown_passes`."""
+    """model, calibration, layer, expert, tokens. In this frame, `family` and `damage`, each model
+    and calibration set has one gate and seed, see `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> task -> numbers of items that are long enough to be looked for in the
-    calibration text (comparable), and that are found in it (found)."""
+    """"calibration@model" -> benchmark -> numbers of items `comparable` and `found`, see
+    `passes.contaminations`."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame
     """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions
     of libraries."""
     reader: Reader
-    """Reads the frames below when they are first accessed."""
+    """Reader of the store, which also holds the gaps."""
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
 
     @property
     def gaps(self) -> list[Gap]:
-        """Missing results, of everything that was read so far."""
+        """Missing results in the files that have been read so far."""
         return list(self.reader.gaps.values())
 
-    # the functions' docstrings list the columns of these frames
+    # Frames that are read at the first access; the functions' docstrings list their columns.
     costs = _of_cells(plans.costs)
     retained = _of_cells(plans.retained)
     profiles = _of_cells(plans.profiles)
@@ -95,14 +99,13 @@ class Study:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """model, ratio, removed_words, granularity, allocation, bytes, ...: see
-        `plans.loading_memory`."""
+        """Loading memory before and after pruning, see `plans.loading_memory`."""
         return plans.loading_memory(self.cells, self.costs)
 
 
 def load(store: Path, name: str) -> Study:
-    """Read the study `name`; several names separated by commas, or `all`, are combined into one
-    study. Missing and damaged files are recorded in its `gaps`.
+    """Read the study `name`. Several names separated by commas, or `all`, give one combined study.
+    Missing and damaged files are recorded in the study's `gaps`.
 
     Raises UserError for an unknown or unreadable study.
     """
@@ -128,18 +131,18 @@ def load(store: Path, name: str) -> Study:
         models=models,
         origins=origins,
         reader=reader,
-        notes=[*remarks(results, origins, cells, reader), *_contaminated(contaminations)],
+        notes=[*remarks(results, origins, cells, reader), *_contamination_remarks(contaminations)],
     )
 
 
 REMARKABLE = 0.01
-"""A benchmark is named in a remark if a calibration set contains more than this share of its
-items."""
+"""A remark names a benchmark if a calibration set contains more than this share of the benchmark's
+items that are long enough to be looked for."""
 
 
-def _contaminated(contaminations: passes.Reports) -> list[str]:
-    """A sentence for every calibration set that contains more than REMARKABLE of the items of a
-    benchmark."""
+def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
+    """A sentence for every calibration set that contains more than the share REMARKABLE of a
+    benchmark's items."""
     items_in_set: dict[str, dict[str, None]] = {}
     for key, counts in contaminations.items():
         for benchmark, count in counts.items():
@@ -159,8 +162,11 @@ def _contaminated(contaminations: passes.Reports) -> list[str]:
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
-    """`Study.cells` from a study's record, and cell -> entry of the record. A cell that the record
-    lists twice counts once."""
+    """`Study.cells` from a study's record, and cell -> the cell's entry in the record.
+
+    A cell that the record lists twice counts once; a cell that lacks an axis is left out. Each of
+    these is a gap, and so is a cell that simultaneous runs have with different settings.
+    """
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
         [entry["cell"] for entry in entries.values()], columns=list(AXES)
@@ -188,13 +194,13 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
 def _one_row_per_plan(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
-    """Merge the ratios of a model at which all of its cells have the same plans, and add the
-    columns removed, removed_words, protocol and `<step>_folder`.
+    """Merge ratios of a model that give the same plans, and add the columns removed, removed_words,
+    protocol and `<step>_folder`.
 
-    Rounding to whole experts can give the same plan for two ratios. Cells that differ only in such
-    ratios become one row, with the lower ratio and the results of all of them. Two ratios of a
-    model are not merged if a plan differs or cannot be read, or if a cell has only one of them.
-    Returns the rows and new entries, cell -> entry, without changing `entries`.
+    Rounding to whole experts can give the same plan for two ratios. If it does so for all cells of
+    the model (see `_lowest_equal_ratio`), cells that differ only in these ratios become one row,
+    with the lower ratio and the results of all these cells. Returns the rows and new entries, cell
+    -> entry, without changing `entries`.
     """
     cells = cells.join(plans.removed_shares(_with_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
@@ -214,8 +220,11 @@ def _one_row_per_plan(
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, the lowest ratio of its model with exactly the same plans as the cell's own
-    ratio, compared over all cells of the model; the own ratio if a plan is missing."""
+    """For each cell, the lowest ratio that gives the same plans as the cell's own ratio.
+
+    Two ratios of a model give the same plans if both have the same cells apart from the ratio, with
+    equal plans. A ratio at which the plan of a cell is missing equals no other ratio.
+    """
     other_axes = [axis for axis in AXES if axis != "ratio"]
     lowest = cells["ratio"].copy()
     lowest_with_plans: dict[frozenset[Any], float] = {}
@@ -235,8 +244,9 @@ def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """The allocation of a cell in the record as one text: its name, then the settings replacement
-    and protect, as `uniform, replacement=mean_output`."""
+    """The allocation of a cell in the record as one text, its name and then the settings
+    replacement and protect: `uniform, replacement=mean_output`. None if the record lacks the
+    allocation."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [
@@ -248,12 +258,12 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
 
 
 def _methods(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method (see `names.key`). Its allocation and recovery are in the key
-    only if the study has several of them.
+    """The key of each cell's method, see `names.key`.
 
-    For experts, the default allocation `uniform` is not in the key; for channels there is no
-    default. An allocation that replaces dropped experts is always in the key, since a criterion's
-    name alone means that experts are dropped.
+    The recovery is in the key if the study has several recoveries and the cell is recovered. The
+    allocation is in the key if the study has several allocations and this one is not the default
+    (see `_is_default`), or if it replaces dropped experts, since a criterion's name alone means
+    that experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
     several_allocations = pruned["allocation"].nunique() > 1
@@ -270,7 +280,8 @@ def _methods(cells: pd.DataFrame) -> list[str]:
 
 
 def _is_default(row: Mapping[str, Any]) -> bool:
-    """Whether the cell is unpruned, or has the default allocation of experts."""
+    """Whether the cell is unpruned, or has the default allocation of experts, `uniform`; channels
+    have no default allocation."""
     return bool(
         row["criterion"] == "none"
         or (row["allocation"] == "uniform" and row["granularity"] != "channel")
@@ -278,7 +289,7 @@ def _is_default(row: Mapping[str, Any]) -> bool:
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
-    """Model -> its layers, experts and parameters, from the facts.json of its step."""
+    """Model -> the numbers of its layers, experts and parameters, from facts.json of its step."""
     models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None
