@@ -242,7 +242,7 @@ def _evaluate(engine: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkCo
 
 
 def _build_and_run_adapter(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
-    lm_eval_tasks._built.clear()
+    lm_eval_tasks._tasks_by_identity.clear()
     _run_adapter(engine, configs)
 
 

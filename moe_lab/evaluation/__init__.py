@@ -32,11 +32,11 @@ class Policy:
     def protection(self, *, closed_world: bool = False) -> str:
         """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
-        `closed_world`: right answers need no import and no private attribute, as in the shipped
-        benchmarks. Where there are no namespaces, sandbox=auto runs only such programs, after
-        checking them (`closed_world.py`). Raises UserError when no allowed sandbox is possible on
-        this machine, and Unavailable when namespaces are possible but their sandbox does not start
-        now: no weaker sandbox takes its place.
+        `closed_world`: whether right answers need no import and no private attribute, as in the
+        shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED for such
+        benchmarks, and `closed_world.py` checks each program before it runs. Raises UserError when
+        no allowed sandbox is possible on this machine, and Unavailable when namespaces are possible
+        but a process in namespaces does not start now; no weaker sandbox is used in its place.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

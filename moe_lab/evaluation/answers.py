@@ -50,6 +50,7 @@ USUAL_LENGTH = 2048
 COMPUTED = "computed.jsonl"
 """File of the `ResultCache` of a step, in its folder of partial results."""
 _EXCERPT = 40
+"""Characters of a question that an error quotes."""
 
 _T = TypeVar("_T")
 
@@ -206,7 +207,7 @@ class _Encoder:
 
     def _pair_row(self, context: str, continuation: str) -> Row:
         """The row of a context and its continuation, divided as by lm-eval; an empty context is
-        replaced by `first_token`. UserError if the continuation, or what is before it, has no
+        replaced by `first_token`. UserError if the context or the continuation has no
         token: a continuation without tokens would have the likelihood 1, the largest of all."""
         if context:
             row = self._tokens(context + continuation)
@@ -226,7 +227,7 @@ class _Encoder:
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
         """Raise UserError for a context and continuation that have more tokens than the model
-        reads. Their last token is predicted, and never read."""
+        reads. The last token is predicted, not read."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         if self.max_length is not None and longest > self.max_length + 1:
@@ -261,8 +262,8 @@ class _Encoder:
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
         """Index of a query -> its prompt, for the requested texts that fit into `max_length`.
 
-        Raises UserError for a prompt that leaves too little room, unless its request may be skipped
-        and another one fits.
+        Raises UserError for a prompt that leaves too little room, unless its request has
+        `skip_long` and another prompt fits.
         """
         prompts: dict[int, Prompt] = {}
         too_long: list[tuple[int, Text]] = []
@@ -291,14 +292,15 @@ class _Encoder:
 
 # cached, since all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
-def _encode_text(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
-    return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
+def _encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    encoded = tokenizer([text], add_special_tokens=add_special_tokens, verbose=False)
+    return tuple(encoded.input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Windows, as those of lm-eval, that together predict all `tokens` but the first, `length` of
-    them each. The last window predicts the remaining tokens after as many earlier tokens as
-    fit."""
+    """Rows that together predict all `tokens` but the first, `length` tokens each, as in lm-eval.
+    The last row predicts the remaining tokens, after as many earlier tokens as fit into `length` +
+    1 tokens."""
     last = len(tokens) - 1
     ends = [*range(length, last, length), last] if last > 0 else []
     rows = []
@@ -318,9 +320,9 @@ def _generate(
     benchmark: BenchmarkConfig,
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
-    """Index of a query -> its text. The text after equal prompts is generated once; the longest
-    prompts come first."""
-    # Stop texts in a thought do not end it, so texts of models that may think are cut at the end.
+    """Index of a query -> its text. Equal prompts are continued once, the longest prompts first."""
+    # A stop text must not end a thought. So the engine gets no stop texts for a model that may
+    # think, and `cut` applies them to its answers.
     thinks = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
@@ -333,15 +335,15 @@ def _generate(
         )
         groups.setdefault(generation, {}).setdefault(prompt, []).append(number)
     texts: dict[int, GeneratedText] = {}
-    for generation, numbers in groups.items():
+    for generation, numbers_of in groups.items():
         order = sorted(
-            numbers, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+            numbers_of, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
         for batch in _slices(order, generation.batch_size * engine.batches):
             progress.update(len(texts), len(prompts), "requests")
             batch_texts = _generate_batch(engine, batch, generation, cache)
             for prompt, text in zip(batch, batch_texts, strict=True):
-                texts |= dict.fromkeys(numbers[prompt], text)
+                texts |= dict.fromkeys(numbers_of[prompt], text)
     return texts
 
 
@@ -376,7 +378,7 @@ def _score(
 ) -> dict[Row, Likelihood]:
     """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
-    for batch in _slices(_by_question(rows), batch_size * BATCHES_PER_CALL):
+    for batch in _slices(_rows_by_question(rows), batch_size * BATCHES_PER_CALL):
         progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
@@ -386,16 +388,16 @@ def _score(
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
+    """The engine's likelihood of each row. FloatingPointError if one is not finite."""
     likelihoods = engine.score(rows, batch_size)
     for total, _ in likelihoods:
         check_finite(total, "log-likelihood")
     return likelihoods
 
 
-def _by_question(rows: Iterable[Row]) -> list[Row]:
-    """The rows in the order in which they are computed. A question is what a row has before its
-    start: rows with the same question follow each other, as they share a forward pass, and the
-    question with the longest row comes first."""
+def _rows_by_question(rows: Iterable[Row]) -> list[Row]:
+    """The rows sorted by question, which is the tokens before the start of a row. So rows with the
+    same question get into the same batch. The question with the longest row comes first."""
     longest: dict[tuple[int, ...], int] = {}
     for row in rows:
         question = row.tokens[: row.start]
@@ -407,7 +409,7 @@ def _by_question(rows: Iterable[Row]) -> list[Row]:
 
 
 def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Consecutive slices of `values` with `size` values each, the last with at most so many."""
+    """Consecutive slices of `size` values; the last may be shorter."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 

@@ -462,7 +462,7 @@ def wrong(programs: Sequence[Program]) -> list[str]:
         start = time.monotonic()
         with (
             mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")),
-            mock.patch.object(evalplus, "_COMPARING", (1.0, 1 << 30)),
+            mock.patch.object(evalplus, "_COMPARISON_LIMITS", (1.0, 1 << 30)),
         ):
             grader = Grader()
             verdicts = [verdict.plus for verdict in grader.grade(request).values()]

@@ -29,7 +29,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.adapters.evalplus import GRADER, GradeRequest
-from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitized
+from moe_lab.evaluation.adapters.evalplus_rules import longest_program, sanitize
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
 from moe_lab.evaluation.items import Answer, read_answers, write_answers
@@ -247,7 +247,7 @@ def test_the_sanitizer_costs_little() -> None:
     seconds = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     prose = "".join(f"word {i} ( = \n" for i in range(400))
     program = "".join(f"x{i} = {i}\n" for i in range(400))
-    assert (sanitized(prose, "f"), sanitized(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
+    assert (sanitize(prose, "f"), sanitize(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
     # 160 s each, as EvalPlus does it
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - seconds < 10
 
@@ -268,7 +268,7 @@ def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
 
 def test_sanitizing_keeps_a_generator_that_the_entry_point_needs(original: ModuleType) -> None:
     program = "def g(x):\n    yield x\ndef h():\n    print(1)\ndef f(x):\n    return list(g(x))"
-    code = sanitized(program, "f")
+    code = sanitize(program, "f")
     assert [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)] == [
         "g",
         "f",

@@ -288,7 +288,7 @@ def test_limit_takes_items_from_all_subsets_alike(
         return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")])
 
     subsets = {"easy": [*map(sample, range(4))], "hard": [*map(sample, range(2))]}
-    names = [name for name, _ in evalscope_worker._named(subsets, 5)]
+    names = [name for name, _ in evalscope_worker._names_and_samples(subsets, 5)]
     assert [name.partition(" ")[0] for name in names] == [
         "easy/0",
         "easy/1",
@@ -296,9 +296,11 @@ def test_limit_takes_items_from_all_subsets_alike(
         "hard/0",
         "hard/1",
     ]
-    assert len(list(evalscope_worker._named(subsets, None))) == 6
+    assert len(list(evalscope_worker._names_and_samples(subsets, None))) == 6
     monkeypatch.setattr(
-        evalscope_worker, "load", lambda **_: (None, dict(evalscope_worker._named(subsets, 5)))
+        evalscope_worker,
+        "load",
+        lambda **_: (None, dict(evalscope_worker._names_and_samples(subsets, 5))),
     )
     subsets["easy"][1].input[0].text = "another question"
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
@@ -312,9 +314,9 @@ class _Hostile:
 
 def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert evalscope_code.OnlyText(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
+    assert evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
     with pytest.raises(evalscope_code.DataError, match=r"\.mkdir"):
-        evalscope_code.OnlyText(io.BytesIO(pickle.dumps(_Hostile()))).load()
+        evalscope_code.TextUnpickler(io.BytesIO(pickle.dumps(_Hostile()))).load()
     assert not (tmp_path / "hostile").exists()
 
 

@@ -676,7 +676,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     random.seed(1)
     first = evaluate(reader, benchmark)
     again = evaluate(reader, benchmark)
-    lm_eval_tasks._built.clear()
+    lm_eval_tasks._tasks_by_identity.clear()
     random.seed(2)
     fresh = evaluate(reader, benchmark)
     assert first.samples == again.samples == fresh.samples
@@ -748,7 +748,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     (folder / "validation.jsonl").write_text('{"label": "0"}\n')
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lm_eval_tasks._built.clear()
+    lm_eval_tasks._tasks_by_identity.clear()
     load_dataset = datasets.load_dataset
     capfd.readouterr()
     assert evaluate(reader, benchmark).samples == expected

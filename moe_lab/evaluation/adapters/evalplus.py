@@ -23,12 +23,14 @@ PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
 """CPU limit of each call of a canonical solution."""
 _CANONICAL_MEMORY = 4 << 30
-_LONGEST = 60.0
+"""Bytes of address space of a canonical solution."""
+_MOST_SECONDS = 60.0
 """CPU seconds that a program may take for all its calls together."""
 _OUTPUT = 64 << 20
-_SANITIZING = (20.0, 4 << 30)
+"""Bytes of encoded outputs that a program may send."""
+_SANITIZER_LIMITS = (20.0, 4 << 30)
 """CPU seconds and bytes of memory that sanitizing a text may take."""
-_COMPARING = (20.0, 1 << 30)
+_COMPARISON_LIMITS = (20.0, 1 << 30)
 """CPU seconds and bytes of memory that comparing the outputs of one program may take."""
 _MOST_VERDICTS = 20_000  # cached in memory: about 40 MB
 
@@ -48,7 +50,8 @@ class GradeRequest:
     sanitize: bool = False
     """Apply EvalPlus's sanitizer to the programs first."""
     seconds: float = 4.0
-    """CPU limit of a call, or four times the CPU time of the canonical solution if that is more."""
+    """CPU limit of a call in seconds. The limit is four times the CPU time of the canonical
+    solution, if that product is larger."""
     memory_mib: int = 4096
     """Limit on the address space of a program."""
     processes: int = 0
@@ -80,14 +83,14 @@ class _DataFile:
 
     problems: dict[str, dict[str, Any]]
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Task id -> part -> the encoded outputs of the canonical solution, and its CPU seconds."""
+    """Task id -> result of `_Grading._canonical`."""
     verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
     """(task id, program, settings of grading) -> verdict."""
 
 
 class Grader:
-    """Grades programs. Its caches and processes serve later requests: several plans of a model
-    often give the same program.
+    """Grades programs. Caches and processes are kept for later requests, as several plans of a
+    model often give the same program.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,7 @@ class Grader:
         """(data set, sha256 of a file) -> its problems."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
-        """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
+        """Task id -> verdict. Raises RuntimeError for a canonical solution that does not run."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
             problems = evalplus_rules.problems_of(request.dataset, request.data)
@@ -137,21 +140,21 @@ class _Grading:
         expected = self.file.expected
         settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
         keys = {task: (task, program, *settings) for task, program in request.programs.items()}
-        cached = self.file.verdicts
-        verdicts = {task: cached[key] for task, key in keys.items() if key in cached}
-        missing = [task for task in keys if task not in verdicts]
-        without_expected = [task for task in missing if task not in expected]
+        cache = self.file.verdicts
+        verdicts = {task: cache[key] for task, key in keys.items() if key in cache}
+        new_tasks = [task for task in keys if task not in verdicts]
+        canonical_tasks = [task for task in new_tasks if task not in expected]
         with ThreadPoolExecutor(request.processes or cores()) as pool:
-            outputs = pool.map(self._canonical, without_expected)
-            expected.update(zip(without_expected, outputs, strict=True))
-            verdicts.update(zip(missing, pool.map(self._verdict, missing), strict=True))
-        if len(cached) > _MOST_VERDICTS:
-            cached.clear()
-        for task in missing:
+            outputs = pool.map(self._canonical, canonical_tasks)
+            expected.update(zip(canonical_tasks, outputs, strict=True))
+            verdicts.update(zip(new_tasks, pool.map(self._verdict, new_tasks), strict=True))
+        if len(cache) > _MOST_VERDICTS:
+            cache.clear()
+        for task in new_tasks:
             verdict = verdicts[task]
             # a crash is not cached, as another program may have caused it
             if "crash" not in (verdict.base, verdict.plus):
-                cached[keys[task]] = verdict
+                cache[keys[task]] = verdict
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
@@ -161,20 +164,22 @@ class _Grading:
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
+        """Run a program on all tests of a part. `seconds`: CPU limit of each test; `memory`: limit
+        on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
             inputs=self._inputs(task, part),
             seconds=seconds,
-            total_seconds=min(_LONGEST, sum(seconds)) + 1.0,
+            total_seconds=min(_MOST_SECONDS, sum(seconds)) + 1.0,
             memory=memory,
             output=_OUTPUT,
         )
         return self.grader.runners[self.request.confined].run(request)
 
     def _canonical(self, task: str) -> dict[str, Any]:
-        """Part -> the encoded outputs of the canonical solution and its CPU seconds. It is run like
-        any other program; RuntimeError if it fails."""
+        """Part -> the encoded outputs of the canonical solution ("encoded") and the CPU seconds of
+        each call ("seconds"). RuntimeError if the solution fails."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -190,11 +195,12 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """Run and compare the program for a task; the plus tests only after it passes base."""
+        """The verdict on the program for a task. The plus tests run only if the program passes the
+        base tests."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]
-            program = self.grader.rules("sanitized", arguments, *_SANITIZING) or program
+            program = self.grader.rules("sanitize", arguments, *_SANITIZER_LIMITS) or program
         base, reason = self._part_verdict(task, "base", program)
         plus = base
         if base == "pass" and self.file.problems[task]["plus_input"]:
@@ -216,13 +222,13 @@ class _Grading:
             "inputs": self._inputs(task, part),
         }
         arguments = [self.request.dataset, problem, outcome.encoded, canonical["encoded"]]
-        return _COMPARED[self.grader.rules("compared", arguments, *_COMPARING)]
+        return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 
-_COMPARED = {
+_STATUSES = {
     "right": ("pass", ""),
     "wrong": ("fail", "another value was expected"),
     "no value": ("output", "it returned something that is not a value"),
     None: ("output", "what it returned takes too much time or memory to compare"),
 }
-"""Result of `evalplus_rules.compared` -> status and reason."""
+"""Result of `evalplus_rules.compare` -> status and reason."""

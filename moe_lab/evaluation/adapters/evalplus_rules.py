@@ -7,8 +7,9 @@ model's program returned in the sandbox. Tolerances, set equality and the specia
 EvalPlus's own.
 
 EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their
-number, and parsing what a model wrote can crash a process. So here it is called in a process with
-limits (`sandbox/client.py`), on a limited number of lines, and tries the longest runs first.
+number, and parsing what a model wrote can crash a process. So here the sanitizer is called in a
+process with limits (`sandbox/client.py`), searches a limited number of lines, and tries the longest
+runs first.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
 from moe_lab.evaluation.sandbox.encoding import decode, decode_text
 
 MOST_LINES = 150
-"""Number of lines that are searched of a text that is not Python as a whole."""
+"""Largest number of lines that are searched in a text that is not Python as a whole."""
 
 
-def sanitized(text: str, entry_point: str) -> str:
+def sanitize(text: str, entry_point: str) -> str:
     """The program that EvalPlus's sanitizer extracts from `text`. It can crash this process."""
     return str(evalplus_sanitize.sanitize(text, entry_point))
 
 
 def longest_program(text: str) -> str:
-    """The consecutive lines of `text` that are a Python program and have the most lines that are
-    not blank; of equally long programs, the first.
+    """The run of two or more consecutive lines of `text` that is Python and has the most non-blank
+    lines. The first of several such runs; the first line if no run is Python.
 
-    The result is that of EvalPlus's `code_extract`, which tries every run, except that only the
-    first MOST_LINES lines are searched of a text that is not Python as a whole.
+    EvalPlus's `code_extract`, which tries every run, has the same result, except that here only the
+    first MOST_LINES lines are searched in a text that is not Python as a whole.
     """
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
     # number of non-blank lines before each line
-    filled = [0, *accumulate(bool(line.strip()) for line in lines)]
-    runs = []
+    counts = [0, *accumulate(bool(line.strip()) for line in lines)]
+    runs = []  # (minus the number of non-blank lines, start, end)
     for start in range(len(lines)):
-        for end in range(start + 2, len(filled)):
-            if filled[start] < filled[end]:
-                runs.append((filled[start] - filled[end], start, end))
+        for end in range(start + 2, len(counts)):
+            if counts[start] < counts[end]:
+                runs.append((counts[start] - counts[end], start, end))
     for _, start, end in sorted(runs):
         run = "\n".join(lines[start:end])
         if _is_python(run):
@@ -71,8 +72,8 @@ def _is_python(text: str) -> bool:
 
 def returns_or_yields(function: Any) -> bool:
     """Whether a function's tree-sitter node holds a return or a yield. EvalPlus itself drops
-    functions without a return as unfinished, and with them the generator that the canonical
-    solution of Mbpp/630 needs."""
+    every function without a return as unfinished, even the generator that the canonical solution of
+    Mbpp/630 needs."""
     return any(
         node.type in ("return_statement", "yield")
         for node in evalplus_sanitize.traverse_tree(function)
@@ -83,22 +84,23 @@ evalplus_sanitize.code_extract = longest_program
 evalplus_sanitize.has_return_statement = returns_or_yields
 
 _SUCCESS = 0
-_recorded: Iterator[Any] = iter(())
+_recorded_outputs: Iterator[Any] = iter(())
 """Outputs that `replay` returns."""
-_UNGUARDED = {
+_NO_PROTECTION = {
     "create_tempdir": nullcontext,
     "swallow_io": nullcontext,
     "time_limit": lambda seconds: nullcontext(),
     "reliability_guard": lambda maximum_memory_bytes: None,
     "query_maximum_memory_bytes": lambda: None,
 }
-"""In place of EvalPlus's protections, which are not needed: it runs only the stand-in."""
+"""Replacements of EvalPlus's protections, which are not needed because EvalPlus runs only the
+stand-in."""
 
 
 def replay(*arguments: Any) -> Any:
-    """The function of the program that stands in for the model's: the next recorded value, whatever
-    the arguments."""
-    return next(_recorded)
+    """The next recorded output, whatever the arguments. The stand-in for the model's program
+    consists of this function."""
+    return next(_recorded_outputs)
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
@@ -112,7 +114,7 @@ def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     return problems
 
 
-def compared(
+def compare(
     dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]
 ) -> str:
     """Compare a program's encoded outputs with those of the canonical solution: right, wrong, or no
@@ -135,19 +137,20 @@ def _agrees(
 ) -> bool:
     """Whether EvalPlus accepts `outputs`, one per input. EvalPlus 0.3.1 reports HumanEval/32 as
     failed although its own check has succeeded; here it passes."""
-    global _recorded
+    global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
         return False
-    _recorded = iter(outputs)
+    _recorded_outputs = iter(outputs)
     # stand-ins for the shared memory of EvalPlus
     verdict = SimpleNamespace(value=-1)
     progress = SimpleNamespace(value=0)
     program = f"from {__name__} import replay as {problem['entry_point']}"
     limits = [0.0] * len(inputs)
     details = [False] * len(inputs)
+    # True: stop at the first wrong output
     settings = (inputs, expected, limits, problem["atol"], True)
-    with patch.dict(vars(evalplus_eval), _UNGUARDED):
+    with patch.dict(vars(evalplus_eval), _NO_PROTECTION):
         evalplus_eval.unsafe_execute(
             dataset, problem["entry_point"], program, *settings, verdict, details, progress
         )

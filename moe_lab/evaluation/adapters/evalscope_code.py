@@ -24,15 +24,19 @@ from unittest.mock import patch
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
-# most wrong programs fail one of these tests: the others may take hours, and are not run then
 _FIRST_TESTS = 4
+"""Number of tests that run before the others. Most wrong programs fail one of these tests, and the
+others, which may take hours, are not run then."""
 _OUTPUT = 256 << 20
-# solutions often recurse in a thread, and a thread that has ended still counts for a moment
+"""Bytes of encoded outputs that a program may send."""
 _PROCESSES = 4
-_COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
+"""Most threads and processes of a program. Solutions often recurse in a thread, and a thread that
+has ended still counts for a moment."""
+_COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
+# The program that runs in the sandbox: EvalScope's functions around a solution.
 _PROGRAM = """
 import ast, json, sys
 from io import BytesIO, StringIO, TextIOWrapper
@@ -78,9 +82,9 @@ def select_days(
 
 
 @contextmanager
-def only_text_unpickled(*, allowed: bool) -> Iterator[None]:
-    """A context in which EvalScope reads pickled tests only if `allowed`, and only if they are
-    text."""
+def restrict_pickles(*, allowed: bool) -> Iterator[None]:
+    """A context in which EvalScope reads pickled tests only if `allowed`, and only pickles of text.
+    Other pickled tests raise DataError."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
@@ -89,13 +93,13 @@ def only_text_unpickled(*, allowed: bool) -> Iterator[None]:
                 "its private tests are pickled: set allow_pickled_data=true, or make them JSON in "
                 "the data"
             )
-        return OnlyText(io.BytesIO(content)).load()
+        return TextUnpickler(io.BytesIO(content)).load()
 
     with patch.object(load_utils, "pickle", SimpleNamespace(loads=loads)):
         yield
 
 
-class OnlyText(pickle.Unpickler):
+class TextUnpickler(pickle.Unpickler):
     """Reads pickles that need no import. Raises DataError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -120,23 +124,24 @@ class Programs:
         self.memory = memory_mib << 20
         self.processes = processes
         self._runners = Runners(confined=confined)
-        self._compared = LimitedCalls(__name__, os.environ)
+        self._comparison = LimitedCalls(__name__, os.environ)
 
     def close(self) -> None:
         """End all processes."""
         self._runners.close()
-        self._compared.close()
+        self._comparison.close()
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
-        """The outcome of an answer (1 if its program passes every test, else 0), and why it is
-        wrong."""
+        """{"outcome": 1 if the program in an answer passes every test, else 0, "extracted": "",
+        "why": the reason of a failure}."""
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
             raise DataError("it has a problem without tests")
-        first = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in ("inputs", "outputs")}}
-        results, notes = self.judge(solution, first)
-        if first != tests and all(result is True for result in results):
+        names = ("inputs", "outputs")
+        first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in names}}
+        results, notes = self.judge(solution, first_tests)
+        if first_tests != tests and all(result is True for result in results):
             results, notes = self.judge(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
         return {
@@ -146,8 +151,8 @@ class Programs:
         }
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's results, which are True for tests that the program passes and end with the
-        first failure; and EvalScope's notes."""
+        """(results, notes) of EvalScope for a program on `tests`. A result is True for a test that
+        the program passes; the results end with the first failure."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),
@@ -163,8 +168,9 @@ class Programs:
         outcome = self._runners.run(request)
         # tests with an output, and the test at which the program failed
         number = len(outcome.encoded) + (outcome.status != "ok")
-        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        judged = self._compared("compared", [tests["fn_name"], first, asdict(outcome)], *_COMPARING)
+        run_tests = {name: tests[name][:number] for name in ("inputs", "outputs")}
+        arguments = [tests["fn_name"], run_tests, asdict(outcome)]
+        judged = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if judged is None:
             error = "what it sent takes too long or too much to compare"
             return [_WRONG], {"program": "output", "program_error": error}
@@ -172,12 +178,12 @@ class Programs:
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
 
-def compared(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
+def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
     """EvalScope's results and notes for the `outcome` of a program on `tests`, as JSON; `function`
     is the name of the called function, None for a program that prints."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    with replayed(Outcome(**outcome), function):
+    with replay(Outcome(**outcome), function):
         if function is None:
             judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
         else:
@@ -209,7 +215,7 @@ def program(solution: str, function: str | None) -> str:
 
 
 @contextmanager
-def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
+def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
     """A context in which EvalScope's comparison gets the recorded outcome instead of running a
     solution."""
     from evalscope.benchmarks.live_code_bench import testing_util

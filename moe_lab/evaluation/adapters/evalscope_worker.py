@@ -26,29 +26,32 @@ Samples = dict[str, Any]
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
-    """For each question of a task: {"item": its name, "messages": its conversation}. `task`:
-    arguments of `load`."""
+    """{"item": name, "messages": conversation} of each question of a task. `task`: arguments of
+    `load`."""
     _, samples = load(**task, asking=True)
     return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """{"versions": of packages, "samples": for each item its name, outcome (None where EvalScope
-    could not compare), extracted answer and why it is wrong}. `texts`: name of an item -> answer;
-    `task`: arguments of `load`. AssertionError unless `texts` has exactly the items of the task."""
+    """{"samples": {"item": name, "outcome", "extracted", "why"} of each answer, as in `_verdict`,
+    "versions": package -> version}.
+
+    `texts`: name of an item -> answer; `task`: arguments of `load`. AssertionError unless `texts`
+    has exactly the items of the task.
+    """
     verdict: Callable[[Any, Any], dict[str, Any]] = _verdict
-    parallel = 1
+    threads = 1
     if task["code"]:
         programs = evalscope_code.Programs(**task["code"]["limits"])
         verdict = programs.grade
-        parallel = programs.processes
+        threads = programs.processes
     adapter, samples = load(**task, asking=False)
     unpaired = set(texts) ^ set(samples)
     assert not unpaired, (
         f"answers and questions are not the same: {sorted(unpaired)[0]} is only on one side"
     )
     states = [_state(sample, texts[name]) for name, sample in samples.items()]
-    with ThreadPoolExecutor(parallel) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         judged = pool.map(verdict, repeat(adapter), states)
         verdicts = [
             {"item": name, **outcome} for name, outcome in zip(samples, judged, strict=True)
@@ -82,17 +85,18 @@ def load(
         adapter.record_to_sample = evalscope_code.select_days(
             adapter.record_to_sample, code["days"], asking=asking
         )
-    with evalscope_code.only_text_unpickled(allowed=code["pickles"]) if code else nullcontext():
+    with evalscope_code.restrict_pickles(allowed=code["pickles"]) if code else nullcontext():
         subsets = adapter.load_dataset()
-    samples = dict(_named(subsets, limit))
+    samples = dict(_names_and_samples(subsets, limit))
     if not samples:
         raise evalscope_code.DataError("no item is selected: check the data and the dates")
     return adapter, samples
 
 
-def _named(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """(name, sample) up to the limit. A name consists of subset, number and a digest of the prompt,
-    so that an answer to a prompt that has changed since matches no sample."""
+def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
+    """Yield (name, sample), up to the limit. A name consists of subset, number and a digest of the
+    prompt: an answer to a prompt that has changed matches no sample."""
+    # the number comes first in the order, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     selected = set(order[:limit])
     for subset, samples in subsets.items():
@@ -117,8 +121,8 @@ def _state(sample: Any, text: str) -> Any:
 
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
-    """EvalScope's verdict on an answer: outcome (None where it could not compare), extracted
-    answer, and why it is wrong."""
+    """EvalScope's verdict on an answer: {"outcome": score, or None where EvalScope could not
+    compare, "extracted": answer, "why": why the answer is wrong}."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"

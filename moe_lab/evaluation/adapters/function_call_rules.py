@@ -67,7 +67,7 @@ def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Cal
     of calls that are read.
     """
     answer = answer.strip()
-    descriptions = _by_name(functions)
+    descriptions = _descriptions_by_name(functions)
     document = _json(answer)
     if document is not None:
         return [_call(entry) for entry in (document if isinstance(document, list) else [document])]
@@ -80,7 +80,7 @@ def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Cal
     return calls
 
 
-def _by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Name -> description of the first function of that name."""
     return {function["name"]: function for function in reversed(functions)}
 
@@ -169,8 +169,8 @@ def mistake(
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
-    """A sentence that says why an answer is wrong; None if it is right. `answer` None: a thought
-    that does not end.
+    """A sentence that says why an answer is wrong; None if it is right. `answer` is None for a
+    thought that does not end.
 
     `functions` are the descriptions that came with the question; `right` are the calls of a right
     answer, each {name: {argument: allowed values}}, in any order. If `right` is empty, no call
@@ -189,7 +189,7 @@ def mistake(
         return f"expected no call, found {answer.strip()!r:.80}" if is_call else None
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
-    descriptions = _by_name(functions)
+    descriptions = _descriptions_by_name(functions)
     remaining = list(calls)
     for expected in right:
         ((name, allowed),) = expected.items()
@@ -245,9 +245,9 @@ def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]
     if allowed_type not in (None, declared):
         return value in allowed
     if declared is dict:
-        return any(_is_dict(value, option) for option in options)
+        return any(_is_dict_allowed(value, option) for option in options)
     if declared is list and TYPES[described["items"]["type"]] is dict:
-        return any(_is_list_of_dicts(value, option) for option in options)
+        return any(_is_list_allowed(value, option) for option in options)
     if declared is list:
         return _standard_list(value) in [_standard_list(option) for option in options] or (
             not value and "" in allowed
@@ -256,14 +256,14 @@ def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]
 
 
 def _type_of_first(allowed: Iterable[Any]) -> type | None:
-    """The type of the first value that is not ""; None if there is none."""
+    """The type of the first value that is not ""; None without such a value."""
     return next((type(value) for value in allowed if value != ""), None)
 
 
 def _has_element_types(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """Whether the elements of a list have the type in its description, or the type of the elements
-    of an allowed list; True for a value that is no list. As in BFCL, an int is no float here, and
-    any elements pass where "" is allowed."""
+    """Whether every element of a list has the type that the description declares, or the type of
+    the first element of one allowed list; True for a value that is no list. As in BFCL, an int
+    element is no float, and any elements pass if an allowed value is no list, such as ""."""
     if not isinstance(value, list):
         return True
     declared = TYPES[described["items"]["type"]]
@@ -284,18 +284,19 @@ def _standard_list(values: Iterable[Any]) -> list[Any]:
     return [_standard(value) for value in values]
 
 
-def _is_dict(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether every key of `value` has a value that `option` allows, and only keys that may be left
-    out are missing."""
+def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
+    """Whether `option` (key -> allowed values) allows the value of every key, and only keys that
+    may be left out are missing in `value`."""
     for key, entry in value.items():
         if key not in option or _standard(entry) not in _standard_list(option[key]):
             return False
     return all(key in value or "" in values for key, values in option.items())
 
 
-def _is_list_of_dicts(value: Sequence[Any], option: Sequence[Any]) -> bool:
+def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
+    """Whether `option` has as many elements as `value`, and each allows the dict in its place."""
     return len(value) == len(option) and all(
-        isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict(entry, allowed)
+        isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict_allowed(entry, allowed)
         for entry, allowed in zip(value, option, strict=True)
     )
 

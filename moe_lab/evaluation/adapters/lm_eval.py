@@ -1,8 +1,8 @@
 """lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and
 likelihoods.
 
-lm-eval's tasks provide the same as to its own `evaluate`: requests, filters, and the metrics of
-each item.
+As for lm-eval's own `evaluate`, a task provides the requests, the filters and the metrics of each
+item.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Row:
     answer: Answer
     filter: str
     extracted: Sequence[Any]
-    """The reply to each request, as the filter leaves it."""
+    """The reply to each request, after the filter."""
     metrics: Mapping[str, Any]
 
 
@@ -83,7 +83,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     results: list[Result] = []
     for name, metric in benchmark.reports.items():
         aggregation = _aggregation(metric, by_name, benchmark)
-        rows_of_metric = _rows_with(metric, rows, benchmark)
+        rows_of_metric = _rows_of_metric(metric, rows, benchmark)
         result, result_samples = _result(name, metric, aggregation, rows_of_metric, benchmark)
         results.append(result)
         samples += result_samples
@@ -102,8 +102,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
 def _questions_by_task(
     by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> list[list[_Question]]:
-    """The questions of each task. Their names are the ids of items if these are unique, else
-    numbers; if there are several tasks, the name begins with that of the task."""
+    """The questions of each task. The name of a question is the id of its item if all ids of the
+    task differ, else its number. With several tasks, the name of the task precedes it."""
     questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
@@ -113,10 +113,10 @@ def _questions_by_task(
         names = {
             number: str(requests[0].doc.get("id", number)) for number, requests in by_doc.items()
         }
-        unique = len(set(names.values())) == len(names)
+        ids_differ = len(set(names.values())) == len(names)
         questions.append([])
         for number, requests in by_doc.items():
-            name = names[number] if unique else str(number)
+            name = names[number] if ids_differ else str(number)
             if len(by_name) > 1:
                 name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
@@ -127,10 +127,10 @@ def _questions_by_task(
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
-    """The request in moe_lab's form. The second argument of lm-eval's request is the continuation,
-    or the settings of generation."""
+    """lm-eval's request in moe_lab's form."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
+    # (context, continuation) or (context, settings of generation)
     context, argument = request.args[:2]
     if benchmark.chat:
         context = json.loads(context)
@@ -146,16 +146,17 @@ def _request(
 
 
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Settings with the largest number of tokens; the first that a task has counts, as in lm-eval."""
+"""Names of the setting with the largest number of tokens. If a task has several of them, the first
+counts, as in lm-eval."""
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
-_NEUTRAL = {
+_NEUTRAL_VALUES = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
     "min_new_tokens": 0,
 }
-"""Setting -> the only value at which greedy generation follows it."""
+"""Setting -> the only value of it that greedy generation can follow."""
 
 
 def _limit_and_stop(
@@ -171,11 +172,13 @@ def _limit_and_stop(
             "greedy"
         )
     for name, value in settings.items():
-        check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL))
-        if value != _NEUTRAL.get(name, value):
+        check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL_VALUES))
+        if value != _NEUTRAL_VALUES.get(name, value):
             raise UserError(
-                f"{field}.{name}={value}: only greedy generation is done, expected {_NEUTRAL[name]}"
+                f"{field}.{name}={value}: only greedy generation is done, expected "
+                f"{_NEUTRAL_VALUES[name]}"
             )
+    # 256 is lm-eval's default
     max_tokens = next((settings[name] for name in _LIMITS if name in settings), 256)
     if not str(max_tokens).isdigit() or int(max_tokens) < 1:
         raise UserError(
@@ -221,9 +224,9 @@ def _graded_rows(
     return rows
 
 
-def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
-    """The rows after the filter that `metric` names, as METRIC or, for a task with several filters,
-    METRIC,FILTER. UserError for an unknown metric or filter."""
+def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
+    """The rows of the filter that `metric` names: METRIC,FILTER, or METRIC for a task with one
+    filter. UserError for an unknown metric or filter."""
     name, _, named_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
     filter_name = named_filter or filters[0]
@@ -244,7 +247,7 @@ _LOSS_AGGREGATIONS: Mapping[Aggregation, tuple[Scale, str, float]] = {
 }
 """lm-eval's aggregation of log-likelihoods -> (scale, unit, units in a nat). The unit of a weighted
 perplexity is in the name of its metric, such as word_perplexity."""
-_BY_ITEM = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
+_ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
 """Aggregations that give each item an outcome."""
 
 
@@ -252,21 +255,21 @@ def _aggregation(
     metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric. UserError for functions other than
-    means and perplexities, such as f1 and BLEU: they are computed from all items together, and
-    standard errors and comparisons of models need the outcome of each item."""
+    means and perplexities, such as f1 and BLEU: they have no outcome of each item, which standard
+    errors and comparisons of models need."""
     aggregation: Aggregation = metrics.mean
     for name, task in by_name.items():
         functions = task.aggregation()
         aggregation = functions.get(metric.partition(",")[0], metrics.mean)
-        if aggregation not in _BY_ITEM:
-            how = getattr(aggregation, "__name__", aggregation)
+        if aggregation not in _ITEM_AGGREGATIONS:
+            function_name = getattr(aggregation, "__name__", aggregation)
             possible = ", ".join(
-                other for other, function in functions.items() if function in _BY_ITEM
+                other for other, function in functions.items() if function in _ITEM_AGGREGATIONS
             )
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is computed from all items "
-                f"together, by {how}: expected a mean over items or a perplexity (the task has "
-                f"{possible or 'none'})"
+                f"together, by {function_name}: expected a mean over items or a perplexity (the "
+                f"task has {possible or 'none'})"
             )
     if aggregation in _LOSS_AGGREGATIONS and len(by_name) > 1:
         raise UserError(
@@ -278,37 +281,38 @@ def _aggregation(
 
 
 def _result(
-    result: str,
+    result_name: str,
     metric: str,
     aggregation: Aggregation,
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result`, from the rows of its metric, and its samples."""
-    name = metric.partition(",")[0]
+    """The result named `result_name` and its samples, computed from the `rows` of a metric."""
+    name = metric.partition(",")[0]  # without a filter
     if aggregation not in _LOSS_AGGREGATIONS:
-        samples = [_sample(result, name, row, float(row.metrics[name])) for row in rows]
+        samples = [_sample(result_name, name, row, float(row.metrics[name])) for row in rows]
         scale: Scale = (
             "score" if rows[0].question.task.higher_is_better().get(name, True) else "loss"
         )
         if not weights_tasks_equally(benchmark, metric):
-            return mean_result(result, metric, samples, benchmark, scale), samples
+            return mean_result(result_name, metric, samples, benchmark, scale), samples
         by_task = _samples_by_task(rows, samples)
-        means = [mean_result(result, metric, part, benchmark, scale) for part in by_task]
+        means = [mean_result(result_name, metric, part, benchmark, scale) for part in by_task]
         return _mean_of_tasks(means), list(chain.from_iterable(by_task))
-    scale, unit, per_nat = _LOSS_AGGREGATIONS[aggregation]
+    scale, unit, units_per_nat = _LOSS_AGGREGATIONS[aggregation]
     samples = []
     losses = []
     weights = []
     for row in rows:
+        # a weighted perplexity has (log-likelihood, weight)
         value = row.metrics[name]
         nats, units = value if isinstance(value, tuple) else (value, 1.0)
-        loss = -nats / units * per_nat
-        samples.append({**_sample(result, name, row, loss), "units": units})
+        loss = -nats / units * units_per_nat
+        samples.append({**_sample(result_name, name, row, loss), "units": units})
         losses.append(loss)
         weights.append(units)
     unit = unit or f"nats per {name.partition('_')[0]}"
-    return loss_result(result, metric, scale, unit, losses, weights, benchmark), samples
+    return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -340,7 +344,7 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
-    """The sample of a row. Without a generated text, its output has the log-likelihoods."""
+    """The sample of a row. Its output is the generated text, or else the log-likelihoods."""
     kind = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if kind == "generate_until":
@@ -359,10 +363,10 @@ def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:
-    """Loss on lm-eval's right choice in bits per byte; None if there is not exactly one."""
+    """Loss on lm-eval's right choice in bits per byte; None unless exactly one choice is right."""
     task = question.task
     doc = question.doc
-    right: Any = 0
+    right: Any = 0  # a request without choices has one continuation
     if task.OUTPUT_TYPE == "multiple_choice":
         right = label_of(task, doc)
         if isinstance(right, str):

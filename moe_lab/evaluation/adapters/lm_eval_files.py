@@ -131,8 +131,8 @@ _PROGRAM_EVENTS = (
     "subprocess.Popen",
     "socket.connect",
 )
-"""Audit events of starting programs and connections, by which files may be read that this process
-does not see."""
+"""Audit events of started programs and connections, which may read files without an audit event of
+this process."""
 _LIBRARIES = [
     *(
         Path(sysconfig.get_path(name)).resolve()
@@ -140,12 +140,13 @@ _LIBRARIES = [
     ),
     *(Path(folder).resolve() for folder in ("/etc", "/proc", "/sys", "/usr/lib", "/usr/share")),
 ]
+"""Folders of Python, of installed packages and of the system."""
 _observers: list[_Observer] = []
 
 
 class _Observer:
-    """Notices files that are read in the current thread and in threads that start later, and
-    refuses to start programs there."""
+    """Records the files that are read by the current thread and by threads that start later, and
+    keeps these threads from starting programs."""
 
     def __init__(self, reader: str) -> None:
         self.reader = reader
@@ -155,8 +156,8 @@ class _Observer:
         self.ignored_threads = earlier - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Take note of one audit event. UserError for one of _PROGRAM_EVENTS, which stops the
-        program from being started."""
+        """Record one audit event. UserError for one of _PROGRAM_EVENTS; the error stops the start
+        of the program."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
@@ -190,14 +191,15 @@ def _install_hook() -> None:
 
 @contextmanager
 def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
-    """A context in which the code of a task may read `files`, which identify its items, and the
-    files of Python and of packages. The next task imports its code again.
+    """A context in which the code of a task may read only `files`, which identify the items of the
+    task, and the files of Python and of packages. Modules of the task are forgotten at the end, so
+    that the next task imports its own.
 
     Raises UserError, which names `reader`, when another file is read, and when a program or a
     connection is started. Files that native code opens are not noticed, as Python does not audit
     them.
     """
-    identified = {str(file.resolve()) for file in files}
+    identifying_files = {str(file.resolve()) for file in files}
     modules_before = _module_files()
     observer = _Observer(reader)
     _install_hook()
@@ -207,21 +209,21 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # modules of packages that were imported before, wherever these are installed
-        of_packages = {
+        # modules of packages that were imported before, wherever the packages are installed
+        package_files = {
             file for name, file in modules.items() if name.partition(".")[0] in modules_before
         }
         sources = {_source(name) for name in observer.files}
-        read = {str(file) for file in sources if file.is_file() and not _is_of_library(file)}
-        unidentified = read - identified - of_packages
+        files_read = {str(file) for file in sources if file.is_file() and not _is_of_library(file)}
+        other_files = files_read - identifying_files - package_files
         for name, file in modules.items():
-            if file in identified | unidentified:
+            if file in identifying_files | other_files:
                 del sys.modules[name]
     if observer.refusal:
         raise observer.refusal
-    if unidentified:
+    if other_files:
         raise UserError(
-            f"{reader} reads {', '.join(sorted(unidentified))}, which does not identify the items: "
+            f"{reader} reads {', '.join(sorted(other_files))}, which does not identify the items: "
             "expected files that its code imports, or names by a literal path relative to its "
             "folder"
         )

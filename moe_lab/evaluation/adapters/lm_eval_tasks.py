@@ -1,7 +1,7 @@
 """lm-eval's tasks on moe_lab's data: built by lm-eval's public `TaskManager`, and checked.
 
-Tasks get their data from `datasets.load_dataset`. It is replaced while they are built, so that
-neither the hub nor a cache on disk nor the current folder is used.
+Tasks get their data from `datasets.load_dataset`. This function is replaced while tasks are built,
+so that neither the hub nor a cache on disk nor the current folder is used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moe_lab.evaluation.adapters.lm_eval_files import reading_only, task_folder
 from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
-"""The default of lm-eval's own command line."""
-_built: dict[str, Mapping[str, Any]] = {}
+"""The seed by which examples are chosen: the default of lm-eval's own command line."""
+_tasks_by_identity: dict[str, Mapping[str, Any]] = {}
 """Identity of a benchmark's questions, as JSON -> its tasks and groups."""
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
@@ -47,10 +47,10 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     examples to show, or when an item to evaluate has no right answer.
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
-    if key not in _built:
+    if key not in _tasks_by_identity:
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
-            _built[key] = _with_requests(benchmark)
-    return _built[key]
+            _tasks_by_identity[key] = _load_with_requests(benchmark)
+    return _tasks_by_identity[key]
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
@@ -64,9 +64,11 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
     rules = group.aggregate_metric_list
     if not rules:
         return False
-    name, _, chosen = metric.partition(",")
+    name, _, filter_name = metric.partition(",")
     for rule in reversed(rules):  # the last rule for a metric counts
-        if rule.metric == name and (not chosen or chosen in (rule.filter_list or [chosen])):
+        if rule.metric == name and (
+            not filter_name or filter_name in (rule.filter_list or [filter_name])
+        ):
             return not rule.weight_by_size
     raise UserError(
         f"benchmark {benchmark.name}: metric={metric} is none that lm-eval computes for the group "
@@ -75,17 +77,17 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
     )
 
 
-def _with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Load the tasks and groups, and build their requests."""
     if benchmark.data is not None:
-        return _with_items(_load_published(benchmark), benchmark)
+        return _add_requests(_load_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
     with reading_only(files, f"benchmark {benchmark.name}"):
-        return _with_items(_load_defined(benchmark), benchmark)
+        return _add_requests(_load_defined(benchmark), benchmark)
 
 
-def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The loaded tasks and groups, after building requests for the items that are evaluated."""
+def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
+    """Build the requests of the evaluated items, and return the loaded tasks and groups."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
         _configure(task, name, benchmark)
@@ -104,8 +106,8 @@ def _with_items(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mappin
 
 
 def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """A task or group of lm-eval, with data from the benchmark's mirror. Only its folder is
-    indexed."""
+    """Load a task or group of lm-eval with data from the benchmark's mirror. Only the folder of the
+    task is indexed."""
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
@@ -122,9 +124,9 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """The task in a file of lm-eval's format, with items in the JSON lines file of the same name;
-    or the task that parameters.definition defines, with items in the file benchmark.task. All its
-    splits have the same items."""
+    """Load the task in a file of lm-eval's format, with items in the JSON lines file of the same
+    name; or the task that parameters.definition defines, with items in the file benchmark.task.
+    Each split of the task has all items."""
     *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defined = {"task": benchmark.name, "test_split": "test"}
@@ -141,7 +143,8 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """The tasks and groups by name, the requested one first."""
+    """{"tasks": name -> task, "groups": name -> group}, the requested group first. `load_dataset`
+    provides the data."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -171,11 +174,11 @@ class _Splits(dict[str, Any]):
 def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     """Apply the benchmark's settings to a task. UserError for a task that runs programs or shows
     images, evaluates another split, or has too few examples."""
-    for kind in ("UNSAFE_CODE", "MULTIMODAL"):
-        if getattr(task, kind, False):
+    for feature in ("UNSAFE_CODE", "MULTIMODAL"):
+        if getattr(task, feature, False):
             raise UserError(
-                f"benchmark {benchmark.name}: {name} is {kind}, which is not supported: expected "
-                "another"
+                f"benchmark {benchmark.name}: {name} is {feature}, which is not supported: "
+                "expected another"
             )
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
@@ -212,15 +215,17 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
     # lm-eval leaves out the item only if the task itself names the test split for its examples.
-    without_item = source is not None and task.config.fewshot_config.split == task.config.test_split
-    if source == split and not without_item:
+    leaves_out_item = (
+        source is not None and task.config.fewshot_config.split == task.config.test_split
+    )
+    if source == split and not leaves_out_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
             f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    if without_item:  # with all its copies
+    if leaves_out_item:  # the item has the most copies, all left out
         count -= max(examples.values(), default=0)
     if count < shots:
         raise UserError(
