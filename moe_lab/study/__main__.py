@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
+    """Run a command. Returns the exit code: 1 if `verify` finds damaged steps, 2 after printing a
+    UserError, otherwise 0."""
     from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
     from moe_lab.study.schedule import print_notices
@@ -43,10 +44,10 @@ def main() -> int:
     is_gc = parsed.command == "gc"
     try:
         names, settings = split(parsed.arguments, ["store", "apply"] if is_gc else ["store"])
-        number = 0 if is_gc else 1
-        if len(names) != number:
+        name_count = 0 if is_gc else 1
+        if len(names) != name_count:
             raise UserError(
-                f"{parsed.command} {' '.join(names)}: expected {number} names of a study or a "
+                f"{parsed.command} {' '.join(names)}: expected {name_count} names of a study or a "
                 "step, and the store as store=FOLDER"
             )
         store = Store(settings.get("store", "store"), in_queue=in_queue)
@@ -64,17 +65,17 @@ def main() -> int:
         return 2
 
 
-def split(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names, and key -> value of the settings, of a command's arguments. Raises UserError for an
-    unknown setting."""
+def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names in a command's arguments, and its settings as key -> value. Raises UserError for a
+    setting that is not in `keys`."""
     names = []
     settings = {}
     for argument in arguments:
         key, is_setting, value = argument.partition("=")
-        if not (is_setting and key.isidentifier()):  # the names of some steps have a =
+        if not (is_setting and key.isidentifier()):  # names of steps may contain =
             names.append(argument)
-        elif key not in known:
-            raise unknown("setting", key, known)
+        elif key not in keys:
+            raise unknown("setting", key, keys)
         elif key == "apply" and value not in ("true", "false"):
             raise unknown(key, value, ["true", "false"])
         else:
@@ -83,9 +84,8 @@ def split(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[str], di
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """A study and some of its steps: the study with this name and all its steps, or else the study
-    that has steps with this name or id, and these. Raises UserError when neither a study nor a step
-    matches."""
+    """The study `name` and all its steps; without such a study, the first study that has steps with
+    this name or id, and these steps. Raises UserError when neither a study nor a step matches."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 
@@ -94,7 +94,8 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         state = study_state(store, name)
         return state, list(state.steps)
     for study in names:
-        with suppress(UserError):  # its records are damaged; naming the study itself reports that
+        # a study with damaged records is passed over; a command with its name reports the damage
+        with suppress(UserError):
             state = study_state(store, study)
             if matching := [
                 step

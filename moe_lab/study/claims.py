@@ -34,19 +34,19 @@ from moe_lab.json_files import Damaged, Number, read_sealed, sealed
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
 LIMIT = 1800.0
-"""Seconds without a heartbeat after which a claim of another machine is stale, unless its owner
-says otherwise."""
+"""Seconds without a heartbeat after which a claim of another machine is stale, unless the claim's
+file states another limit."""
 WATCH = 2.5
-"""Intervals between heartbeats for which this process must have watched a claim itself: the time of
-the file may be by the owner's clock, which may be wrong."""
-LONG_AGO = 86400.0
-"""Seconds without a heartbeat that no wrong clock explains: such a claim need not be watched."""
+"""Number of intervals between heartbeats for which this process watches a claim before it regards
+the claim as stale: the time of the file may come from the owner's clock, which may be wrong."""
+MAXIMUM_CLOCK_ERROR = 86400.0
+"""Seconds by which clocks differ at most. A claim whose last heartbeat is older is not watched."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
-SILENT = 50
-"""Attempts after which a message tells the user who holds the claim."""
+ATTEMPTS_BEFORE_NOTICE = 50
+"""Attempts to take a claim after which the user is told who holds it."""
 ATTEMPTS = 3
-"""How often the creation of a claim's file is tried if it fails although there is no such file."""
+"""Attempts to create a claim's file while creation fails although there is no such file."""
 OWNER_SHAPE = {
     "token": str,
     "since": Number,
@@ -60,6 +60,7 @@ OWNER_SHAPE = {
     "inode": int,
     "limit": Number,
 }
+"""Expected fields of a claim's file, which describe its owner."""
 
 
 class Busy(Exception):
@@ -79,11 +80,11 @@ def machine() -> list[str]:
 
 
 def start_of(pid: int) -> str | None:
-    """Start of a process in clock ticks since boot; None without such a process, "?" when it is
-    hidden from this user."""
+    """Start of a process in clock ticks since boot; None if there is no such process, "?" if the
+    process is hidden from this user."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # a zombie has ended, and its parent has not asked how
+        # a zombie (Z) has ended; fields[18] is `starttime`, field 22 of the file
         return None if state in "ZX" else fields[18]
     try:
         os.kill(pid, 0)
@@ -95,7 +96,8 @@ def start_of(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. `token` is unique."""
+    """A claim that this process holds until the `with` block ends. Making the object creates the
+    claim's file, and raises FileExistsError when the file exists. `token` is unique."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
         self.claims = claims
@@ -121,7 +123,7 @@ class Claim(AbstractContextManager["Claim"]):
             status = os.fstat(self.file)
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.file, sealed(json.dumps(owner)).encode())
-            os.fsync(self.file)  # other machines see it from here on
+            os.fsync(self.file)  # other machines see the content from here on
         except OSError:  # such as a full disk: no process may wait for an empty claim
             self.abandon()
             raise
@@ -140,14 +142,14 @@ class Claim(AbstractContextManager["Claim"]):
             raise Busy(self.name)
 
     def abandon(self) -> None:
-        """Remove the file of a claim that this process does not hold after all."""
+        """Remove the claim's file, which this process created without getting the claim."""
         self.path.unlink(missing_ok=True)
         os.close(self.file)
 
     def release(self) -> None:
-        """Remove the claim, and stale ones of lower generations. A claim that another process took
-        over is only marked as given up, by the time 0."""
-        with self.claims.lock:  # no heartbeat may use the number of a file that is closed
+        """Remove the files of this claim and of lower generations. If another process took over the
+        claim, its file is only marked as released, by the modification time 0."""
+        with self.claims.lock:  # no heartbeat may use the descriptor after it is closed
             self.claims.owned.discard(self)
         try:
             self.check()
@@ -165,22 +167,23 @@ InQueue = Callable[[str, int], bool]
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: claims of jobs in the queue are not stale; None without a
-    scheduler. `limit`: seconds without a heartbeat after which claims of this process are stale for
-    others."""
+    """The claims in a folder. `in_queue`: tells which jobs are in the scheduler's queue, as claims
+    of these jobs are not stale; None without a scheduler. `limit`: seconds without a heartbeat
+    after which other processes regard claims of this process as stale."""
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
         self.in_queue = in_queue
         self.limit = limit
         self.shared = False
-        """Whether the store is of a group, which may then read and write claims whatever the
-        umask."""
+        """Whether the store belongs to a group, whose members may read and write all claims,
+        whatever the umask."""
         self.owned: set[Claim] = set()
         """Claims that this process holds."""
         self.lock = threading.Lock()
         self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
-        """File of a claim -> its time and token, and since when this process sees these."""
+        """File of a claim -> (modification time in ns, token), and the monotonic time at which this
+        process saw this pair first."""
         self._beating = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,7 +199,7 @@ class Claims:
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
-            except FileNotFoundError:  # created no sooner, as claims are many
+            except FileNotFoundError:  # the folder of claims is missing
                 with suppress(FileExistsError):
                     self.folder.mkdir()
                     if self.shared:
@@ -212,7 +215,7 @@ class Claims:
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            os.utime(claim.file, (0, 0))  # gives it up: it only fills a gap
+            os.utime(claim.file, (0, 0))  # marks the claim as released: it only fills a gap
             os.close(claim.file)
         with self.lock:
             self.owned.add(claim)
@@ -222,14 +225,14 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """As `take`, but wait while another process holds the claim; print its holder if that takes
-        long."""
+        """Claim a name, and before that wait while another process holds it. After
+        ATTEMPTS_BEFORE_NOTICE attempts, the holder is printed."""
         attempts = 0
         while True:
             with suppress(Busy):
                 return self.take(name)
             attempts += 1
-            if attempts == SILENT:
+            if attempts == ATTEMPTS_BEFORE_NOTICE:
                 print(
                     f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}",
                     file=sys.stderr,
@@ -237,78 +240,80 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """The holder of a claim as text: process, machine and job, and for how long its heartbeat
-        has been missing."""
+        """The holder of a claim as text: process, machine and job, and the minutes since its last
+        heartbeat if heartbeats are missing."""
         with suppress(ValueError, FileNotFoundError):
-            last = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
-            silent = time.time() - last.stat().st_mtime
-            owner = _owner(last)
+            latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
+            silent_seconds = time.time() - latest_file.stat().st_mtime
+            owner = _owner(latest_file)
             if owner is None:
                 return "another process"
             text = f"process {owner['pid']} on {owner['host']}"
             if owner["job"]:
                 text += f", job {owner['job']}"
-            if silent > WATCH * BEAT:
-                text += f" (no heartbeat for {silent / 60:.0f} min)"
+            if silent_seconds > WATCH * BEAT:
+                text += f" (no heartbeat for {silent_seconds / 60:.0f} min)"
             return text
         return "another process"
 
     def _beat(self) -> None:
         """Renew all owned claims, until none is owned."""
         pause = threading.Event()
-        while not pause.wait(BEAT):  # monotonic, whatever the clock says
+        while not pause.wait(BEAT):  # waits by the monotonic clock
             with self.lock:
                 for claim in self.owned:
                     with suppress(OSError):
-                        os.utime(claim.file)  # the open file is never one of another owner
+                        # the descriptor is of this claim, even if its path is of another owner
+                        os.utime(claim.file)
                 if not self.owned:
                     self._beating = False
                     return
 
     def is_stale(self, path: Path) -> bool:
-        """Whether the owner of a claim is gone. A claim that has just been removed is not stale:
-        the caller tries again later.
+        """Whether the owner of the claim with the file `path` is gone. False when the file has just
+        been removed: the caller tries again later.
 
-        An owner on this machine is gone if its process has ended. For an owner on another machine,
-        heartbeats must be missing for longer than its limit. The time of the file alone does not
-        show this, unless it is LONG_AGO: on some file systems it is by the clock of the owner,
-        which may be wrong. So this process watches the claim for WATCH heartbeats itself. A claim
-        without an owner and heartbeats is of a process that was killed while it wrote the file."""
+        An owner on this machine is gone if its process has ended. An owner on another machine is
+        gone if heartbeats have been missing for longer than its limit. The time of the file is not
+        enough to tell, as it may come from the owner's clock, which may be wrong. So this process
+        watches the claim itself for WATCH intervals, unless the time of the file is more than
+        MAXIMUM_CLOCK_ERROR ago. A file that names no owner, and gets no heartbeats while it is
+        watched, was left by a process that was killed while it wrote the file."""
         try:
-            file = path.stat()
+            status = path.stat()
             owner = _owner(path)
         except FileNotFoundError:
             return False
-        changed = file.st_mtime_ns
-        if changed == 0 or (owner and _has_ended(owner, file)):  # 0: given up
+        beat_ns = status.st_mtime_ns
+        if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0: released
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
-            return True  # a process of this job before it was requeued, perhaps on another node
-        state = (changed, owner["token"] if owner else "")
+            return True  # the owner ran before this job was requeued, perhaps on another node
+        state = (beat_ns, owner["token"] if owner else "")
         last_state, start_time = self._watched.get(path, (None, 0.0))
         if state != last_state:
             start_time = time.monotonic()
             self._watched[path] = (state, start_time)
-        watched = time.monotonic() - start_time
-        if watched < WATCH * BEAT and time.time() - changed / 1e9 < LONG_AGO:
+        watched_seconds = time.monotonic() - start_time
+        if watched_seconds < WATCH * BEAT and time.time() - beat_ns / 1e9 < MAXIMUM_CLOCK_ERROR:
             return False
         if owner is None:
             return True
         # the queue does not show whether other processes of this job are alive
         has_other_job = owner["job"] is not None and not is_own_job
-        if has_other_job and self.in_queue and self.in_queue(owner["job"], file.st_uid):
+        if has_other_job and self.in_queue and self.in_queue(owner["job"], status.st_uid):
             return False
         try:
             os.utime(self.folder)  # sets the present time by the clock of the file system
-            silent = max(watched, self.folder.stat().st_mtime - changed / 1e9)
-            return bool(silent > owner["limit"])
+            silent_seconds = max(watched_seconds, self.folder.stat().st_mtime - beat_ns / 1e9)
+            return bool(silent_seconds > owner["limit"])
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 
     def active(self) -> dict[str, float]:
-        """Name -> creation time (seconds since the epoch, 0 if it is unknown) of claims that are
-        not stale. Writes nothing permanent."""
+        """Names of the claims that are not stale -> their creation times, in seconds since the
+        epoch, or 0 if unknown. Writes nothing permanent."""
         claims = {}
         for path in self.folder.glob("*"):
             if not self.is_stale(path):
@@ -317,8 +322,8 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Remove stale claims by taking them over; also those after gaps between generations, which
-        no owner removes."""
+        """Remove the files of stale claims by taking the claims over. Files of generations above a
+        gap are removed too, which `Claim.release` leaves."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
@@ -344,15 +349,15 @@ def _create(path: Path) -> int:
     raise last_error
 
 
-def _has_ended(owner: dict[str, Any], file: os.stat_result) -> bool:
-    """Whether a claim is of a process of this machine that has ended, or its file was copied from
-    another store.
+def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
+    """Whether the owner of a claim is a process of this machine that has ended, or the claim's file
+    (`status`) is a copy from another store.
 
     Inodes are only compared on the same device, since each mount of a network file system has its
     own numbers."""
     if owner["machine"] != machine():
         return False
-    is_copy = owner["device"] == file.st_dev and owner["inode"] != file.st_ino
+    is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
     return is_copy or start_of(owner["pid"]) not in (owner["started"], "?")
 
 
@@ -373,14 +378,15 @@ def restarts() -> int:
 def in_queue(job: str, user: int) -> bool:
     """Whether a job of a user is in Slurm's queue. False when Slurm does not answer: then
     heartbeats alone decide on a claim."""
-    # one query a minute, since there are many old claims after a power cut
+    # one query a minute, as there are many old claims after a power cut
     minute = int(time.monotonic() // 60)
     return job in _jobs(user, minute)
 
 
 @lru_cache(maxsize=64)
 def _jobs(user: int, _: int) -> Collection[str]:
-    """Ids of the jobs of a user in Slurm's queue, cached for a minute by the second argument."""
+    """Ids of the jobs of a user in Slurm's queue. The second argument is the present minute: the
+    cache returns the answer of the same minute."""
     from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
 
     try:

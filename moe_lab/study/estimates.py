@@ -1,9 +1,9 @@
 """Resolve devices, precisions and engines of models; check memory and disk space of this machine;
 and estimate the time of steps.
 
-All three are resolved before ids of steps are computed. Estimated time is what steps of the same
-kind took for a unit of work, in this store or in a run; without a comparable step there is no
-estimate.
+Devices, precisions and engines are resolved before ids of steps are computed. The estimated time of
+a step is its amount of work times the seconds per unit of work of finished steps of its kind, in
+this store or in the same run; without such steps there is no estimate.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
+"""Fields of step.json from which times are estimated."""
 
 
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
     """The model with device=auto and dtype=auto resolved for the machine where the steps run.
 
-    With launcher=slurm, that is the device that jobs request, although the login node may have no
-    GPU. On a GPU, dtype=auto stays: it is the precision of the files, which their hash identifies.
+    With launcher=slurm, the device is the one that jobs request, as the login node may have no GPU.
+    On a GPU, dtype=auto stays: it means the precision of the files, which their hash identifies.
     """
     device = model.device
     if device == "auto":
@@ -49,8 +50,8 @@ def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """The most GPUs of a process with a model: those of a Slurm job, or of this machine; with
-    launcher=inline, as many of these as hold the weights."""
+    """Number of GPUs that device=auto uses for a model: those of a Slurm job; with launcher=local,
+    those of this machine; with launcher=inline, as many of this machine as hold the weights."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
     visible = len(visible_gpus())
@@ -61,7 +62,8 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """GPUs of a job with a model: the number that is set, or else the most that a step may need."""
+    """Number of GPUs of a Slurm job with a model: that of the settings; if there is none, the
+    maximum, or 0 for a model that is run on the CPU."""
     for job in (config.resources.of_model(model), config.resources.every):
         if job is not None and job.gpus is not None:
             return job.gpus
@@ -94,15 +96,15 @@ def resolved_engine(
 
 
 def check_device(name: str) -> None:
-    """Raise UserError when this machine lacks the CUDA device of model.device; for a device map,
-    any CUDA device."""
+    """Raise UserError when this machine lacks the CUDA device `name`, such as cuda:1; for a device
+    map, such as balanced, when it has no CUDA device."""
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
-        device_here(name)
+        device_here(name)  # raises UserError
 
 
 def device_here(device: str) -> str:
     """Name of the device that `model.device` selects on this machine. Raises UserError without such
-    a device. Another process finds it out, because torch takes seconds to import."""
+    a device. The name is found by another process, because torch takes seconds to import."""
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
@@ -115,7 +117,7 @@ def device_here(device: str) -> str:
 def check_memory(step: Step) -> None:
     """Raise UserError when a step loads all weights of a model on the CPU and they exceed the main
     memory of this machine. Only models of known size with plain (not quantised) weights are
-    checked, and none that a server loads."""
+    checked, and no models that a server loads."""
     needed = step.resources()
     model = needed.model
     if model is None or needed.weights != "model" or model.device != "cpu":
@@ -132,12 +134,13 @@ def check_memory(step: Step) -> None:
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, None without an estimate; as by `learned`."""
+"""Step -> estimated seconds, None without an estimate. `learned` returns such a function."""
 
 
 def learned(store: Store) -> Seconds:
-    """Estimates of the seconds of steps from finished steps in a store: units times the median rate
-    of steps of equal kind and pace; None without such a step."""
+    """A function that estimates the seconds of a step from finished steps in a store: its units
+    times the median of the seconds per unit of steps of equal kind and pace. None without such a
+    step."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -158,9 +161,8 @@ def _rates(store: Store, kind: str) -> dict[str, list[float]]:
         if not fits(document, TIMES_SHAPE):
             continue
         provenance = document["provenance"]
-        if not provenance.get(
-            "merged"
-        ):  # the time is that of the shares, which are steps themselves
+        # the time of merged shares is that of the shares, which are steps themselves
+        if not provenance.get("merged"):
             rates.setdefault(canonical(provenance["pace"]), []).append(
                 provenance["seconds"] / provenance["units"]
             )
@@ -173,7 +175,7 @@ class StepTime(NamedTuple):
     step: Step
     seconds: float
     share: float
-    """Share of its work that was done in this time; 0 if it is unknown."""
+    """Share of the step's work that was done in this time; 0 if it is unknown."""
 
 
 def time_left(
@@ -207,14 +209,14 @@ def time_left(
         elif share:
             remaining.append(total * (1 - share))
         else:
-            # without progress, a step that takes longer than estimated is given half as long again
+            # without known progress, at least half of the time spent so far remains
             remaining.append(max(total - spent, spent / 2))
     return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown))
 
 
-SMALL = 100_000_000
-"""Parameters below which smaller models take no less time: work besides the matrix products
-dominates."""
+MINIMUM_PARAMETERS = 100_000_000
+"""Parameters that are assumed for smaller models, as these take no less time: work besides the
+matrix products dominates."""
 
 
 @cache
@@ -224,7 +226,8 @@ def _work(step: Step) -> float:
         return 0.0
     needed = step.resources()
     size = size_of(needed.model) if needed.model else None
-    parameters = max(size.parameters, SMALL) if size else 1e9  # as of a usual model
+    # a model of unknown size is assumed to have 1e9 parameters
+    parameters = max(size.parameters, MINIMUM_PARAMETERS) if size else 1e9
     return needed.units * parameters
 
 
@@ -270,13 +273,14 @@ class Hours(NamedTuple):
 
     def texts(self) -> tuple[str, str]:
         """Hours and GPU-hours for a table."""
-        if self.unknown and not self.work:  # merging shares takes no time to speak of
+        if self.unknown and not self.work:  # only merges of shares, of 0 hours, have an estimate
             return "unknown", "unknown"
         ending = f" + {self.unknown} unknown" if self.unknown else ""
         return f"{self.work:.2f}{ending}", f"{self.gpu_work:.2f}{ending}"
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
+    """Estimated hours of all steps together. Steps of unknown memory add no GPU-hours."""
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
@@ -292,16 +296,17 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
 
 
 def largest_memory(steps: Iterable[Step]) -> str:
-    """The largest estimated memory of any of the steps, as text."""
+    """The largest estimated memory of one of the steps, as text, with "or more" if the memory of
+    some steps is unknown."""
     memories = [step.resources().memory for step in steps]
-    known = [memory for memory in memories if memory is not None]
-    unknown = " or more" if len(known) < len(memories) else ""
-    return f"{max(known) / GIB:.1f} GiB{unknown}" if known else "unknown" if memories else ""
+    estimates = [memory for memory in memories if memory is not None]
+    ending = " or more" if len(estimates) < len(memories) else ""
+    return f"{max(estimates) / GIB:.1f} GiB{ending}" if estimates else "unknown" if memories else ""
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`. Counted are
-    exported checkpoints, hidden states of streamed passes and generated texts; all other files are
+    """A sentence when `steps` would write more than is free on the disk of `store`. Only exported
+    checkpoints, hidden states of streamed passes and generated texts count, as all other files are
     small."""
     needed = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()

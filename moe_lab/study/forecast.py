@@ -13,11 +13,11 @@ from moe_lab.study.schedule import console, print_notices
 
 
 def print_forecast(study: Study) -> list[str]:
-    """Print a table of the steps of a study, and with launcher=slurm one of the jobs' resources.
-    Returns a sentence for each resource that is too small."""
+    """Print a table of the steps of a study, and with launcher=slurm a table of the resources of
+    its jobs. Returns a sentence for each resource that is too small."""
     config = study.config
-    available = [finished_in(open_other(path), study.graph.steps) for path in config.also]
-    steps, done = study.in_store(set().union(*available))
+    ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
+    steps, done = study.in_store(set().union(*ids_elsewhere))
     print_notices(study.store)
     seconds = learned(study.store)
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))

@@ -37,7 +37,8 @@ class Garbage:
     """Kind of step, or LEFTOVERS."""
     bytes: int
     step_id: str
-    """Start of the id; "" for a scratch folder, which is not renamed before it is removed."""
+    """First digits of the step's id; "" for a scratch folder, which is removed without being
+    renamed."""
 
 
 def gc(store: Store, *, apply: bool = False) -> int:
@@ -45,7 +46,8 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
     The folder of a step is first renamed as a scratch folder, so that a process that is killed
     leaves no folder that looks finished. New runs wait only until all folders are renamed.
-    UserError when a file that may refer to steps is damaged, and when folders cannot be removed."""
+    Raises UserError when a file that may refer to steps is damaged, and when folders cannot be
+    removed."""
     if not apply:
         garbage, queue_error = find_garbage(store)
         _print(store, garbage, queue_error)
@@ -56,14 +58,14 @@ def gc(store: Store, *, apply: bool = False) -> int:
     Store(store.root).create()  # raises UserError where one may not write
     with store.claims.wait_for(GC_CLAIM):
         garbage, queue_error = find_garbage(store)
-        removed = _hide(store, garbage)
+        folders = _hide(store, garbage)
     _print(store, garbage, queue_error)
-    for path in removed:
+    for path in folders:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
-    if stuck := [path for path in removed if path.exists()]:
+    if stuck := [path for path in folders if path.exists()]:
         raise UserError(
             f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see "
             "who owns it"
@@ -72,21 +74,21 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
 
 def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Remove garbage from packs, and rename folders of steps as scratch folders. Returns all
-    folders to remove."""
-    if packed := [item.step_id for item in garbage if item.path is None]:
-        drop(store, packed)
-    removed = []
+    """Remove garbage in packs, and rename folders of garbage steps as scratch folders. Returns the
+    folders to remove: these and the other scratch folders of the garbage."""
+    if packed_steps := [item.step_id for item in garbage if item.path is None]:
+        drop(store, packed_steps)
+    folders = []
     for item in garbage:
         if item.path is None:
             continue
         if not item.step_id:
-            removed.append(item.path)
+            folders.append(item.path)
             continue
-        # Busy: a process is computing the step, which then stays
+        # when a process is computing the step (Busy), its folder stays
         with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
-            removed.append(hide(item.path, item.step_id))
-    return removed
+            folders.append(hide(item.path, item.step_id))
+    return folders
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
@@ -97,27 +99,28 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     """
     referenced, queue_error = _referenced(store)
     if store.notices:
-        raise _unclear(store, store.notices[0])
-    loose = store.loose()
+        raise _unreadable_error(store, store.notices[0])
+    folders_of = store.step_folders()
     store.packs.refresh()
-    packed = store.packs.steps()
+    packed_names = store.packs.steps()
     try:
         for path in store.packs.damaged:
             raise Damaged(f"{path} is damaged")
-        needed = _with_inputs(store, referenced, loose)
-        sizes = {start: store.packs.size(start) for start in packed.keys() - needed}
+        needed = _with_inputs(store, referenced, folders_of)
+        sizes = {start: store.packs.size(start) for start in packed_names.keys() - needed}
     except (FileNotFoundError, Damaged) as error:
-        raise _unclear(store, str(error)) from None
+        raise _unreadable_error(store, str(error)) from None
     garbage: list[Garbage] = []
-    for start in loose.keys() - needed:
-        garbage += filter(None, map(_step, loose[start]))
+    for start in folders_of.keys() - needed:
+        garbage += filter(None, map(_garbage_step, folders_of[start]))
     for start, size in sizes.items():
-        garbage.append(Garbage(None, packed[start].partition("/")[0], size, start))
+        garbage.append(Garbage(None, packed_names[start].partition("/")[0], size, start))
     return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
-def _with_inputs(store: Store, starts: Set[str], loose: Mapping[str, list[Path]]) -> set[str]:
-    """The steps with these starts of ids, and all their direct and indirect inputs."""
+def _with_inputs(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
+    """Starts of ids of the steps in `starts`, and of all their direct and indirect inputs.
+    `folders_of`: from `Store.step_folders`."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     queue = list(starts)
@@ -126,15 +129,15 @@ def _with_inputs(store: Store, starts: Set[str], loose: Mapping[str, list[Path]]
         if start in needed:
             continue
         needed.add(start)
-        for folder in loose.get(start, ()):
+        for folder in folders_of.get(start, ()):
             queue += [name[-DIGITS:] for name in read_step(folder)["inputs"].values()]
         queue += inputs.get(start, "").split()
     return needed
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch folders, and resume files of unreferenced steps, unless a process is computing the
-    step."""
+    """Scratch folders of all steps, and resume files of unreferenced steps, except those of steps
+    that a process is computing."""
     scratch = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_files = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
@@ -150,8 +153,10 @@ def _referenced(store: Store) -> tuple[set[str], str]:
     """Starts of the ids of the steps that runs and records refer to; and why Slurm's queue is
     unknown, or "".
 
-    Claims are read first, then the queue, then records: records are written before claims and jobs
-    disappear, so this order misses no step.
+    A run refers to steps while it is active or its jobs may be queued, if it is the last of its
+    study, and if it began after the last run with a record. Claims are read first, then the queue,
+    then records: records are written before claims and jobs disappear, so this order misses no
+    step.
     """
     referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
@@ -162,7 +167,7 @@ def _referenced(store: Store) -> tuple[set[str], str]:
         try:
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
-            raise _unclear(store, str(error)) from None
+            raise _unreadable_error(store, str(error)) from None
         referenced.update(name[-DIGITS:] for name in finished_steps(record))
         for run in study_runs:
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
@@ -175,17 +180,17 @@ def _referenced(store: Store) -> tuple[set[str], str]:
     return referenced, queue_error
 
 
-def _unclear(store: Store, reason: str) -> UserError:
-    """The error when references to steps cannot be read."""
+def _unreadable_error(store: Store, reason: str) -> UserError:
+    """The error that is raised when it cannot be read which steps are needed, for this `reason`."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
     )
 
 
-def _step(folder: Path) -> Garbage | None:
-    """The finished step in a folder. None unless step.json has the kind and the id in the path of
-    the folder."""
+def _garbage_step(folder: Path) -> Garbage | None:
+    """The finished step in a folder as garbage. None unless the kind and the id in its step.json
+    are those in the path of the folder."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
         id_prefix = folder.name[-DIGITS:]
@@ -195,7 +200,7 @@ def _step(folder: Path) -> Garbage | None:
 
 
 def _bytes(folder: Path) -> int:
-    """Bytes of all files in a folder, which another process may be removing."""
+    """Bytes of all files in a folder. Files that another process removes meanwhile are left out."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

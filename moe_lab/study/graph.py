@@ -78,7 +78,7 @@ class CellSteps:
     evaluate: Mapping[str, Evaluate | Grade]
 
     def by_field(self) -> dict[str, Step | None]:
-        """Field -> step, for all fields of STEPS: those without the benchmarks."""
+        """Field -> step, for the fields in STEPS, which are all that hold one step."""
         return {name: getattr(self, name) for name in STEPS}
 
 
@@ -98,7 +98,7 @@ class Graph:
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
-    """Families, damages and contaminations: steps for figures and remarks alone."""
+    """Families, damages or contaminations -> the steps that only figures and remarks need."""
 
     @cached_property
     @uncollected()
@@ -125,8 +125,8 @@ class Graph:
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
-    """Names of models and texts on the hub whose files are unknown. Identities of steps have the
-    name in place of a hash of the files."""
+    """Names of models and texts on the hub whose files are unknown. The identity of a step has
+    such a name in place of the hash of the files."""
     names: dict[str, None] = {}
     for step in steps:
         if isinstance(step, (BenchmarkRun, Grade)):  # the data of benchmarks is checked elsewhere
@@ -137,7 +137,7 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 
 def _hub_names(setting: Any) -> Iterator[str]:
-    """Hub names in an identity that could not be resolved to file hashes."""
+    """Hub names in place of file hashes in the identity of a setting and of its `sources`."""
     if not isinstance(setting, dict):
         return
     for group in (setting, *setting.get("sources", ())):
@@ -161,7 +161,8 @@ class _Resolver:
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
             self._results[key] = function(*arguments)
-            self._arguments.append(arguments)  # as long as an object exists, no other has its id
+            # while the arguments exist, no other objects have their ids
+            self._arguments.append(arguments)
         result: Result = self._results[key]
         return result
 
@@ -190,13 +191,14 @@ def resolved_model(model: ModelConfig, config: Config) -> StepModel:
 def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
-    """The text with engine and number of parts resolved, and with the cell's seed unless it sets
-    one itself."""
+    """The text with engine and number of parts resolved. A text without a seed gets `seed`, that of
+    the cell."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
+    """The step that computes the cost of the unpruned model."""
     return Cost.of(unpruned_model(model), text)
 
 
@@ -207,7 +209,7 @@ def _steps(
     evaluated: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
     """All steps of one cell; criterion "none" stands for the unpruned model. `evaluated`: identity
-    of a pruned model -> its evaluations, which cells with the same plan share."""
+    of a pruned model -> task -> evaluation, which cells with the same pruned model share."""
     config = resolver.config
     resolved_cell = resolver.cell(cell)
     model = resolved_cell.model
@@ -217,7 +219,7 @@ def _steps(
     scores = statistics = export = timing = None
     cost = resolver.cached(_unpruned_cost, model, flops_text)
     if is_pruned:
-        # some kinds of plans read no scores, and the study computes them for figures
+        # figures need scores even where the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
@@ -227,10 +229,10 @@ def _steps(
     if config.timing:
         timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
-    results = evaluated.setdefault(identity, {})
+    evaluations = evaluated.setdefault(identity, {})
     for task in tasks.values():
-        if task not in results:
-            results[task] = task(pruned)
+        if task not in evaluations:
+            evaluations[task] = task(pruned)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -242,13 +244,13 @@ def _steps(
         cost=cost,
         profile=Profile(pruned.loaded, flops_text, pruned.plan) if config.profile else None,
         timing=timing,
-        evaluate={name: results[task] for name, task in tasks.items()},
+        evaluate={name: evaluations[task] for name, task in tasks.items()},
     )
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell, without its calibration set if nothing in the cell reads it, so that cells that
-    differ in the set alone are equal."""
+    """The cell, with NO_CALIBRATION as its calibration set if nothing in the cell reads the set.
+    Cells that differ only in a set that they do not read become equal."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
@@ -291,14 +293,15 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
-    """Figure -> key -> step, for steps that only figures and remarks need: for each calibration set
-    that is read, model and gate, with the first seed."""
+    """Figure -> key -> step, for steps that only figures and remarks need. There is a step for each
+    combination of calibration set, model and gate in cells that read their calibration set, with
+    the first seed of the combination."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
-    first_seeds: dict[FigureKey, int] = {}
+    first_seeds: dict[FigureKey, int] = {}  # by key with seed 0
     cell_of: dict[FigureKey, Cell] = {}
     benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)
     for cells, benchmarks in requests:
-        listed = {
+        item_benchmarks = {
             benchmark.name: benchmark
             for benchmark in benchmarks
             if harness_of(benchmark).lists_items
@@ -309,9 +312,9 @@ def _figure_steps(
             key = FigureKey(cell.calibration.name, cell.model.name, cell.gate, cell.seed)
             if first_seeds.setdefault(key._replace(seed=0), cell.seed) != cell.seed:
                 continue
-            if listed:
+            if item_benchmarks:
                 cell_of.setdefault(key, cell)
-                benchmarks_of[key].update(listed)
+                benchmarks_of[key].update(item_benchmarks)
             if resolver.config.overlap:
                 resolved_cell = resolver.cell(cell)
                 exact = replace(resolved_cell, criterion=EXACT_DAMAGE)

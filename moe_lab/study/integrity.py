@@ -20,8 +20,8 @@ sha256 of each file, and the modification time that all files were given. It is 
 documents of the store are.
 
 Hashing takes most of a second per GiB, so a study that starts compares only sizes and times. The
-time is a whole, even number of seconds, which all file systems keep, before the publication of the
-step: any later write to a file changes it."""
+time is an even number of seconds, which all file systems can store. It is before the publication of
+the step, so any later write to a file changes the file's time."""
 PROVENANCE = "provenance.json"
 """File in which a worker writes the provenance of a step; `seal` moves it into STEP."""
 TICK = 2
@@ -33,8 +33,9 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
     """Give all files and folders the permissions of `folder`, set the modification time of files,
     and write STEP.
 
-    `document`: the identity of the step. For a copy from another store: STEP there, with which the
-    files were compared; large files may then be links to the other store.
+    `document`: the identity of the step. For a copy from another store, it is the content of STEP
+    there, and the caller has compared the files with it; large files may then be links to the other
+    store.
     """
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -69,8 +70,8 @@ def _sha256(file: BufferedReader) -> str:
 
 
 def read_step(folder: Path) -> dict[str, Any]:
-    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as
-    it was written."""
+    """Content of STEP of a finished step. Raises FileNotFoundError when the file is missing, and
+    Damaged when it is not as it was written."""
     document: dict[str, Any] = read_sealed(folder / STEP, {})
     return document
 
@@ -81,7 +82,7 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     Files are compared by size and modification time; a file with another time is hashed, and gets
     its time back if it is unchanged. With `hash_all` every file is hashed, and a damaged file gets
     another time, so that later comparisons find it without hashing. Links to files of other stores
-    are followed, and these files never changed; a link to a damaged file is removed."""
+    are followed, but these files are never changed; a link to a damaged file is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -91,7 +92,7 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     states = {}
     for name, expected in document["files"].items():
         try:
-            if not _as_published(folder / name, expected, document["time"], hash_all):
+            if not _is_unchanged(folder / name, expected, document["time"], hash_all):
                 states[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             if isinstance(error, PermissionError) and not (folder / name).is_symlink():
@@ -100,27 +101,27 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     return states
 
 
-def _as_published(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
-    """Whether a file has the `expected` size and hash. `moment`: the modification time that it was
-    given, in seconds."""
+def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+    """Whether a file has the `expected` size and hash. `moment`: the file's modification
+    time at publication, in seconds. A file with this time is only hashed with `hash_all`."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False
-    has_time = status.st_mtime_ns == moment * NANO
-    if has_time and not hash_all:
+    has_moment = status.st_mtime_ns == moment * NANO
+    if has_moment and not hash_all:
         return True
     with path.open("rb") as file:
-        unchanged = bool(_sha256(file) == expected["sha256"])
-        if unchanged != has_time and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-            # fails for a file of another owner, which is hashed again next time
+        is_same = bool(_sha256(file) == expected["sha256"])
+        if is_same != has_moment and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+            # the time cannot be set for a file of another owner, which is hashed again next time
             with suppress(OSError, OverflowError):
-                _set_time(path, file, moment if unchanged else None)
-    return unchanged
+                _set_time(path, file, moment if is_same else None)
+    return is_same
 
 
 def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
-    """Set the modification time of a file to `moment`; None, for a damaged file: to now. Of links,
-    one to a damaged file is removed, and others stay."""
+    """Set the modification time of a file to `moment`, in seconds; that of a damaged file, with
+    `moment` None, to now. A link to a damaged file is removed instead; other links stay."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

@@ -21,13 +21,13 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
 LARGE = 64 << 20
-"""Bytes from which a file is not copied: a link to it is made."""
+"""Minimum bytes of a file to which a link is made instead of a copy."""
 THREADS = 8
-"""Number of steps that are copied at the same time, as a network disk is mostly waited for."""
+"""Number of steps that are copied at the same time, as most of the time is waiting for a disk."""
 
 
 def open_other(path: str) -> Store:
-    """A store in `also`. Raises UserError when there is no store."""
+    """The store in the folder `path`, from `also`. Raises UserError when it holds no store."""
     try:
         other = Store(path)
         problem = "" if other.exists() else "no store is there"
@@ -46,18 +46,18 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
 
 
 def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
-    """Copy the steps that are finished in the store at `path`, and not in `store`."""
+    """Copy the `steps` that are finished in the store at `path` but not in `store` into `store`."""
     other = open_other(path)
     done = store.done_of(steps)
-    available = finished_in(other, steps) - done
-    wanted = [step for step in unmerged(steps, done | available) if step.id in available]
-    if wanted:
-        inform(f"taking {len(wanted)} finished steps from also={other.root}")
-        copy_steps(store, other, wanted)
+    ids_elsewhere = finished_in(other, steps) - done
+    missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
+    if missing:
+        inform(f"taking {len(missing)} finished steps from also={other.root}")
+        copy_steps(store, other, missing)
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy the steps that are finished in another store, where they are found by their ids.
+    """Copy the `steps` that are finished in `other`, where ids find them, into `store`.
 
     Steps that another process is computing are left out; so are damaged steps, with a notice.
     """
@@ -69,16 +69,17 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
                 f"also={other.root}: {pack} is damaged: its steps are computed again"
             )
         copy_packed(store, other, names)
-        loose = [name for name in names if name[-DIGITS:] not in store.packs]
+        names_left = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
-            for start in range(0, len(loose), MANY):
-                list(threads.map(partial(_copy, store, other), loose[start : start + MANY]))
+            for start in range(0, len(names_left), MANY):
+                list(threads.map(partial(_copy, store, other), names_left[start : start + MANY]))
                 packing.pack()
 
 
 def _copy(store: Store, other: Store, name: str) -> None:
-    """Copy the step KIND/NAME; for a damaged one, add a notice."""
+    """Copy the step KIND/NAME, or add a notice if it is damaged. A step that another process is
+    computing is left out."""
     try:
         document = _document(other, name)
         with store.receive(name, document) as scratch:
@@ -99,7 +100,8 @@ def _copy(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
-    """STEP of a step. Raises Damaged also when it is missing or may not be read."""
+    """Content of STEP of the step KIND/NAME. Raises Damaged when STEP is damaged, is missing or may
+    not be read."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):

@@ -36,7 +36,7 @@ STEPS_PER_PACK = 5000
 EVERY = 60.0
 """Minimum seconds between two packs that a process writes."""
 FULL = 1 << 26
-"""Bytes of a pack from which it is not merged with others."""
+"""Minimum bytes of a pack that is not merged with others."""
 MOST_PACKS = 32
 """Maximum number of packs with fewer than FULL bytes: when there are more, they are merged."""
 
@@ -46,12 +46,12 @@ class Packing:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.large: set[str] = set()
-        """Starts of ids of steps that are too large."""
+        self.large_steps: set[str] = set()
+        """Starts of ids of steps that are too large for a pack."""
         self.next_time = time.monotonic() + EVERY
 
     def pack_regularly(self) -> None:
-        """As `pack`, at most once a minute."""
+        """Call `pack` if EVERY seconds have passed since this method last called it."""
         if time.monotonic() > self.next_time:
             self.next_time = time.monotonic() + EVERY
             self.pack()
@@ -59,7 +59,7 @@ class Packing:
     def pack(self, *, last: bool = False) -> None:
         """Pack small steps if there are at least MANY, unless another process packs. At the end of
         a run (`last`), pack any number of them if the store has packs. After an error, such as of a
-        full disk, they stay in folders, with a notice, and the run continues."""
+        full disk, the steps stay in folders, a notice is added, and the run continues."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -68,42 +68,46 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
+        """Do the work of `pack`, and raise errors of the disk. Also removes bad steps from packs, and
+        merges packs when there are more than MOST_PACKS."""
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
-        loose: dict[str, Path] = {}
+        folders: dict[str, Path] = {}
         for name, kind in KINDS.items():
             if kind.small:
-                loose.update(store.folders(name))
-        for start in self.large & loose.keys():
-            del loose[start]
-        if not loose:
+                folders.update(store.folders(name))
+        for start in self.large_steps & folders.keys():
+            del folders[start]
+        if not folders:
             return
-        if len(loose) < MANY and not (last and store.packs.starts()):
+        if len(folders) < MANY and not (last and store.packs.starts()):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.make_folder(store.packs.folder)
             store.packs.clear()
-            new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
-            small = self._small(new[:STEPS_PER_PACK])
-            if first := next(small, None):
-                _publish(store, store.packs.add(chain([first], small)), claim)
-            for start in loose.keys() & store.packs.starts():
+            candidates = [
+                (start, folder) for start, folder in folders.items() if start not in store.packs
+            ]
+            small_steps = self._small_steps(candidates[:STEPS_PER_PACK])
+            if first := next(small_steps, None):  # a pack is not empty
+                _publish(store, store.packs.add(chain([first], small_steps)), claim)
+            for start in folders.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(hide(loose[start], start), ignore_errors=True)
+                    shutil.rmtree(hide(folders[start], start), ignore_errors=True)
             small_packs = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(small_packs) > MOST_PACKS:
                 _rewrite(store, small_packs, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The steps in `folders` (start of the id, folder) that are small and undamaged."""
+    def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
+        """The small and undamaged steps in `folders`, which are pairs (start of the id, folder)."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
                 published = document["files"]
                 size = sum(entry["bytes"] for entry in published.values())
                 if size > SMALL or any("/" in name for name in published):
-                    self.large.add(start)
+                    self.large_steps.add(start)
                     continue
                 files = {name: (folder / name).read_bytes() for name in published}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
@@ -115,21 +119,21 @@ class Packing:
 
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy those of the steps KIND/NAME that are in packs of another store into packs of this one,
-    if they are at least MANY, without damaged ones. An error, such as of a full disk, is not
-    reported here, but when the steps are then copied one by one."""
-    packed = [name for name in names if name[-DIGITS:] in other.packs]
-    if len(packed) < MANY:
+    """Copy steps KIND/NAME from packs of `other` into packs of `store`, if at least MANY of `names`
+    are in packs there. Damaged steps are left out. An error, such as of a full disk, ends the
+    copying without a report: the caller copies the rest one by one, and reports errors."""
+    packed_names = [name for name in names if name[-DIGITS:] in other.packs]
+    if len(packed_names) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
         store.make_folder(store.packs.folder)
-        for start in range(0, len(packed), STEPS_PER_PACK):
-            steps = _undamaged(other, packed[start : start + STEPS_PER_PACK])
+        for start in range(0, len(packed_names), STEPS_PER_PACK):
+            steps = _undamaged(other, packed_names[start : start + STEPS_PER_PACK])
             _publish(store, store.packs.add(steps), claim)
 
 
 def _undamaged(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
-    """The undamaged ones of the steps KIND/NAME in packs of a store."""
+    """The undamaged ones of the steps `names` (KIND/NAME), read from packs of a store."""
     for name in names:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
@@ -157,6 +161,7 @@ def _rewrite(store: Store, names: Collection[str], without: Collection[str], cla
     try:
         _publish(store, store.packs.rewrite(names, without), claim)
     except Damaged as error:
+        # the text of the error is the name of the damaged pack
         store.set_aside(store.packs.path(str(error)), "damaged", "its steps are computed again")
 
 

@@ -261,7 +261,8 @@ class Store:
         """Start of the id -> KIND/NAME of all finished steps, damaged ones included."""
         # folders first: a step that moves to a pack meanwhile is then found twice, and not never
         folders = {
-            start: f"{path.parent.name}/{path.name}" for start, (path, *_) in self.loose().items()
+            start: f"{path.parent.name}/{path.name}"
+            for start, (path, *_) in self.step_folders().items()
         }
         self.packs.refresh()
         return {**self.packs.steps(), **folders}
@@ -308,7 +309,7 @@ class Store:
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
         """Ids of the steps that are `done`. Packs are only read once."""
-        loose = self.loose()  # before the packs, as in `present`
+        loose = self.step_folders()  # before the packs, as in `present`
         self.packs.refresh()
         for path in self.packs.damaged:
             if path.exists():
@@ -425,7 +426,7 @@ class Store:
         """Remove the error of a failed step, so that it runs again."""
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
-    def loose(self) -> Mapping[str, list[Path]]:
+    def step_folders(self) -> Mapping[str, list[Path]]:
         """Start of the id -> folders with the name of a finished step. Steps in packs have none."""
         folders = defaultdict(list)
         for kind in sorted(self.root.glob("[!.]*/")):

@@ -319,7 +319,7 @@ class TestAnotherMachine:
     ) -> None:
         path = foreign(folder, HOUR, 1.5, host="node7", job="12")
         assert Claims(folder).holder("y") == "another process"
-        monkeypatch.setattr(claiming, "SILENT", 2)
+        monkeypatch.setattr(claiming, "ATTEMPTS_BEFORE_NOTICE", 2)
         os.utime(path, (time.time() + HOUR,) * 2)
         with Claims(folder).wait_for("x"):
             pass
