@@ -43,8 +43,10 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores: layer, expert, channels (the share of highest-scored
-    channels) and score (the share of the expert's score that these hold)."""
+    """Concentration of channel scores; None when the store lacks the file.
+
+    Columns: layer, expert, channels (a share of the expert's channels, highest scores first) and
+    score (share of the sum of the expert's channel scores that these channels hold)."""
     return passes.read(
         study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
     )
@@ -60,8 +62,7 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 )
 @per_model("pruned")
 def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Concentration of channel scores within experts, and the loss of layers against the kept
-    share."""
+    """Concentration of channel scores in experts, and output losses of layers by kept share."""
     study = results.study
     return [
         concentration_figure(study, comparison, name),
@@ -70,8 +71,8 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): share of an expert's score that its highest-scored channels hold; a panel per
-    step of scores and a line per expert."""
+    """Fig. 4 (a): curves of `concentration`, a line per expert; a panel for each of the first
+    PANELS steps that scored channels. None without curves."""
     cells = plain(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -89,9 +90,11 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
             shades.append(style.depth(key["layer"], layers))
-        many = len(lines) > 256
+        has_many_lines = len(lines) > 256  # so many vector lines would make the file too large
         axes.add_collection(
-            LineCollection(lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=many)
+            LineCollection(
+                lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=has_many_lines
+            )
         )
         axes.plot([0, 1], [0, 1], **style.DASHED)
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="channels, highest score first")
@@ -112,29 +115,29 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Error of each layer's routed output when this layer alone is pruned, for channel criteria
-    that were run at three ratios.
+    """Relative error of each layer's routed output when this layer alone is pruned, for methods of
+    `ratio_lines` that prune channels.
 
     Columns: label (the method), cell, layer, kept (share of the layer's channels), loss (the
-    error)."""
-    measured = (
+    error). Methods with a measured error at only one ratio are left out."""
+    losses = (
         study.profiles[["cell", "layer", "output_loss"]]
         .dropna()
         .rename(columns={"output_loss": "loss"})
     )
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
-    measured = measured.merge(shares, on=["cell", "layer"])
+    losses = losses.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
     for label, line in ratio_lines(plain(comparison, "channel")).items():
-        of_line = measured[measured["cell"].isin(line.index)]
-        if of_line["cell"].nunique() > 1:
-            frames.append(of_line.assign(label=label))
+        line_losses = losses[losses["cell"].isin(line.index)]
+        if line_losses["cell"].nunique() > 1:
+            frames.append(line_losses.assign(label=label))
     return pd.concat(frames[1:] or frames, ignore_index=True)[list(frames[0])]
 
 
 def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (b): `output_losses` of each layer against the retained share of its channels; a panel
-    per method."""
+    """Fig. 4 (b): `output_losses` against the retained share of the layer's channels, a line per
+    layer; a panel for each of the first PANELS methods. None without losses."""
     losses = output_losses(study, comparison)
     if losses.empty:
         return None
@@ -145,7 +148,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
         for key, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
             shade = style.depth(key["layer"], layers)
             axes.plot(
-                [*line["kept"], 1.0],
+                [*line["kept"], 1.0],  # a layer that keeps all channels has no error
                 [*line["loss"], 0.0],
                 color=shade,
                 marker="o",
@@ -171,16 +174,19 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
 def expert_stacks(
     curves: pd.DataFrame, retained: pd.DataFrame, experts: pd.DataFrame, layer: int
 ) -> pd.DataFrame:
-    """Data for the bars of a layer, one row per expert.
+    """Data for the bars of one layer; a row per expert.
 
-    Columns: kept (the retained share of the expert's channels), attribution (of first order,
-    divided by the largest of the layer), and 0, 1, ... PIECES - 1: the share of the expert's score
-    in each tenth of its channels, highest scores first."""
+    Columns: kept (retained share of the expert's channels), attribution (of first order, divided by
+    the largest attribution in the layer; NaN if none is above 0), and 0, 1, ... PIECES - 1 (share
+    of the expert's score in each tenth of the expert's channels, highest scores first).
+
+    curves: see `concentration`; retained: layer, expert, share; experts: layer, expert, first."""
     tenths = np.linspace(0, 1, PIECES + 1)
-    rows = {}
+    pieces_of_expert = {}
     for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
-        rows[key["expert"]] = np.diff(np.interp(tenths, curve["channels"], curve["score"]))
-    stacks = pd.DataFrame.from_dict(rows, orient="index").sort_index()
+        cumulated = np.interp(tenths, curve["channels"], curve["score"])
+        pieces_of_expert[key["expert"]] = np.diff(cumulated)
+    stacks = pd.DataFrame.from_dict(pieces_of_expert, orient="index").sort_index()
     shares = retained[retained["layer"] == layer].set_index("expert")["share"]
     first = experts[experts["layer"] == layer].set_index("expert")["first"]
     highest = first.max()
@@ -211,7 +217,8 @@ def _piece_colour(piece: int) -> Any:
 
 
 def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
-    """Draw one panel of `bars_figure`."""
+    """Draw one panel of `bars_figure`: the bars, the retained shares as steps, and the attributions
+    as diamonds (negative attributions at 0)."""
     positions = np.arange(len(stacks))
     bottom = np.zeros(len(stacks))
     for piece in reversed(range(PIECES)):
@@ -232,7 +239,7 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
         markeredgecolor=style.INK,
         markeredgewidth=0.4,
     )
-    step = -(-len(stacks) // 32)
+    step = -(-len(stacks) // 32)  # at most 32 labels
     style.ticks(axes.xaxis, positions[::step], stacks.index[::step].map(str), labelsize=6)
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
     style.percent(axes.yaxis)
@@ -241,10 +248,10 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
 def bars_figure(
     study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
 ) -> Figure:
-    """A figure with a panel for each (title, `expert_stacks`): a bar per expert with its pieces,
-    retained share and attribution.
+    """A figure with a panel for each of `panels`, which are pairs (title, `expert_stacks`): a bar
+    per expert, with the retained share of channels and the attribution.
 
-    plans: a sentence for the caption that names the plans."""
+    name, title: of the figure; plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -278,8 +285,10 @@ def bars_figure(
 @output("coverage.fig15", chapter="attribution", needs=f"{BUDGETED}, and their scores in the store")
 @per_model("pruned")
 def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution of each expert, in a shallow, a middle and a
-    deep layer."""
+    """Channel scores, kept channels and attribution of each expert in three layers.
+
+    A shallow, a middle and a deep layer of one plan. None without coverage budgets or scores.
+    """
     cells = coverage_cells(comparison)
     if cells.empty:
         return None
@@ -302,8 +311,11 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
 )
 @per_model("pruned")
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Channel scores, kept channels and attribution in one layer, by scores from activations and
-    from gradients."""
+    """Channel scores, kept channels and attribution in the middle layer, by two scores.
+
+    Panels above show a plan by ACTIVATION, panels below a plan by WEIGHT_GRADIENT that is otherwise
+    equal. None without such plans.
+    """
     cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
     by_score = {
         score: stacks_of(results.study, comparison, cell) for score, cell in cell_of_score.items()
@@ -314,7 +326,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     layer = layers[(len(layers) - 1) // 2]
     panels: list[tuple[str, pd.DataFrame]] = []
     for score, stacks in by_score.items():
-        for part in _halves(stacks[layer]):
+        for part in _split(stacks[layer]):
             panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", part))
     above, below = map(names.criterion, by_score)
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
@@ -328,17 +340,18 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 
 def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """ACTIVATION and WEIGHT_GRADIENT -> a cell with this criterion, for the first allocation,
-    calibration set and gate that have both; {} when none has both."""
+    """ACTIVATION -> a cell with this criterion, and WEIGHT_GRADIENT -> a cell with this criterion
+    and the same allocation, calibration set and gate; {} when there is no such pair."""
     scores = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
-        first = candidates.reset_index().drop_duplicates("criterion").set_index("criterion")["cell"]
-        if set(scores) <= set(first.index):
-            return {score: int(first[score]) for score in scores}
+        by_criterion = candidates.reset_index().drop_duplicates("criterion")
+        cell_of_criterion = by_criterion.set_index("criterion")["cell"]
+        if set(scores) <= set(cell_of_criterion.index):
+            return {score: int(cell_of_criterion[score]) for score in scores}
     return {}
 
 
-def _halves(stacks: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split the experts of a layer into panels of at most WIDE experts."""
-    parts = -(-len(stacks) // WIDE)
-    return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), parts)]
+def _split(stacks: pd.DataFrame) -> list[pd.DataFrame]:
+    """Split the experts of a layer into parts of nearly equal size, of at most WIDE experts."""
+    count = -(-len(stacks) // WIDE)
+    return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), count)]

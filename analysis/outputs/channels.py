@@ -35,12 +35,12 @@ from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison, Target
 
 REMOVED = "routed parameters removed (%)"
-COMPETING = ["ratio", "calibration", "gate"]
+EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
 
-def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells of channels with a method (criterion and allocation) of HEAPr's tables."""
+def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
+    """Cells that prune channels by a method (criterion and allocation) of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -61,8 +61,11 @@ def of_heapr(cells: pd.DataFrame) -> pd.DataFrame:
     ),
 )
 def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """HEAPr's Table 1: every method at every ratio, its seven benchmarks and their mean."""
-    if len(of_heapr(comparison.cells)):
+    """HEAPr's Table 1: every method at every ratio, HEAPr's seven benchmarks and their mean.
+
+    No blocks for a model without any of HEAPr's methods.
+    """
+    if len(heapr_cells(comparison.cells)):
         for ratio, cells in by_ratio(plain(comparison)):
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
@@ -87,12 +90,12 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
 
     Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run."""
-    for key, compared in groups(of_heapr(plain(comparison)), COMPETING):
-        camera = compared[compared["criterion"] == "camera"]
+    for key, cells in groups(heapr_cells(plain(comparison)), EQUAL_COLUMNS):
+        camera = cells[cells["criterion"] == "camera"]
         sequential = camera[camera["allocation"] == "sequential"]
         base = only_cell(sequential if len(sequential) else camera)
-        if base is not None and len(compared) > 1:
-            yield ratio_block(comparison, key["ratio"], settings.method_labels(compared), base)
+        if base is not None and len(cells) > 1:
+            yield ratio_block(comparison, key["ratio"], settings.method_labels(cells), base)
 
 
 @output(
@@ -106,18 +109,21 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     "Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
 )
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 6: one channel score under every allocation; differences are to uniform
-    widths."""
-    for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
-        # plans with a setting of the smoothing are compared in Table 7
-        default_smoothing = []
+    """MoE-Slimming's Table 6: one channel score under every allocation.
+
+    Differences are to uniform widths.
+    """
+    for key, cells in groups(plain(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]):
+        # Table 7 compares the plans that set a smoothing
+        has_default_smoothing = []
         for text in cells["allocation"]:
             _, parameters = settings.allocation(text)
-            default_smoothing.append(set(SMOOTHING).isdisjoint(parameters))
-        competing = cells[default_smoothing]
-        if "coverage" in set(competing["allocation"]) and competing["allocation"].nunique() > 1:
-            base = only_cell(competing[competing["allocation"] == "uniform"])
-            labels = competing["allocation"].map(names.allocated).map(names.capitalised)
+            has_default_smoothing.append(set(SMOOTHING).isdisjoint(parameters))
+        competitors = cells[has_default_smoothing]
+        allocations = competitors["allocation"]
+        if "coverage" in set(allocations) and allocations.nunique() > 1:
+            base = only_cell(competitors[allocations == "uniform"])
+            labels = allocations.map(names.allocated).map(names.capitalised)
             yield ratio_block(comparison, key["ratio"], labels, base)
 
 
@@ -134,18 +140,21 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     f"Mean minus that of {DEFAULT_SMOOTHING}, the default, paired.",
 )
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 7: coverage budgets with different smoothings of losses; differences are
-    to the default."""
-    for key, cells in groups(plain(comparison, "channel"), [*COMPETING, "criterion"]):
-        smoothings = {}
+    """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses.
+
+    Differences are to DEFAULT_SMOOTHING. Plans with a setting other than the smoothing are left
+    out.
+    """
+    for key, cells in groups(plain(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]):
+        smoothing_of_cell = {}
         for cell, text in cells["allocation"].items():
             allocation, parameters = settings.allocation(text)
             if allocation == "coverage" and set(parameters) <= set(SMOOTHING):
-                smoothings[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
-        labels = pd.Series(smoothings, dtype=object)
-        if cells["allocation"][labels.index].nunique() > 1:
-            base = only_cell(labels[labels == DEFAULT_SMOOTHING])
-            yield ratio_block(comparison, key["ratio"], labels.map(names.capitalised), base)
+                smoothing_of_cell[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
+        smoothings = pd.Series(smoothing_of_cell, dtype=object)
+        if cells["allocation"][smoothings.index].nunique() > 1:
+            base = only_cell(smoothings[smoothings == DEFAULT_SMOOTHING])
+            yield ratio_block(comparison, key["ratio"], smoothings.map(names.capitalised), base)
 
 
 @output(
@@ -160,29 +169,36 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "another. Difference: Mean minus that of Activation, the default, paired.",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 13: channel scores under one coverage allocation; differences are to the
-    default score."""
+    """MoE-Slimming's Table 13: channel scores under the allocation `coverage`.
+
+    Differences are to the score `channel_activation`.
+    """
     cells = plain(comparison, "channel")
-    for ratio, competing in by_ratio(cells[cells["allocation"] == "coverage"]):
-        if competing["criterion"].nunique() > 1:
-            base = only_cell(competing[competing["criterion"] == "channel_activation"])
-            yield ratio_block(comparison, ratio, competing["criterion"].map(names.criterion), base)
+    for ratio, competitors in by_ratio(cells[cells["allocation"] == "coverage"]):
+        criteria = competitors["criterion"]
+        if criteria.nunique() > 1:
+            base = only_cell(competitors[criteria == "channel_activation"])
+            yield ratio_block(comparison, ratio, criteria.map(names.criterion), base)
 
 
 def draw_ratios(
     axes: Axes, comparison: Comparison, target: Target
 ) -> tuple[list[Line2D], list[Artist]]:
-    """Draw the scores of `target` against the removed share, a line for each of `ratio_lines`.
+    """Draw scores on `target` against the removed share in per cent: a line with 95 % intervals for
+    each method of `ratio_lines`, the unpruned model, and bands of chance.
 
-    Points of one ratio are drawn side by side. Returns the legend entries of the lines, and those
-    of the unpruned model and of chance."""
+    Points of one ratio are drawn side by side. Returns (legend entries of the lines, legend entries
+    of the unpruned model and of chance)."""
     score, low, high = comparison.displayed(target)
     unpruned = draw_unpruned(axes, comparison, target)
     keys = []
     lines = ratio_lines(plain(comparison))
     for number, (label, line) in enumerate(lines.items()):
         shade = style.colour(line["method"].iloc[0])
-        key = style.key(label, color=shade, marker=style.MARKERS[number % 11], markersize=4)
+        key = style.key(
+            label, color=shade, marker=style.MARKERS[number % len(style.MARKERS)], markersize=4
+        )
+        # the points of one ratio are 0.6 % apart
         x = line["removed"] * 100 + 0.6 * (number - (len(lines) - 1) / 2)
         axes.vlines(x, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
         style.draw(axes, key, x, score[line.index])
@@ -197,11 +213,11 @@ def draw_ratios(
 def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy and FLOPs against the ratio.
 
-    HEAPr's Fig. 2: the mean of HEAPr's benchmarks with intervals, and FLOPs saved, against the
-    removed share. None with fewer than three ratios, or without any of HEAPr's methods or
-    benchmarks.
+    HEAPr's Fig. 2: the mean of HEAPr's benchmarks with intervals (left), and FLOPs saved (right),
+    against the removed share. None without a method at three ratios, without any of HEAPr's
+    methods, or without any of HEAPr's benchmarks.
     """
-    lines = ratio_lines(plain(comparison)) if len(of_heapr(comparison.cells)) else {}
+    lines = ratio_lines(plain(comparison)) if len(heapr_cells(comparison.cells)) else {}
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
@@ -233,7 +249,8 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The model's loss or perplexity against the ratio.
 
-    None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
+    A panel per benchmark in which lower is better. None without such a benchmark, or without a
+    method at three ratios.
     """
     benchmarks = [
         str(benchmark)
@@ -243,7 +260,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     if not benchmarks or not ratio_lines(plain(comparison)):
         return None
     drawing = style.drawing(style.PAGE, 2.8)
-    keys: list[Artist] = []
+    keys: list[Artist] = []  # equal for all panels
     scales = []
     for axes, benchmark in zip(
         np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True
@@ -267,11 +284,12 @@ PUBLISHED_BLOCKS = "coverage aligned 128"
 differences."""
 
 
-def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
-    """Blocks of cells that differ in the allocation alone, with allocations that match the pattern
-    `allocations`; differences are to PUBLISHED_BLOCKS."""
-    aligned = comparison.cells[comparison.cells["allocation"].str.fullmatch(allocations)]
-    for key, cells in groups(aligned, ["ratio", "calibration", "gate", "criterion", "recovery"]):
+def allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
+    """Blocks of cells that differ in the allocation alone; differences are to PUBLISHED_BLOCKS.
+
+    pattern: regular expression; cells with another allocation are left out."""
+    matches = comparison.cells[comparison.cells["allocation"].str.fullmatch(pattern)]
+    for key, cells in groups(matches, [*EQUAL_COLUMNS, "criterion", "recovery"]):
         if len(cells) > 1:
             base = only_cell(cells[cells["allocation"] == PUBLISHED_BLOCKS])
             yield ratio_block(
@@ -297,9 +315,11 @@ _BLOCKS = (
     _BLOCKS,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Channel budgets in blocks: channels left over by rounding are assigned by remainders or by
-    scores."""
-    return block_sizes(comparison, r"coverage aligned \d+( scores)?")
+    """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding.
+
+    A channel that rounding leaves over is assigned by remainders, or by scores.
+    """
+    return allocation_blocks(comparison, r"coverage aligned \d+( scores)?")
 
 
 @output(
@@ -312,4 +332,4 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
 )
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Channel budgets in blocks: smallest number of channels with which an expert is kept."""
-    return block_sizes(comparison, r"coverage (aligned 128|min \d+)")
+    return allocation_blocks(comparison, r"coverage (aligned 128|min \d+)")

@@ -33,11 +33,11 @@ BY_CHANCE = "channels by chance"
 """Control of the second claim, without any criterion: random channels against random experts."""
 ALL = "all"
 """Value of the column ratio for the mean over all ratios."""
-EQUAL = 0.035
-"""Retained shares of routed parameters count as equal when they differ by less than this; whole
-experts cannot match more closely."""
-PAIR = ["criterion", "calibration", "recovery", "gate"]
-"""Columns in which a searched cell and its uniform partner agree, besides the ratio."""
+TOLERANCE = 0.035
+"""Two retained shares of routed parameters count as equal when their difference is smaller. A
+number of whole experts cannot match a share more closely."""
+EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
+"""Columns in which a searched cell and the uniform cell of its pair are equal."""
 
 ESTIMATES = ["difference", "low", "high", "detectable", "p"]
 """Columns of numbers of an `uncertainty.Estimate`."""
@@ -50,18 +50,18 @@ Pairs = Sequence[tuple[int, int]]
 def claims(
     comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame
 ) -> pd.DataFrame:
-    """Test the claims: one row per claim, model and ratio, and one over all ratios. Empty when no
-    claim can be tested.
+    """Test the claims: a row per claim, model and ratio, and a row for the mean over all ratios of
+    a claim and model. Without rows when no claim can be tested.
 
-    costs: cell, routed_kept; family: scores of the S family, as in `Study`. Returned columns:
+    costs: cell, routed_kept; family: see `Study.family`. Returned columns:
 
     - claim, model, ratio; compared: number of pairs
     - difference, low, high (95 %): of Avg; for the third claim, of the share of experts on which
-    all calibration sets agree
+    all calibration sets agree; above 0 if the claim holds
     - detectable: the difference that this study would find in 80 % of cases
-    - p: NaN for methods with one seed; p_holm: corrected by Holm's method over all rows
+    - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
     - verdict: see `verdict`
-    - parts: name of a group average -> its difference
+    - parts: name of a group average -> difference of this average
     """
     rows = [
         row
@@ -79,8 +79,8 @@ def claims(
 
 
 def verdict(low: float, high: float, p_holm: float) -> str:
-    """Verdict on the claim that a difference is above 0. It is decided only if p_holm is below
-    LEVEL and the interval excludes 0."""
+    """Verdict on the claim that a difference is above 0; `holds` or `does not hold` only if p_holm
+    is below LEVEL and the interval from low to high excludes 0."""
     if np.isnan(low + high + p_holm):
         return "not tested"
     if p_holm >= LEVEL or low <= 0 <= high:
@@ -89,51 +89,51 @@ def verdict(low: float, high: float, p_holm: float) -> str:
 
 
 def _searched(comparison: Comparison) -> list[dict[str, object]]:
-    """Rows that compare searched with uniform allocations of the same criterion and calibration
-    set."""
+    """Rows of the claim SEARCHED, one per ratio. The pairs of a ratio are the searched and uniform
+    allocations of whole experts that agree in EQUAL_COLUMNS."""
     cells = comparison.cells
     searched = cells[cells["allocation"].map(is_searched).astype(bool)]
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
-    paired = searched.reset_index().merge(
-        uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform")
+    all_pairs = searched.reset_index().merge(
+        uniform.reset_index(), on=EQUAL_COLUMNS, suffixes=("", "_uniform")
     )
     rows = []
-    for ratio, same_ratio in by_ratio(paired):
-        pairs = list(zip(same_ratio["cell"], same_ratio["cell_uniform"], strict=True))
+    for ratio, ratio_pairs in by_ratio(all_pairs):
+        pairs = list(zip(ratio_pairs["cell"], ratio_pairs["cell_uniform"], strict=True))
         rows.append(_row(comparison, SEARCHED, ratio, [pairs]))
     return rows
 
 
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows that compare channels with whole experts: chosen by criteria, then chosen at random,
-    which shows the effect of granularity alone."""
+    """Rows of the claims CHANNELS (plans by criteria) and BY_CHANCE (random plans, whose difference
+    is the effect of granularity alone). Only plans without recovery are compared."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=retained)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
     is_random = cells["criterion"].isin(RANDOM)
     return [
-        *_granularities(comparison, CHANNELS, cells[~is_random]),
-        *_granularities(comparison, BY_CHANCE, cells[is_random]),
+        *_granularity_rows(comparison, CHANNELS, cells[~is_random]),
+        *_granularity_rows(comparison, BY_CHANCE, cells[is_random]),
     ]
 
 
-def _granularities(
+def _granularity_rows(
     comparison: Comparison, claim: str, cells: pd.DataFrame
 ) -> list[dict[str, object]]:
-    """Rows that compare every channel method with every expert method that retains as many routed
-    parameters: one per ratio, and one over all ratios if there are several. cells: pruned cells,
-    with a column kept.
+    """Rows of `claim`: a row per ratio, and a row for ALL if there are several ratios.
 
-    Methods that replace dropped experts are left out: the claim is about removing experts."""
+    The pairs of a ratio are every cell of channels with every cell of whole experts that retains an
+    equal share of routed parameters. Cells that replace dropped experts are left out, because the
+    claim is about removing experts. cells: pruned cells, with a column kept (this share)."""
     cells = cells[~cells["allocation"].map(replaces).astype(bool)]
     pairs_by_ratio = {}
-    for ratio, same_ratio in by_ratio(cells):
-        channels = same_ratio.loc[same_ratio["granularity"] == "channel", "kept"]
-        experts = same_ratio.loc[same_ratio["granularity"] == "expert", "kept"]
+    for ratio, ratio_cells in by_ratio(cells):
+        channels = ratio_cells.loc[ratio_cells["granularity"] == "channel", "kept"]
+        experts = ratio_cells.loc[ratio_cells["granularity"] == "expert", "kept"]
         pairs = []
         for channel_cell, channel_share in channels.items():
             for expert_cell, expert_share in experts.items():
-                if abs(channel_share - expert_share) < EQUAL:
+                if abs(channel_share - expert_share) < TOLERANCE:
                     pairs.append((int(str(channel_cell)), int(str(expert_cell))))
         if pairs:
             pairs_by_ratio[ratio] = pairs
@@ -146,7 +146,8 @@ def _granularities(
 def _row(
     comparison: Comparison, claim: str, ratio: float | str, pairs_of_ratios: Sequence[Pairs]
 ) -> dict[str, object]:
-    """A row of `claims` for pairs of cells; a list of pairs for each ratio, with equal weights."""
+    """A row of `claims`: the mean difference over the pairs of each ratio, then the mean over
+    ratios. pairs_of_ratios: for each ratio, its pairs."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
     mean = overall(comparison, cells)
     targets = group_targets(comparison, cells)
@@ -171,7 +172,7 @@ def _row(
 
 
 def _numbers(estimate: Estimate) -> dict[str, float]:
-    """The columns ESTIMATES of a row."""
+    """Name in ESTIMATES -> the number of an estimate."""
     numbers = (estimate.value, *estimate.interval, estimate.detectable, estimate.p)
     return dict(zip(ESTIMATES, numbers, strict=True))
 
@@ -179,10 +180,11 @@ def _numbers(estimate: Estimate) -> dict[str, float]:
 def _invariant(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
-    """Rows that compare the overlap across calibration sets of S(1, alpha, beta) with that of
-    S(0, alpha, beta): mean over layers of the difference.
+    """Rows of the claim INVARIANT: `layer_differences`, the mean over layers. A row per model and
+    ratio, and a row for ALL if the model has several ratios.
 
-    ratios: model -> the ratios of its plans."""
+    family: see `Study.family`; models with one calibration set are left out. ratios: model -> the
+    ratios of its plans."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
@@ -194,10 +196,10 @@ def _invariant(
         }
         if len(differences) > 1:
             differences |= {ALL: np.mean(list(differences.values()), axis=0)}
-        for ratio, shares in differences.items():
-            estimate = Estimate(float(np.mean(shares)))
-            if np.ptp(shares) > 0:
-                estimate = uncertainty.mean_estimate(shares)
+        for ratio, by_layer in differences.items():
+            estimate = Estimate(float(np.mean(by_layer)))
+            if np.ptp(by_layer) > 0:  # without variance between layers there is no interval
+                estimate = uncertainty.mean_estimate(by_layer)
             labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**labels, **_numbers(estimate), "compared": len(_EXPONENTS)})
     return rows
@@ -215,23 +217,24 @@ _EXPONENTS = [
 def layer_differences(
     layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
 ) -> np.ndarray:
-    """For each layer (layers,), the share of lowest-scored experts that all calibration sets have
-    in common: the share of S(1, alpha, beta) minus that of S(0, alpha, beta), the mean over (alpha,
-    beta).
+    """Agreement of S(1, alpha, beta) minus agreement of S(0, alpha, beta), the mean over
+    (alpha, beta), of each layer (layers,).
 
-    layers: `overlap.scores_by_variant` of each layer."""
+    The agreement of a score is the share of the experts with the lowest scores, as many as `ratio`
+    prunes, that all calibration sets have in common. layers: `overlap.scores_by_variant` of each
+    layer."""
     differences = []
     for layer in layers:
         shares = {
             variant: overlap.agreement(overlap.bottom(scores, ratio)[:, None, :])["triple"]
             for variant, scores in layer.items()
         }
-        of_pairs = [
+        pair_differences = [
             shares[1, alpha, beta] - shares[0, alpha, beta]
             for alpha, beta in _EXPONENTS
             if {(1, alpha, beta), (0, alpha, beta)} <= set(shares)
         ]
-        differences.append(np.mean(of_pairs) if of_pairs else np.nan)
+        differences.append(np.mean(pair_differences) if pair_differences else np.nan)
     return np.asarray(differences, float)
 
 
@@ -243,8 +246,9 @@ STATEMENTS = {
 }
 
 
-def _of_losses(results: Results) -> str:
-    """A sentence for the caption on the sign of differences of losses; "" when Avg is of scores."""
+def _sign_of_losses(results: Results) -> str:
+    """A sentence for the caption on the sign of differences of losses; "" when the average of every
+    model is of scores."""
     quantities = means(results.comparisons).values()
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:
@@ -255,8 +259,7 @@ def _of_losses(results: Results) -> str:
 
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
-    """The papers' claims, tested on this study: paired differences for each ratio and over all
-    ratios."""
+    """The papers' claims, tested on this study by paired differences, for each and all ratios."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     if rows.empty:
         return None
@@ -270,26 +273,30 @@ def claim_table(results: Results, name: str) -> Table | None:
         "p (Holm)": "p_holm",
     }
     cells = results.study.cells
-    removed = cells.groupby(["model", "ratio"])["removed_words"].last().to_dict()
+    removed_words = cells.groupby(["model", "ratio"])["removed_words"].last().to_dict()
     pruned = []
     for model, ratio in zip(rows["model"], rows["ratio"], strict=True):
         if ratio == ALL:
             pruned.append(ALL)
         else:
-            pruned.append(removed.get((model, ratio), names.ratio(ratio)))
-    texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    frame = pd.concat([spelled(texts, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1)
+            pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
+    rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
+    frame = pd.concat(
+        [spelled(rows_with_texts, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1
+    )
     return Table(
         name=name,
         title="What the papers claim",
         caption="Difference: for the first two claims, of the average, the mean over pairs of "
         "plans, paired by seed and item; channels and whole experts are paired when the shares of "
-        f"routed parameters that they keep differ by less than {EQUAL:g}. For calibration sets, of "
-        "the share of the lowest-scored experts that all sets have in common, the mean over "
-        "layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
-        f"{LEVEL} after Holm's correction over all rows; methods with one seed are not tested. "
+        f"routed parameters that they keep differ by less than {TOLERANCE:g}. For calibration "
+        "sets, of the share of the lowest-scored experts that all sets have in common, the mean "
+        "over layers. A claim is decided where the 95 % interval is on one side of 0 and p is "
+        f"below {LEVEL} after Holm's correction over all rows; methods with one seed are not "
+        "tested. "
         "Detectable: the difference that this study would find in 80 % of cases. The last columns "
-        f"are differences of group averages. {_of_losses(results)}{score_setup(results.study)}",
+        "are differences of group averages. "
+        f"{_sign_of_losses(results)}{score_setup(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",

@@ -24,24 +24,27 @@ RARE = 0.1
 
 
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
-    """Summarize tokens per expert, one row per model and calibration set.
+    """Summarize tokens per expert over all layers; a row per model and calibration set.
 
-    Columns: model, calibration, experts, unseen (experts without a token), rare (experts with less
-    than a tenth of an even load), least, median and most (tokens of the least, median and most used
-    expert).
+    Columns: model, calibration, experts (their number), unseen (number of experts without a token),
+    rare (number of experts with less than RARE of the mean tokens of their layer), least, median
+    and most (minimum, median and maximum of the tokens of an expert).
+
+    coverage: model, calibration, layer, expert, tokens.
     """
     rows = []
-    for key, frame in groups(coverage, ["model", "calibration"]):
-        even = frame.groupby("layer")["tokens"].transform("mean")
+    for key, experts in groups(coverage, ["model", "calibration"]):
+        even_load = experts.groupby("layer")["tokens"].transform("mean")
+        tokens = experts["tokens"]
         rows.append(
             {
                 **key,
-                "experts": len(frame),
-                "unseen": int((frame["tokens"] == 0).sum()),
-                "rare": int((frame["tokens"] < RARE * even).sum()),
-                "least": int(frame["tokens"].min()),
-                "median": float(frame["tokens"].median()),
-                "most": int(frame["tokens"].max()),
+                "experts": len(experts),
+                "unseen": int((tokens == 0).sum()),
+                "rare": int((tokens < RARE * even_load).sum()),
+                "least": int(tokens.min()),
+                "median": float(tokens.median()),
+                "most": int(tokens.max()),
             }
         )
     return pd.DataFrame(rows)
@@ -56,8 +59,8 @@ def tokens_per_expert(results: Results, name: str) -> list[Item]:
 
 
 def coverage_table(study: Study, name: str) -> Table:
-    """Table of `coverage_summary`, with the items of benchmarks that are in the calibration
-    text."""
+    """Table of `coverage_summary`; the column of items has the numbers of benchmark items that the
+    calibration text contains."""
     text = {"Model": "model", "Calibration": "calibration"}
     numbers = {
         "Experts": "experts",
@@ -69,7 +72,7 @@ def coverage_table(study: Study, name: str) -> Table:
     }
     summary = coverage_summary(study.coverage)
     keys = summary["calibration"] + "@" + summary["model"]
-    summary["items"] = [_items(study.contaminations.get(key, {})) for key in keys]
+    summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
         name=name,
         title="Tokens per expert",
@@ -81,11 +84,11 @@ def coverage_table(study: Study, name: str) -> Table:
     )
 
 
-def _items(counts: Mapping[str, Any]) -> str:
-    """Text with the numbers of found and comparable items: `3 / 155: GSM8K 3 / 75`, over all
-    benchmarks and of each benchmark with found items; "" without counts.
+def _items_in_words(counts: Mapping[str, Any]) -> str:
+    """Text with the numbers of found and of comparable items, first over all benchmarks, then of
+    each benchmark with found items: `3 / 155: GSM8K 3 / 75`; "" without counts.
 
-    counts: benchmark -> its numbers, see `Study.contaminations`."""
+    counts: benchmark -> numbers `found` and `comparable`, see `Study.contaminations`."""
     if not counts:
         return ""
     total = _found_of_comparable(counts.values())
@@ -98,26 +101,28 @@ def _items(counts: Mapping[str, Any]) -> str:
 
 
 def _found_of_comparable(counts: Collection[Any]) -> str:
-    """Sums of found and of comparable items: `3 / 155`."""
+    """Text with the sums of found and of comparable items over `counts`: `3 / 155`."""
     found = sum(count["found"] for count in counts)
     comparable = sum(count["comparable"] for count in counts)
     return f"{found:,} / {comparable:,}"
 
 
 def _explained_items(study: Study) -> str:
-    """Sentences for the caption on the column of items, and on the benchmarks that it lacks; ""
-    when no items were looked for."""
+    """Sentences for the caption that explain the column of items and name the benchmarks without
+    numbers; "" when no calibration text was searched for items."""
     counts_of_sets = [counts for counts in study.contaminations.values() if counts]
     if not counts_of_sets:
         return ""
-    known = {name: count for counts in counts_of_sets for name, count in counts.items()}
-    missing = {
-        "Not looked up": [task for task in study.results["task"].unique() if task not in known],
-        "All items are shorter": [name for name, count in known.items() if not count["comparable"]],
+    counts = {name: count for counts in counts_of_sets for name, count in counts.items()}
+    tasks_by_reason = {
+        "Not looked up": [task for task in study.results["task"].unique() if task not in counts],
+        "All items are shorter": [
+            name for name, count in counts.items() if not count["comparable"]
+        ],
     }
     sentences = [
         f"{reason}: {names.listing(map(names.benchmark, tasks))}. "
-        for reason, tasks in missing.items()
+        for reason, tasks in tasks_by_reason.items()
         if tasks
     ]
     return (
@@ -128,8 +133,9 @@ def _explained_items(study: Study) -> str:
 
 
 def coverage_figure(study: Study, name: str) -> Figure:
-    """A square per expert, shaded by its tokens relative to an even load and sorted within its
-    layer; a panel per model and calibration set. Experts without a token are crossed."""
+    """A panel per model and calibration set, with a row of squares per layer and a square per
+    expert, shaded by the expert's tokens relative to an even load, fewest tokens first. Squares of
+    experts without a token are crossed."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
     ordered = coverage.assign(position=coverage["calibration"].map(order.index))
@@ -160,7 +166,8 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 
 def _level(tokens: np.ndarray) -> np.ndarray:
-    """Positions in the colour map of the experts of a layer, by their tokens: logarithmic, with an
-    even load in the middle."""
-    even = max(tokens.mean(), 1e-9)
-    return np.asarray(0.5 + 0.35 * np.clip(np.log10(np.maximum(tokens, 1e-9) / even), -1.4, 1.4))
+    """Positions in the colour map, in [0, 1], of the experts of a layer: 0.5 for the mean of
+    `tokens` (an even load), 0.35 more or less for each factor of ten."""
+    even_load = max(tokens.mean(), 1e-9)
+    decades = np.log10(np.maximum(tokens, 1e-9) / even_load)
+    return np.asarray(0.5 + 0.35 * np.clip(decades, -1.4, 1.4))

@@ -34,14 +34,14 @@ _CRITERION = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?")
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
 def formula_table(results: Results, name: str) -> Table:
-    """Unified Expert Pruning's Table 6: the formula of every criterion of the study, and its
-    source."""
+    """Unified Expert Pruning's Table 6: the formula and the source of each criterion of a study."""
     from moe_lab import criteria
 
     rows = []
     for text in _criteria(results.study):
         registered_name, _ = _parsed(text)
         criterion = criteria.get(registered_name)
+        # the first paragraph of the docstring is the formula
         formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
         rows.append(
             (
@@ -82,42 +82,49 @@ def signal_table(results: Results, name: str) -> Table:
 
 
 def signals(criterion: str) -> dict[str, bool]:
-    """Signal -> whether the scores of a criterion depend on it.
+    """Signal of SIGNALS -> whether the scores of a criterion depend on this signal.
 
-    criterion: as spelled in a study's record. The scores are computed for an artificial layer, and
-    again with other values of each signal."""
+    The scores of an artificial layer are computed once, then again for each signal with other
+    values of the signal; the criterion depends on the signals that change a score. criterion: as
+    spelled in a study's record."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _parsed(criterion)
     reference = _score(name, parameters, _inputs())
-    depends = {
+    dependence = {
         signal: bool((_score(name, parameters, _inputs(signal)) != reference).any())
         for signal in SIGNALS
         if signal != "Text"
     }
-    return {"Text": reads_text(name), **depends}
+    return {"Text": reads_text(name), **dependence}
 
 
 def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
-    """The scores of the artificial layer with these inputs by a criterion."""
+    """Scores (experts,) or (experts, channels) of the artificial layer by the criterion `name`.
+
+    parameters: of the criterion; inputs: see `_inputs`."""
     from moe_lab.criteria import Layer, get
 
     layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
     return layer.criterion.function(layer, **parameters)
 
 
-def _inputs(changed: str | None = None) -> dict[str, Array]:
-    """Random sums of the artificial layer, named as in statistics/sums.py. Sums that depend on the
-    signal `changed` have other values than without it."""
+def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
+    """Name of a sum, as in statistics/sums.py -> random values of this sum for the artificial
+    layer.
+
+    Every sum is computed from random draws of the signals on which it depends. The draws of
+    `signal_to_change` differ from those of `_inputs()`; the draws of other signals are equal."""
     from moe_lab.config import GATES
 
     act, route, grad, weight = (
-        _draws(number + 10 * (signal == changed))
+        _draws(number + 10 * (signal == signal_to_change))  # a signal that changes: another seed
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
     channels = (EXPERTS, CHANNELS)
     tokens = 5 * route(EXPERTS)
+    # (experts, exponent of the gate, exponent of the norm); without gate and norm: token counts
     sums = act(EXPERTS, 3, 3) * np.concatenate(
         [np.ones((EXPERTS, 1, 3)), route(EXPERTS, 2, 3)], axis=1
     )
@@ -129,10 +136,7 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
         "output_sum": act(EXPERTS, HIDDEN) * 0.1,
-        **{
-            sums_of: act(EXPERTS) * route(EXPERTS)
-            for sums_of in ("damage", "ala_first", "ala_second")
-        },
+        **{name: act(EXPERTS) * route(EXPERTS) for name in ("damage", "ala_first", "ala_second")},
         "layer_loss": act().reshape(()),
         "channel_square": phi,
         "channel_max": phi,
@@ -156,15 +160,15 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
 
 
 def _draws(seed: int) -> Callable[..., Array]:
-    """A function that draws an array of a given shape, uniform in [1, 2). Every call draws new
+    """A function of a shape that returns random numbers from [1, 2); every call draws new
     numbers."""
-    random = np.random.default_rng(seed)
-    return lambda *shape: np.asarray(random.uniform(1, 2, shape))
+    generator = np.random.default_rng(seed)
+    return lambda *shape: np.asarray(generator.uniform(1, 2, shape))
 
 
 def _criteria(study: Study) -> list[str]:
-    """The criteria of the study that are registered, as spelled in its record, in the order of
-    tables."""
+    """The registered criteria among the criteria of the study's cells, in the order of tables; with
+    parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
@@ -172,7 +176,7 @@ def _criteria(study: Study) -> list[str]:
 
 
 def _parsed(criterion: str) -> tuple[str, dict[str, Any]]:
-    """Parse `s_family(alpha=0,b=1)` into its name and its parameters."""
+    """(name, parameters) of a criterion, such as `s_family(alpha=0,b=1)`."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
@@ -181,7 +185,7 @@ def _parsed(criterion: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """The value of a parameter: JSON, or else a string."""
+    """The value that `text` spells in JSON; `text` itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -215,13 +219,15 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
     needs="the scores of its criteria in the store, with the steps they are from",
 )
 def scoring_table(results: Results, name: str) -> Table:
-    """AIMER's Table 4: time and memory of scoring a model, including the passes that the criterion
-    needs."""
+    """AIMER's Table 4: time and memory of scores, and of the passes that they need.
+
+    A row per step of scores of which the store has all times.
+    """
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
     rows = []
     machines = []
-    for cell, steps in _timed(study, cells, "scores_folder"):
+    for cell, steps in _cells_with_times(study, cells, "scores_folder"):
         machines += list(steps["machine"])
         inputs = sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
         rows.append(
@@ -240,8 +246,8 @@ def scoring_table(results: Results, name: str) -> Table:
         "Of these, the scores (s)": SECONDS,
         "Peak memory (MiB)": "{:,.0f}",
     }
-    on_gpu = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
-    formats = {**numbers, **on_gpu, "Loading memory (MiB)": "{:,.2f}"}
+    gpu_peak = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
+    formats = {**numbers, **gpu_peak, "Loading memory (MiB)": "{:,.2f}"}
     return Table(
         name=name,
         title="Time and memory of scoring",
@@ -256,7 +262,7 @@ def scoring_table(results: Results, name: str) -> Table:
         formats=formats,
         best=dict.fromkeys(list(numbers)[:1], "min"),
         blocks=("Model",),
-        optional=tuple(on_gpu),
+        optional=tuple(gpu_peak),
     )
 
 
@@ -270,8 +276,8 @@ def scoring_table(results: Results, name: str) -> Table:
 def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
 
-    A row per allocation, for its first ratio. The forward pass gives attributions; the ablation is
-    listed where a plan reads it.
+    A row per model, calibration set, criterion, allocation, gate and seed: the plan of the first
+    ratio. The column of a step is missing where no plan reads the step.
     """
     study = results.study
     cells = study.cells[
@@ -280,11 +286,12 @@ def allocation_table(results: Results, name: str) -> Table:
     all_but_ratio = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows = []
     machines = []
-    for cell, steps in _timed(study, cells.drop_duplicates(all_but_ratio), "plan_folder"):
+    first_ratios = cells.drop_duplicates(all_but_ratio)
+    for cell, steps in _cells_with_times(study, first_ratios, "plan_folder"):
         machines += list(steps["machine"])
         # steps of kinds without a column are in the total only
-        by_pass = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
-        rows.append({**cell, **by_pass, "Total (s)": steps["seconds"].sum()})
+        seconds = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
+        rows.append({**cell, **seconds, "Total (s)": steps["seconds"].sum()})
     columns = [
         column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)
     ]
@@ -306,21 +313,21 @@ def allocation_table(results: Results, name: str) -> Table:
     )
 
 
-def _timed(
-    study: Study, cells: pd.DataFrame, folder: str
+def _cells_with_times(
+    study: Study, cells: pd.DataFrame, column: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (cell, `time_and_memory` of the steps that it needs), with cells sorted by criterion.
+    """Yield (cell, `time_and_memory` of steps), sorted by model and criterion.
 
-    folder: column of the folder of a step; this step and all its direct and indirect inputs are
-    listed. A cell is left out when the time of one of them is not known."""
+    The steps are the step whose folder is in `column` and all its direct and indirect inputs,
+    without kinds in TIMELESS. A cell is left out when the store lacks the time of a step."""
     for cell in records(by_criterion(cells, "model")):
-        behind = [
-            name
-            for name in steps_behind([cell[folder]], study.reader)
-            if step_kind(name) not in TIMELESS
+        folders = [
+            folder
+            for folder in steps_behind([cell[column]], study.reader)
+            if step_kind(folder) not in TIMELESS
         ]
-        steps = time_and_memory(behind, study.reader)
-        if behind and set(steps["folder"]) == set(behind):
+        steps = time_and_memory(folders, study.reader)
+        if folders and set(steps["folder"]) == set(folders):
             yield cell, steps
 
 

@@ -30,27 +30,28 @@ from analysis.stats.comparison import Comparison
 from moe_lab.results import BUDGETS
 
 LAYERS = 8
-"""Largest number of layers labelled on an axis."""
+"""Largest number of layers with a label on an axis."""
 
 
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
-    """Share of its channels that each layer retains (allocations, layers), the mean over its
-    experts.
+    """Retained share of channels (allocations, layers): the mean over the experts of a layer.
 
-    Allocations with equal shares, to a thousandth, form one row, whose label names all of them.
-    retained: cell, layer, expert, share. Cells without a plan are left out.
+    Allocations whose shares are equal, to a thousandth, form one row; the label of the row has a
+    line for each of these allocations. Cells without a plan are left out. retained: cell, layer,
+    expert, share.
     """
-    of_cells = retained[retained["cell"].isin(cells.index)]
-    shares = of_cells.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    plan_shares = retained[retained["cell"].isin(cells.index)]
+    shares = plan_shares.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     cells_by_shares: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
         cells_by_shares.setdefault(tuple(row), []).append(int(str(cell)))
-    labels = {
-        members[0]: "\n".join(map(names.allocated, cells.loc[members, "allocation"]))
-        for members in cells_by_shares.values()
+    label_of_first_cell = {
+        equal_cells[0]: "\n".join(map(names.allocated, cells.loc[equal_cells, "allocation"]))
+        for equal_cells in cells_by_shares.values()
     }
-    return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
+    first_cells = shares.loc[list(label_of_first_cell)]
+    return first_cells.rename(index=label_of_first_cell).rename_axis("allocation")
 
 
 @output(
@@ -66,7 +67,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     """
     retained = results.study.retained
     panels = []
-    for ratio, cells in _compared_allocations(comparison):
+    for ratio, cells in _cells_with_most_allocations(comparison):
         shares = layer_shares(cells, retained)
         if len(shares):
             panels.append((ratio, shares))
@@ -77,6 +78,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
         for number, (label, row) in enumerate(shares.iterrows()):
+            # other dashes when all colours are in use
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
             look = {**style.cycled(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
@@ -95,11 +97,14 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 
 
 _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+"""Line styles of matplotlib: a solid line, dashes, dots."""
 
 
-def _compared_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(ratio, cells) for each ratio, with one cell per allocation: cells of the channel criterion
-    that was run with most allocations, of those that were run with coverage."""
+def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
+    """(ratio, cells of one channel criterion, one per allocation) for each ratio.
+
+    Of the channel criteria that were run with coverage budgets, the criterion is the one that was
+    run with most allocations; [] if no such criterion was run with several allocations."""
     cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
     is_coverage = cells["allocation"].map(
         lambda allocation: settings.allocation(allocation)[0] == "coverage"
@@ -125,36 +130,39 @@ NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets of at most PLANS plans at the ratio closest to 1/2, one row per layer.
+    """Coverage budgets of the first PLANS plans of `coverage_cells`; a row per plan and layer.
 
     Columns: cell, label (of the method), smoothing (of layer losses), calibration, layer, coverage
-    (retained share of the layer's score), kept (retained share of its channels).
+    (retained share of the layer's score), kept (retained share of the layer's channels). Plans
+    without budgets in the store are left out.
     """
     plans = coverage_cells(comparison)
     labels = settings.method_labels(plans)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
-    for cell, axes in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
-        folder = study.reader.find(str(axes["plan_folder"]))
+    for cell, plan in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
+        folder = study.reader.find(str(plan["plan_folder"]))
         budgets = passes.read(folder, "budgets.parquet", study.reader)
         if budgets is not None:
             frames.append(
                 budgets.assign(
                     cell=cell,
-                    calibration=axes["calibration"],
+                    calibration=plan["calibration"],
                     label=labels[cell],
-                    smoothing=_smoothing(study, axes),
+                    smoothing=_smoothing(study, plan),
                 )
             )
     return pd.concat(frames[1:] or frames, ignore_index=True)
 
 
-def _smoothing(study: Study, axes: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in a cell's plan: from the plan's settings, or else from the
-    allocation in the study's record, or else the default."""
-    folder = study.reader.find(str(axes["plan_folder"]))
+def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
+    """Smoothing of layer losses in the plan of a cell, which is a row of `Study.cells`.
+
+    A parameter in plan.json precedes the parameter in the cell's allocation; without either, the
+    smoothing is DEFAULT_SMOOTHING."""
+    folder = study.reader.find(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
     allocation = (plan.get("provenance") or {}).get("allocation") or {}
-    _, parameters = settings.allocation(str(axes["allocation"]))
+    _, parameters = settings.allocation(str(cell["allocation"]))
     parameters |= allocation.get("parameters") or {}
     for setting in SMOOTHING:
         if setting in parameters:
@@ -163,10 +171,11 @@ def _smoothing(study: Study, axes: Mapping[str, Any]) -> str:
 
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
-    """`budgets` with the columns loss, measured on the plan's calibration set, and smoothed, the
-    loss after the plan's smoothing.
+    """`budgets` with two more columns: loss (the layer's loss on the plan's calibration set) and
+    smoothed (this loss after the plan's smoothing).
 
-    Each has mean 1 over the layers of a plan; NaN without losses."""
+    Both columns are scaled to mean 1 over the layers of a plan; NaN where a layer has no loss.
+    budgets: see `layer_budgets`; losses: calibration, layer, loss."""
     from moe_lab.allocation.shapes import smooth
 
     merged = budgets.merge(
@@ -175,8 +184,8 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     frames = []
     for _, plan in merged.groupby("cell", sort=False):
         loss = plan["loss"].to_numpy(float)
-        target = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
-        frames.append(plan.assign(loss=loss / loss.mean(), smoothed=target / target.mean()))
+        smoothed = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
+        frames.append(plan.assign(loss=loss / loss.mean(), smoothed=smoothed / smoothed.mean()))
     return pd.concat(frames, ignore_index=True) if frames else merged.assign(smoothed=np.nan)
 
 
@@ -221,19 +230,19 @@ def strip_figure(
     title: str,
     caption: str,
 ) -> Figure | None:
-    """A figure with a panel per plan: a row for each of `strips` (columns of `budget_strips`), and
-    in it a square per layer."""
+    """A figure of `budget_strips` with a panel per plan. A panel has a row of squares, one per
+    layer, for each column in `strips` that has numbers. None without budgets."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
     if budgets.empty:
         return None
     plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
-    measured = [strip for strip in strips if budgets[strip].notna().any()]
-    drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(measured) + 0.5) + 0.35)
+    columns = [column for column in strips if budgets[column].notna().any()]
+    drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(columns) + 0.5) + 0.35)
     grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
     for axes, plan in zip(grid, plans, strict=True):
-        for row, strip in enumerate(measured):
+        for row, strip in enumerate(columns):
             form = "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[strip].to_numpy(float), form)
         step = -(-len(plan) // NUMBERS)
@@ -241,7 +250,7 @@ def strip_figure(
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
         ]
-        style.squares(axes, layers, [STRIPS[strip] for strip in measured], above=False)
+        style.squares(axes, layers, [STRIPS[strip] for strip in columns], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(
@@ -252,8 +261,10 @@ def strip_figure(
 def _draw_strip(
     axes: Axes, row: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str
 ) -> None:
-    """Draw a row of squares with `values`, shaded from the smallest to the largest value, and with
-    numbers in the format `form`."""
+    """Draw a row of squares, one for each of `values` (layers,), in panel row `row`. Squares are
+    shaded from the smallest to the largest value; NaN has no square.
+
+    form: format of the numbers in the squares, which are left out for more than NUMBERS layers."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for layer, value in enumerate(values):
