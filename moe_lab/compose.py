@@ -40,8 +40,8 @@ CONFIG = "config"
 
 @contextmanager
 def hydra_context(folder: Path | None = None) -> Iterator[None]:
-    """A context with Hydra and the files of conf/; files of `folder`, from --config-dir, come
-    first."""
+    """A context in which Hydra composes files of conf/. `folder`: the value of --config-dir; files
+    in this folder come before files of conf/."""
     search_path = create_config_search_path(str(conf()))
     if folder is not None:
         if not folder.is_dir():
@@ -58,8 +58,9 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def multirun(texts: Sequence[str]) -> Iterator[None]:
-    """A context in which hydra.main can read conf/config.yaml with the overrides `texts`. Raises
-    SettingsError for secrets in the overrides, which Hydra would write into the store."""
+    """A context in which hydra.main can compose conf/config.yaml with overrides. `texts`: words of
+    a command line. Raises SettingsError for secrets in the overrides, which Hydra would write into
+    the store."""
     from moe_lab.config.table import basic_lines
 
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
@@ -85,7 +86,8 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 
 
 def _sweeps(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: in the store; for a dry run, a temporary one."""
+    """Folder in which Hydra records a multirun: hydra/ in the store; for a dry run, a temporary
+    folder."""
     if dry_run or not store:
         return _temporary_folder().name
     return f"{store_folder(store)}/hydra"
@@ -93,11 +95,11 @@ def _sweeps(store: str, dry_run: bool) -> str:
 
 @contextmanager
 def _config_store() -> Iterator[None]:
-    """A context in which Hydra's ConfigStore has the choices of `register_choices`; it is restored
-    at the end."""
+    """A context in which Hydra's ConfigStore has the choices of `register_choices`. At the end, the
+    ConfigStore is restored."""
     repo = ConfigStore.instance().repo
     saved = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
-    # Hydra copies all registered choices for every group it reads, which takes most of its time.
+    # Hydra spends most of its time on copies of all registered choices, one for each group
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
         register_choices(())
@@ -110,12 +112,12 @@ def _config_store() -> Iterator[None]:
 
 
 REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
-"""Groups whose choices include all registered functions."""
+"""Group -> registered names, for the groups whose choices include all registered functions."""
 
 
 def register_choices(modules: Sequence[str]) -> None:
-    """Load plugins, and add all registered criteria and allocations without a file to Hydra's
-    ConfigStore as choices."""
+    """Load the plugins `modules`, and add all registered criteria and allocations that have no file
+    in conf/ to Hydra's ConfigStore as choices."""
     plugins.load(modules)
     for group, names in REGISTRIES.items():
         for name in names:
@@ -126,8 +128,8 @@ def register_choices(modules: Sequence[str]) -> None:
 
 
 class Groups:
-    """The configuration groups, composed by Hydra. Each choice is composed once. `searchpath`:
-    further folders, as of hydra.searchpath."""
+    """Access to the configuration groups through Hydra. Each choice is composed once.
+    `searchpath`: further folders with files of groups, from hydra.searchpath."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         self._searchpath = (
@@ -137,8 +139,8 @@ class Groups:
         self._composed: dict[Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
-        """Names of the choices of a group, subgroup/name for those in subgroups; [] if there is no
-        such group."""
+        """Names of the choices of a group; choices in subgroups have names of the form
+        SUBGROUP/NAME. [] if there is no such group."""
         if group not in self._names:
             options = GlobalHydra.instance().config_loader().get_group_options
             folders = options(group, ObjectType.GROUP, overrides=self._searchpath)
@@ -151,14 +153,14 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The contents of choices. They are composed in one call, which takes Hydra 50 ms for one
-        choice and for fifty. Raises SettingsError with a sentence for each choice that cannot be
-        composed, or that sets a key outside its group."""
+        """Choice -> content. New choices are composed in one call of Hydra, which takes 50 ms
+        for one choice and for fifty. Raises SettingsError with a sentence for each choice that
+        cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new = [choice for choice in choices if choice not in self._composed]
         try:
             self._compose(new)
-        except UserError:
+        except UserError:  # of the first mistake alone
             with Mistakes() as mistakes:
                 for choice in new:
                     with mistakes.caught():
@@ -166,8 +168,8 @@ class Groups:
         return {choice: self._composed[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose all choices in one Hydra call, each under a key of its own. The error message
-        names the first choice; `load` retries them one by one to find the one with the error."""
+        """Compose all choices in one call of Hydra, each under a key of its own. A UserError names
+        the first choice, which need not be the cause; `load` then composes each choice alone."""
         if not choices:
             return
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
@@ -186,10 +188,11 @@ class Groups:
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
-    """A configuration as plain dictionaries, without Hydra's settings, without missing values
-    (???), and with interpolations unresolved."""
+    """A configuration as plain dictionaries, without Hydra's settings and without missing values
+    (???). Interpolations are not resolved."""
 
     def without_missing(content: Any) -> Any:
+        """The content without keys whose value is missing, at all levels."""
         if isinstance(content, dict):
             return {key: without_missing(value) for key, value in content.items() if value != "???"}
         return content
@@ -199,20 +202,21 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """The study that overrides of a command line describe: its settings, and its cells with their
-    benchmarks. Called within a `hydra_context`. SettingsError with all mistakes in overrides and
-    settings, or else with all in their combinations."""
+    """(settings, cells with their benchmarks) of the study that a command line describes. `texts`:
+    overrides. Must be called within a `hydra_context`. SettingsError with all mistakes in overrides
+    and settings; if there are none, with all mistakes in cells."""
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
             register_choices(overrides.list_of_texts("plugins", parsed))
+        # of the command line alone, since the overrides determine what is composed
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
-        for_hydra: list[str] = []
+        hydra_texts: list[str] = []
         for text, override in parsed:
             with mistakes.caught():
-                for_hydra += overrides.add_to_draft(text, override, groups, draft)
-        document, draft.chosen, searchpath = _composed(for_hydra, config_name)
+                hydra_texts += overrides.add_to_draft(text, override, groups, draft)
+        document, draft.chosen, searchpath = _compose_study(hydra_texts, config_name)
         groups = Groups(searchpath)
         draft.lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         draft.composed = {axis: document.pop(axis, None) for axis in grid.AXES}
@@ -224,11 +228,11 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
     return config, grid.requests(config, points, groups)
 
 
-def _composed(
+def _compose_study(
     texts: Sequence[str], config_name: str
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The result of Hydra for overrides: plain settings, group -> name of its file, and the folders
-    of hydra.searchpath."""
+    """Hydra's result for overrides: (plain settings, group -> name of the chosen file, folders of
+    hydra.searchpath)."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -256,7 +260,7 @@ def explain(error: BaseException) -> str:
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
     """Raise UserError when Hydra's sweeper needs a number from each job and `objective` is not set.
-    `choices`: group -> name of its file."""
+    `choices`: group of Hydra -> name of the chosen file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(

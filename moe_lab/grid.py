@@ -1,5 +1,5 @@
-"""The grid of a study: its cells, which are the product of its axes, and their benchmarks. Each
-choice is composed once."""
+"""The grid of a study: cells, which are the points in the product of axes, and the benchmarks of
+the cells. Each choice is composed once."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class Cell:
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
-    """Role -> text: search (of the allocation), instructions, distill or fit (of the recovery),
-    flops."""
+    """Role -> text. Roles: search (for the allocation); instructions, distill or fit (for the
+    recovery); flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """Changes to the settings of its benchmarks."""
+    """Changes to the settings of the benchmarks."""
 
     def __hash__(self) -> int:
+        # the generated hash would fail, since some fields, such as `texts`, cannot be hashed
         names = (
             self.model,
             self.criterion,
@@ -68,15 +69,15 @@ class Cell:
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
 """Cells, and the benchmarks on which all of them are evaluated."""
 Choice = tuple[str, str]
-"""Group, and the name of a file in it."""
+"""(group, name of a file of the group)."""
 Point = tuple[Any, ...]
-"""A value for each of AXES."""
+"""One value per axis, in the order of AXES."""
 
 KINDS = fields_of(CellConfig)
 AXES = tuple(KINDS)
-"""Keys for which a grid can list values; the product of the lists is in this order."""
+"""Keys for which a grid can list values. The product of the lists is in this order."""
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
-"""Axes whose values are files. Their settings, such as model.top_k, can have lists, too."""
+"""Axes whose values are files. Settings in the files, such as model.top_k, can have lists, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
 """Axes whose values are numbers or texts."""
 SHIPPED_TEXT = "pocket_general"
@@ -84,9 +85,9 @@ SHIPPED_TEXT = "pocket_general"
 SHIPPED_SUITE = "pocket_no_code"
 """Suite of a shipped model if none is named."""
 REGISTERED = ("criterion", "allocation")
-"""Groups whose choices are named after registered functions, also if their settings differ."""
+"""Groups whose choices have the name of a registered function, to which no settings are added."""
 REMOVED = object()
-"""Value of a setting that an override with ~ removes."""
+"""Marker in place of the value of a setting that an override with ~ removes."""
 
 
 class Files(Protocol):
@@ -101,34 +102,36 @@ class Files(Protocol):
 
 @dataclass
 class Draft:
-    """Settings of cells from a command line and the files that it names, not yet checked."""
+    """Settings of cells from a command line and from the files that the command line names. The
+    settings are not checked yet."""
 
     composed: Mapping[str, Any] = field(default_factory=dict)
-    """Axis -> its content in the composed configuration, which is the value of an axis without a
+    """Axis -> content in the composed configuration. This is the only value of an axis without a
     list."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Group -> name of the file of its content in `composed`."""
+    """Group -> name of the file from which the content in `composed` comes."""
     typed: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Axis, or setting in a group -> its values on the command line, which override lists of
+    """Axis, or setting in a group -> values on the command line, which replace the lists in
     files."""
     overrides: list[tuple[str, Any]] = field(default_factory=list)
-    """Settings in groups, with values from the command line for all choices of the group."""
+    """(setting in a group, value) from the command line. The value applies to all choices of the
+    group."""
     lists: Sequence[Mapping[str, Any]] = ()
-    """Lists by axis, of the grid and of further grids. A further grid has the lists of the first
-    for axes without lists."""
+    """Axis -> list of values, for the first grid and for each further grid. For an axis without a
+    list, a further grid has the list of the first grid."""
 
 
 # ---- points
 
 
 def points(draft: Draft, files: Files) -> list[Point]:
-    """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and
-    files."""
+    """The points of all grids, each once. Raises SettingsError with all mistakes in values, names
+    and files."""
     distinct: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
         first, *further = [
-            _checked(lists, "more" if number else "grid", mistakes)
+            _valid_lists(lists, "more" if number else "grid", mistakes)
             for number, lists in enumerate(draft.lists)
         ]
         grids = [axes.grid_lists(first)]
@@ -148,23 +151,23 @@ def points(draft: Draft, files: Files) -> list[Point]:
 
 
 def _key(point: Point) -> Point:
-    """A key that is equal for equal points: choices are compared by identity, as each is composed
-    once."""
+    """A key that is equal for equal points. Choices are compared by `id`, which is sufficient as
+    each choice is composed once."""
     pairs = zip(AXES, point, strict=True)
     return tuple(value if axis in VALUES else id(value) for axis, value in pairs)
 
 
 Lists = Mapping[str, Sequence[Any]]
-"""Axis, or setting in a group, such as model.top_k -> its values."""
+"""Axis, or setting in a group such as model.top_k -> list of values."""
 
 
-def _checked(lists: Any, field: str, mistakes: list[str]) -> Lists:
-    """The valid lists of a grid. A sentence for each invalid entry is added to `mistakes`. `field`:
-    grid or more."""
+def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
+    """The valid ones of the lists of a grid. For each invalid list, a sentence is added to
+    `mistakes`. `field`: the setting that has the lists, grid or more."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
-    checked = {}
+    valid_lists = {}
     for key, values in ((str(key), values) for key, values in lists.items()):
         is_setting = key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
         if key not in AXES and not is_setting:
@@ -172,12 +175,12 @@ def _checked(lists: Any, field: str, mistakes: list[str]) -> Lists:
         elif not isinstance(values, list):
             mistakes.append(f"{field}.{key}={values}: expected a list, such as [{values}]")
         elif values:
-            checked[key] = values
-    return checked
+            valid_lists[key] = values
+    return valid_lists
 
 
 def _pattern(name: Any) -> str:
-    """The pattern of a name of a file: that in glob(PATTERN), or else the name itself."""
+    """PATTERN for a name of the form glob(PATTERN); other names unchanged."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
@@ -190,14 +193,14 @@ class _Axes:
         self._choices: dict[tuple[str, str | None, str], Any] = {}
 
     def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of one grid; command-line values override a file's lists."""
+        """The lists of a grid in a file, overridden by values and lists of the command line."""
         overridden = [key for key, _ in self.draft.overrides]
         in_file = {key: values for key, values in lists.items() if key not in overridden}
         return {**in_file, **self.draft.typed}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """The lists of a further grid in a list, without choices that the command line excludes; []
-        if it excludes all choices of an axis."""
+        """A list with the lists of a further grid, without choices that the command line excludes;
+        [] if the command line excludes all choices of an axis. `first`: lists of the first grid."""
         retained = {}
         for axis, typed in self.draft.typed.items():
             if axis not in GROUPS or axis not in lists:
@@ -213,15 +216,16 @@ class _Axes:
         return [{**self.grid_lists({**first, **lists}), **retained}]
 
     def _field(self, axis: str) -> str:
-        """The field that sets the values of an axis, for messages."""
+        """Name for messages of the field from which the values of an axis come."""
         return axis if axis in self.draft.typed else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid values of an axis. Raises SettingsError with all mistakes in them."""
+        """The values of an axis, checked. Raises SettingsError with all mistakes in the values."""
         return self._numbers(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
 
     def _numbers(self, axis: str, lists: Lists) -> list[Any]:
-        """The values of one of VALUES, each once."""
+        """The checked values of an axis of VALUES, each once. Without a list, the axis has the
+        value in the composed configuration, or else the default."""
         numbers = []
         with Mistakes() as mistakes:
             if axis not in lists:
@@ -235,8 +239,8 @@ class _Axes:
         return list(dict.fromkeys(numbers))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files that are listed for a group; None stands for the file in the composed
-        configuration."""
+        """Names of the files that match the list of a group, or [None] without a list. None stands
+        for the content in the composed configuration."""
         known = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
@@ -250,7 +254,7 @@ class _Axes:
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """The files that grids name, without those of axes with a mistake."""
+        """The files that grids name. Axes with a mistake are left out."""
         for axis, lists in itertools.product(GROUPS, grids):
             with Mistakes().caught():
                 for name in self._names(axis, lists):
@@ -258,52 +262,55 @@ class _Axes:
                         yield axis, name
 
     def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
-        """The valid choices of a group, each once."""
+        """The choices of a group, checked and each once: the product of the listed files and of the
+        listed values of settings in the group."""
         prefix = f"{axis}."
-        varied = {
+        by_setting = {
             key.removeprefix(prefix): values
             for key, values in lists.items()
             if key.startswith(prefix)
         }
-        distinct: dict[int, Any] = {}
+        choices: dict[int, Any] = {}
         with Mistakes() as mistakes:
-            for name, *settings in itertools.product(self._names(axis, lists), *varied.values()):
+            for name, *values in itertools.product(self._names(axis, lists), *by_setting.values()):
                 with mistakes.caught():
-                    choice = self._choice(axis, name, dict(zip(varied, settings, strict=True)))
-                    distinct[id(choice)] = choice
-        return list(distinct.values())
+                    choice = self._choice(axis, name, dict(zip(by_setting, values, strict=True)))
+                    choices[id(choice)] = choice
+        return list(choices.values())
 
-    def _choice(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group (None: the choice in the composed configuration) with all
-        overrides. `varied`: setting -> value, for settings with lists, whose values are added to
-        the name of the choice."""
-        key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
+    def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
+        """The choice `name` of a group with all overrides, composed once; None: the choice in the
+        composed configuration. `settings`: setting -> one value of its list, for settings with
+        lists. These values are appended to the name of the choice."""
+        key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
-            choice = self._compose(axis, name, varied)
+            choice = self._compose(axis, name, settings)
             if isinstance(choice, CalibrationConfig):
-                choice = mixed(choice, self.files)
+                choice = add_sources(choice, self.files)
             self._choices[key] = choice
         return self._choices[key]
 
-    def _compose(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """As `_choice`, without the sources of a mixture."""
+    def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
+        """Compose and check what `_choice` returns, without the settings of a mixture's sources."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
                 assign(content, setting.removeprefix(f"{axis}."), value)
-        for setting, value in varied.items():
+        for setting, value in settings.items():
             assign(content, setting, value)
         choice = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
             choice = self._checked_text(choice, name)
-        if not varied or axis in REGISTERED or "top_k" in varied:
+        # ModelConfig appends the value of top_k itself
+        if not settings or axis in REGISTERED or "top_k" in settings:
             return choice
-        endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items()]
+        endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]
         return replace(choice, name=as_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """A calibration set, marked if it is the default. UserError for the name none."""
-        if text.name == "none":  # the name in cells of the unpruned model
+        """The calibration set, with `is_default` set for a shipped set that no setting names.
+        UserError for the name none, which cells of the unpruned model have."""
+        if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
             )
@@ -313,8 +320,8 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The content of a choice. Settings of the group in a file such as an experiment apply to
-        every choice."""
+        """The settings of a choice, not yet checked: the content of its file, changed by what the
+        composed configuration, such as an experiment, sets in the group besides naming a file."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
             raise UserError(
@@ -336,7 +343,7 @@ class _Axes:
 
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value in `new` that is missing in `old` or differs from it."""
+    """(dotted key, value) for each value in `new` that `old` lacks, or has with another value."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
             for inner_key, inner_value in _changes(old[key], value):
@@ -346,8 +353,8 @@ def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[s
 
 
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value under a dotted key. A mapping is merged into a mapping, and REMOVED removes the
-    key."""
+    """Set the value under a dotted key in `content`. If the old and the new value are mappings,
+    they are merged. REMOVED removes the key."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(content.get(part), dict):
@@ -370,7 +377,8 @@ def is_shipped(model: ModelConfig) -> bool:
 
 
 def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """The suite on which a model is evaluated."""
+    """The suite on which a model is evaluated: `config.suite`, except that shipped models have the
+    benchmarks of SHIPPED_SUITE if no suite is named."""
     if config.suite.benchmarks is not None or not is_shipped(model):
         return config.suite
     choice = ("suite", SHIPPED_SUITE)
@@ -378,20 +386,23 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks, in a request for each protocol and for shipped
-    and other models. Raises SettingsError for texts and benchmarks that are unknown or invalid."""
+    """The cells of a study with their benchmarks. Cells with the same benchmarks, which depend on
+    the protocol and on whether the model is shipped, are in one request. Raises SettingsError for
+    texts and benchmarks that are unknown or invalid."""
+    # (id of a model, id of an allocation) -> the allocation with the model's parameters
     searches: dict[tuple[int, int], AllocationConfig] = {}
 
     @cache
     def text_of(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """The text that a setting names, as one object for all cells; overrides such as
-        calibration.X=... do not apply to it."""
-        text = mixed(_text(setting, name, files), files)
+        """The text `name` that a setting names, as the same object for all cells. Overrides such as
+        calibration.X=... do not apply to this text."""
+        text = add_sources(_text(setting, name, files), files)
         return replace(text, engine=engine) if engine else text
 
     def cell_at(point: Point) -> Cell:
+        """The cell at a point, with its texts and with the model's parameters of searches."""
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # a model that does not fit in memory for one text does not fit for another
+        # the engine is that of the calibration set, since both texts are for the same model
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -401,7 +412,8 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         if cell.allocation.search is None or not cell.model.search:
             return replace(cell, texts=texts)
         key = (id(cell.model), id(cell.allocation))
-        if key not in searches:  # the parameters of the model are defaults
+        if key not in searches:
+            # the model's parameters are defaults for those of the allocation
             parameters = {**cell.model.search, **cell.allocation.parameters}
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
@@ -412,30 +424,30 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
             with mistakes.caught():
                 cell = cell_at(point)
                 groups.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
-        grouped: list[Request] = []
+        study_requests: list[Request] = []
         for cells in groups.values():
             with mistakes.caught():
                 suite = suite_of(config, cells[0].model, files)
                 settings = replace(config, suite=suite)
-                grouped.append((cells, benchmarks(settings, cells[0].protocol, files)))
-    return grouped
+                study_requests.append((cells, benchmarks(settings, cells[0].protocol, files)))
+    return study_requests
 
 
 def _text(
     setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None
 ) -> CalibrationConfig:
-    """The text of conf/calibration that a setting names. `changes`: other values of its
-    settings."""
+    """The text `name` of conf/calibration, checked. `setting`: the setting that names the text, for
+    messages. `changes`: setting of the text -> value that replaces the one in the file."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
     text: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
     return text
 
 
-def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """A calibration set; a mixture with the settings of its sources from their files, to which
-    overrides such as calibration.X=... do not apply. UserError for an unknown source, a source that
-    is named twice, and a mixture in a mixture."""
+def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
+    """The calibration set `text`; if it is a mixture, the settings of its sources are added from
+    their files. Overrides such as calibration.X=... do not apply to sources. UserError for an
+    unknown source, a source that is named twice, and a mixture in a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
@@ -458,13 +470,13 @@ def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
 
 
 EVERY = "every"
-"""Key of a protocol for all benchmarks that have `data`."""
+"""Key of a protocol under which changes to all benchmarks with `data` are."""
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with the protocol's changes and with settings from other parts
-    of the configuration. Raises SettingsError for unknown benchmarks, and for unknown or invalid
-    fields in the protocol."""
+    """The benchmarks of the suite, with the protocol's changes and with the settings of `config`
+    that apply to benchmarks. Raises SettingsError for unknown benchmarks, and for unknown or
+    invalid fields in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
@@ -485,8 +497,8 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of a benchmark, from the content of its file. UserError for suite.path with a
-    benchmark that has its own data; SettingsError for invalid fields."""
+    """The config of a benchmark. `content`: content of the benchmark's file. UserError for
+    suite.path with a benchmark that has its own data; SettingsError for invalid fields."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})

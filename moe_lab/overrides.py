@@ -1,5 +1,5 @@
-"""Overrides of a command line, such as ratio=0.25,0.5: parse them by Hydra's grammar, and add them
-to a `grid.Draft`."""
+"""Parse overrides of a command line, such as ratio=0.25,0.5, by Hydra's grammar, and add them to a
+`grid.Draft`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def for_hydra(text: str) -> str:
-    """The override in the form that Hydra accepts for a setting that no file has: study=2026_11_25
-    becomes ++study='2026_11_25', with quotes as the setting is a text. Overrides of groups and
-    experiments are unchanged, except for `quote_letters`."""
+    """An override in the form that Hydra accepts, also for settings that no file has. For example,
+    study=2026_11_25 becomes ++study='2026_11_25', with quotes because the setting is a text. To
+    overrides of groups and experiments, only `quote_letters` is applied."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
@@ -43,10 +43,11 @@ def for_hydra(text: str) -> str:
 
 
 def quote_letters(text: str) -> str:
-    """The override with quotes around its values that have letters outside ASCII, as in names of
-    folders. Hydra's grammar accepts such letters only in quotes."""
+    """An override with quotes around those of its values that have letters outside ASCII, since
+    Hydra's grammar accepts such letters only in quotes."""
 
     def quote(match: re.Match[str]) -> str:
+        """One value, with quotes if needed."""
         value = match[0]
         if value.isascii() or value[0] in "'\"":
             return value
@@ -57,14 +58,14 @@ def quote_letters(text: str) -> str:
 
 
 def _type(key: str) -> Any:
-    """The type of a setting; None if there is no such setting."""
+    """The type of the setting with a dotted key; None if there is no such setting."""
     group, _, _ = key.partition(".")
     return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
 
 
 def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
-    """Each override as text and as parsed by Hydra. Raises UserError for an override that Hydra
-    cannot parse."""
+    """(text, the same override parsed by Hydra) for each override. Raises UserError for an override
+    that Hydra cannot parse."""
     hydra = GlobalHydra.instance()
     parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
     parsed = []
@@ -80,8 +81,8 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """The texts in the lists to which overrides set `key`; other values are left out. Used for
-    settings that are needed before overrides are checked."""
+    """The texts in the lists that overrides give to the setting `key`. Values that are not texts in
+    lists are left out. For settings that are needed before overrides are checked."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -91,15 +92,15 @@ def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]
 
 
 def _in_quotes(text: str) -> str:
-    """The override with its value in quotes, for a shell and for Hydra."""
+    """An override with its value in quotes for Hydra, and the whole in quotes for a shell."""
     key, _, value = text.partition("=")
     escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
     return f"\"{key}='{escaped}'\""
 
 
 def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override to `draft` if it is about cells. Returns it in a list if Hydra must compose
-    with it, else [].
+    """Add an override that sets cells to `draft`. Returns a list with the text for Hydra if Hydra
+    must apply the override, else [].
 
     Raises UserError for an unknown setting or choice, and for several values of a setting that has
     a single value in a study.
@@ -136,9 +137,9 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """`add_to_draft` for an override that names files of a group."""
+    """Do what `add_to_draft` does for an override that names files of a group."""
     group = override.key_or_group
-    known = files.names(group)
+    available = files.names(group)
     names: list[str] = []
     for value in values(override):
         items: Sequence[Any] = value if isinstance(value, list) else [value]
@@ -149,14 +150,15 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
         raise UserError(
             f"{text} names several files, and {group} has one in a study: expected one of them"
         )
-    elif names[0] not in known:
-        raise unknown(group, names[0], known)
-    return [text] if len(names) == 1 and names[0] in known else []
+    elif names[0] not in available:
+        raise unknown(group, names[0], available)
+    # several names and patterns are resolved by the grid
+    return [text] if len(names) == 1 and names[0] in available else []
 
 
 def values(override: Override) -> list[Any]:
-    """The values of an override: several if it has commas or one of Hydra's functions for sweeps,
-    such as choice(...)."""
+    """The values of an override. There are several values if the override has commas or one of
+    Hydra's functions for sweeps, such as choice(...)."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

@@ -207,7 +207,7 @@ def test_a_criterion_file_has_valid_parameters(file: Path) -> None:
     "file", sorted((CONF / "calibration").glob("*.yaml")), ids=lambda file: file.stem
 )
 def test_a_calibration_file_has_whole_rows_and_no_local_path(file: Path) -> None:
-    text = grid.mixed(load_group(file), choices.Files())
+    text = grid.add_sources(load_group(file), choices.Files())
     assert text.tokens % text.length == 0
     for _, part in shares_and_sets(text):
         assert locate(part.path) is None or part.path.startswith("pocket:")

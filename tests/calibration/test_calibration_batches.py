@@ -359,7 +359,7 @@ def pocket_tokenizer() -> Any:
 @cache
 def published(name: str) -> Any:
     """A file of conf/calibration as typed settings."""
-    return grid.mixed(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
+    return grid.add_sources(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
 
 
 @hypothesis_settings(max_examples=8, deadline=None)
