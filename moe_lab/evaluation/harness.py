@@ -48,8 +48,8 @@ class Graded:
 
 
 class Harness(ABC):
-    """Asks the questions of benchmarks and grades the answers. Attributes have the values of most
-    harnesses."""
+    """Asks the questions of benchmarks and grades the answers. The attributes here are defaults,
+    which suit most harnesses."""
 
     package: str | None = None
     """Package that the harness needs in this interpreter."""
@@ -64,8 +64,8 @@ class Harness(ABC):
     numeric_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters whose values are numbers, 0 or more."""
     mirrored: bool | None = None
-    """Whether its data is a mirror (True), or files that suite.path or task names (False); None:
-    either of them."""
+    """Whether benchmark data is a mirror (True), or files that suite.path or task names (False);
+    None: both are supported."""
     chat: bool | None = None
     """The only supported value of benchmark.chat; None: both values are supported."""
     least_new_tokens = 1
@@ -78,14 +78,14 @@ class Harness(ABC):
     judged = False
     """Whether a judge scores the answers."""
     gives_tools = False
-    """Whether its questions come with tools, which the chat template must read."""
+    """Whether questions come with tools, which the chat template must read."""
     reads_path = False
-    """Whether suite.path names its data: the folder of the task, or the file where there is no
+    """Whether suite.path names the data: the folder of the task, or the file where there is no
     task."""
     lists_items = True
-    """Whether its items are listed in this interpreter."""
+    """Whether items can be listed in this interpreter."""
     counts_items = True
-    """Whether benchmark.expected is the number of items; it is not for a text, which is one item of
+    """Whether benchmark.expected is the number of items. False for a text, which is one item with
     many windows."""
 
     @abstractmethod
@@ -101,8 +101,8 @@ class Harness(ABC):
     # Data and identity.
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
-        """The version of the package that asks and grades; None for moe_lab itself, or if it is not
-        installed."""
+        """The version of the package that asks and grades; None for moe_lab itself, and for a
+        package that is not installed."""
         return package_version(self.package) if self.package else None
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
@@ -110,7 +110,7 @@ class Harness(ABC):
         return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """As `paths`, for files that exist. UserError for a missing one, and without
+        """The `paths`, checked: UserError for a file that does not exist, and without
         benchmark.task."""
         if not benchmark.task:
             raise UserError(
@@ -133,14 +133,14 @@ class Harness(ABC):
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
         """sha256 over the files that define a benchmark, or over their hashes in its mirror.
 
-        Without the mirror, a text with the name of the data, so that costs can be estimated.
+        For a missing mirror, a text with the name of the data, with which costs can be estimated.
         """
         if benchmark.data is not None:
             from moe_lab.evaluation import mirror
 
             try:
                 return mirror.digest(benchmark)
-            except UserError:  # `missing` reports it
+            except UserError:  # `missing` reports the error
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
         digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
@@ -150,8 +150,8 @@ class Harness(ABC):
         return digest.hexdigest()
 
     def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change an answer; the batch size too, as it changes how sums are
-        rounded."""
+        """All settings that can change an answer. The batch size is one of them, as it changes how
+        sums are rounded."""
         source = ("task", "subset", "split") if benchmark.data is not None else ()
         names = (
             *source,
@@ -273,7 +273,7 @@ class Harness(ABC):
             return False
         try:
             return self.protection(benchmark, policy) == LIMITED
-        except (UserError, Unavailable):  # `missing` reports it
+        except (UserError, Unavailable):  # `missing` reports the error
             return False
 
 
@@ -301,7 +301,8 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The mean outcome of the samples of one result, with its standard error s / sqrt(n)."""
+    """The result `name`: the mean outcome of those `samples` that belong to it, with the standard
+    error s / sqrt(n)."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
@@ -345,10 +346,11 @@ def loss_result(
     weights: Sequence[float],
     benchmark: BenchmarkConfig,
 ) -> Result:
-    """The mean loss, or its perplexity exp(mean). The standard error is that of the mean loss over
-    items, times the slope of exp at the mean for a perplexity.
+    """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
 
-    `losses` are those of the items, in `unit`; `weights` their numbers of tokens, words or bytes.
+    `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
+    each item. The standard error of a perplexity is that of the mean loss times exp(mean), the
+    derivative of exp.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
@@ -356,14 +358,15 @@ def loss_result(
     spread = math.fsum(
         (share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True)
     )
-    slope = math.exp(mean) if scale == "perplexity" else 1.0
+    score = math.exp(mean) if scale == "perplexity" else mean
+    derivative = score if scale == "perplexity" else 1.0  # of the score by the mean loss
     return Result(
         benchmark=name,
         metric=metric,
-        score=slope if scale == "perplexity" else mean,
+        score=score,
         scale=scale,
         unit=unit,
-        stderr=math.sqrt(spread) * slope if len(losses) > 1 else None,
+        stderr=math.sqrt(spread) * derivative if len(losses) > 1 else None,
         n=len(losses),
         expected=benchmark.expected,
     )

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import GenerationSettings, Likelihood, Prompt, Row
-from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy
+from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy_tokens
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
 NEW = 20
@@ -50,7 +50,7 @@ def together(
     model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
-    return greedy(
+    return greedy_tokens(
         model,
         Batch(
             prompts, answers or [None] * len(prompts), GenerationSettings(NEW), frozenset(ends), 0

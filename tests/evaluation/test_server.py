@@ -34,7 +34,7 @@ from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines import server as servers
 from moe_lab.evaluation.engines import vllm
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.engines.server import ServedModel, serving
+from moe_lab.evaluation.engines.server import ServedModel, served_model
 from moe_lab.evaluation.judge import verdicts
 from moe_lab.models.load import load_model
 from moe_lab.paths import DATA, shipped_paths
@@ -74,7 +74,7 @@ def test_server_ends_after_an_exception(named: bool) -> None:
     command = FAKE + (" {port} {name} {checkpoint}" if named else " {port} {checkpoint}")
     with (
         pytest.raises(ZeroDivisionError),
-        serving(CHECKPOINT, backend(command), POCKET, "a step") as served,
+        served_model(CHECKPOINT, backend(command), POCKET, "a step") as served,
     ):
         assert served.name.startswith("a step-") if named else served.name.endswith("/checkpoint")
         assert write(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
@@ -89,7 +89,7 @@ def refused(
     """The sentence with which a server that is started by `command` fails."""
     with (
         pytest.raises(error, match=match) as caught,
-        serving(CHECKPOINT, backend(command, seconds), POCKET, "n"),
+        served_model(CHECKPOINT, backend(command, seconds), POCKET, "n"),
     ):
         pass
     assert "\n" not in str(caught.value)
@@ -160,7 +160,9 @@ def test_server_that_lists_the_model_without_replies_is_stopped(
 
 
 def test_server_that_dies_while_generating_is_unavailable() -> None:
-    with serving(CHECKPOINT, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "n") as served:
+    with served_model(
+        CHECKPOINT, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "n"
+    ) as served:
         watcher = served.exit_reason.args[0].process.pid  # type: ignore[attr-defined]
         (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
         os.kill(int(process), signal.SIGKILL)
@@ -291,7 +293,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = altered(tmp_path_factory.mktemp("served") / "chatty", contents)
     model = ModelConfig(name="chatty", path=str(folder), threads=1)
     loaded = LoadedModel(*load_model(model))
-    with serving(folder, backend(SERVE, 60), model, "n") as served:
+    with served_model(folder, backend(SERVE, 60), model, "n") as served:
         yield Pair(loaded, served)
 
 

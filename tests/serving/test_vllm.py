@@ -28,7 +28,7 @@ from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.engines import Engine, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.engines.server import serving
+from moe_lab.evaluation.engines.server import served_model
 from moe_lab.models.discover import moe_layers
 from moe_lab.paths import user_cache
 from moe_lab.pruning.export import export
@@ -316,7 +316,7 @@ def served_export(models: Models) -> ServedExport:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        with serving(folder, backend, config, "m") as server:
+        with served_model(folder, backend, config, "m") as server:
             texts = written(server, TEXT_PROMPTS)
             stopped = written(server, TEXT_PROMPTS, (*STOP_TEXTS, texts[0].split()[-1]))
             group = server.exit_reason.args[0].process.pid  # type: ignore[attr-defined]

@@ -215,17 +215,15 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
     # lm-eval leaves out the item only if the task itself names the test split for its examples.
-    leaves_out_item = (
-        source is not None and task.config.fewshot_config.split == task.config.test_split
-    )
-    if source == split and not leaves_out_item:
+    omits_item = source is not None and task.config.fewshot_config.split == task.config.test_split
+    if source == split and not omits_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
             f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    if leaves_out_item:  # the item has the most copies, all left out
+    if omits_item:  # the item has the most copies, all left out
         count -= max(examples.values(), default=0)
     if count < shots:
         raise UserError(

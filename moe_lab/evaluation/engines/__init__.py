@@ -38,8 +38,8 @@ _MOST_CHARACTERS = 600
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
 """The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and
 a line of code."""
-CAUSED = "root cause"
-"""Part of vLLM's message for an error that another error caused."""
+CAUSE_MARK = "root cause"
+"""Part of vLLM's messages of errors that another error caused."""
 
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each token was the likeliest."""
@@ -47,8 +47,8 @@ Likelihood = tuple[float, bool]
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens to score: the likelihood of those from index `start` on. The last token is only
-    predicted, not read."""
+    """Tokens to score: the likelihood is that of all tokens from index `start` on. The last token
+    is predicted, not read."""
 
     tokens: tuple[int, ...]
     """Token ids."""
@@ -75,15 +75,15 @@ class GenerationSettings:
     max_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which generation may end; the caller cuts a text that continues. Prompts are not
-    searched for them."""
+    """Texts at which generation may end; the caller cuts a text that continues after such a text.
+    Prompts are not searched for stop texts."""
     chat: bool = False
     """Whether prompts are conversations, which a chat template has written with all special
     tokens."""
     batch_size: int = 64
     """Prompts in one forward pass, or requests under way at the same time."""
     marks: tuple[tuple[int, str], ...] = ()
-    """(id, text) of special tokens that stay in a text, where the caller searches for them."""
+    """(id, text) of special tokens that stay in a generated text. All others are removed."""
 
 
 @dataclass(frozen=True)
@@ -262,12 +262,12 @@ def search_path() -> str:
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, as part of a sentence; the last two lines of a log
-    without an error. The last `_LOG_LINES` lines are printed to standard error."""
+    """The last error and the last line of a log, joined by "; "; the last two lines of a log
+    without an error. Also prints the last `_LOG_LINES` lines to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]
-    causes = [error for error in errors if CAUSED not in error] or errors
+    causes = [error for error in errors if CAUSE_MARK not in error] or errors
     if causes:
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
     return "; ".join(lines[-2:]) or "its log is empty"

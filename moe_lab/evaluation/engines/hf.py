@@ -2,10 +2,10 @@
 way.
 
 Texts are generated greedily for a batch of prompts, and end at different times. transformers
-prepares the inputs of each step, as a family needs them. The loop is ours, for two reasons: rows
-whose text is complete leave the batch; and a right answer, whose likelihood is requested anyway, is
-read with its prompt, so that no steps are needed for the tokens that the text has in common with
-the answer.
+prepares the inputs of each step, as a family needs them. The loop is moe_lab's own, for two
+reasons: rows whose text is complete leave the batch; and a right answer, whose likelihood is
+requested anyway, is read with its prompt, which saves a step for each token with which both the
+answer and the text begin.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
-"""Complete rows leave the batch when at most this share of its rows is incomplete, not earlier, as
-the cache is copied each time."""
+"""Complete rows leave the batch once at most this share of its rows is incomplete. They do not
+leave one by one, because the cache is copied each time."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class LoadedModel(Engine):
                 generated_text(self.tokenizer, prompt, text.tokens, generation, self.ends),
                 likelihood=text.likelihood,
             )
-            for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
+            for prompt, text in zip(tokens, greedy_tokens(self.model, batch), strict=True)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -79,9 +79,8 @@ class LoadedModel(Engine):
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:
-    """The prompt's answer, if its row begins with the tokens of the prompt. Prompt and answer
-    together may have other tokens where they meet; the answer cannot be read after the prompt
-    then."""
+    """The prompt's answer; None if its row does not begin with the tokens of the prompt, as a token
+    may have parts of both. Such an answer cannot be read after the prompt."""
     row = prompt.answer
     length = len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
@@ -92,7 +91,7 @@ def _readable_answer(prompt: Prompt) -> Row | None:
 
 @dataclass
 class NewTokens:
-    """The new tokens after a prompt, and the likelihood of its right answer if that was read."""
+    """The new tokens after a prompt, and the likelihood of its right answer if it was read too."""
 
     tokens: list[int]
     likelihood: Likelihood | None = None
@@ -139,9 +138,9 @@ class Batch:
 
 
 @torch.inference_mode()
-def greedy(model: Any, batch: Batch) -> list[NewTokens]:
-    """The new tokens after each prompt, up to the first end token, which is included. For families
-    whose cache has only keys and values, right answers are read with their prompts."""
+def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
+    """The likeliest new tokens after each prompt, up to and with the first end token. Right answers
+    are read with their prompts if `_can_forget`."""
     # without these, generate() would take settings such as a penalty from the checkpoint
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
@@ -150,7 +149,7 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
         pad_token_id=batch.padding,
         use_cache=True,
     )
-    ids, attention = (table.to(model.device) for table in _padded(batch))
+    ids, attention = (table.to(model.device) for table in _padded_inputs(batch))
     texts: list[NewTokens] = []
     with patch.object(model, "generation_config", settings):
         model.generate(
@@ -164,7 +163,7 @@ def greedy(model: Any, batch: Batch) -> list[NewTokens]:
     return texts
 
 
-def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then
     answers."""
     longest = max(map(len, batch.prompts))
@@ -193,8 +192,9 @@ def _generate(
     texts: list[NewTokens],
     **arguments: Any,
 ) -> torch.Tensor:
-    """The loop of generation, called by transformers' `generate`: it fills `texts`. `arguments` are
-    those of the model's forward, and two of sampling, which are not used."""
+    """Generate token by token, and add a text to `texts` for each prompt. transformers' `generate`
+    calls this function. `arguments` are those of the model's forward pass, and two of sampling,
+    which are not used. Returns the token ids of the rows that are left."""
     inputs = {
         name: value
         for name, value in arguments.items()
@@ -202,11 +202,11 @@ def _generate(
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
     rows = open_rows = list(range(len(texts)))
-    new = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
+    new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
     unseen = max(len(text.tokens) for text in texts)
     while True:
         inputs = next_inputs(model, output, inputs)
-        input_ids = torch.cat([input_ids, new[:, None]], dim=1)
+        input_ids = torch.cat([input_ids, new_tokens[:, None]], dim=1)
         open_rows = batch.open_rows(open_rows, texts, unseen)
         if not open_rows:
             return input_ids
@@ -225,8 +225,8 @@ def _generate(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
         output = model(**prepared, return_dict=True)
-        new, largest = _likeliest(output.logits[:, -1])
-        choices = dict(zip(rows, zip(new.tolist(), largest, strict=True), strict=True))
+        new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
+        choices = dict(zip(rows, zip(new_tokens.tolist(), logits, strict=True), strict=True))
         # Tokens after a complete text are unused, so their logits are not checked.
         for row in open_rows:
             token, logit = choices[row]
@@ -238,14 +238,14 @@ def _generate(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, with right answers after them if the cache can forget these again, and add
+    """Read the prompts, each with its right answer if the cache can forget answers again, and add
     the beginning of each text to `texts`.
 
     Returns the model's output, and the token ids and arguments of the tokens that stay in the
-    cache: prompts, and texts without their last tokens. Answers are not read if their logits would
+    cache: prompts, and texts without their last tokens. No answers are read if their logits would
     take too much memory.
     """
-    by_token = [
+    token_inputs = [
         name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
     ]
     answers = batch.answers
@@ -262,13 +262,13 @@ def _read(
     if (
         not starts
         or logits_read > tokens_with_logits(model)
-        or not _can_forget(model, inputs, by_token)
+        or not _can_forget(model, inputs, token_inputs)
     ):
         answers = [None] * len(ids)
         first = longest - 1
     width = ids.shape[1] if any(answers) else longest
     ids = ids[:, :width]
-    inputs = inputs | {name: inputs[name][:, :width] for name in by_token}
+    inputs = inputs | {name: inputs[name][:, :width] for name in token_inputs}
     if any(answers):
         inputs["logits_to_keep"] = width - first
     prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
@@ -280,8 +280,8 @@ def _read(
             prompt, answer, logits[longest - 1 - first :], batch.generation.max_tokens
         )
         if answer:
-            before = longest - len(prompt) + answer.start - 1 - first
-            scored = logits[before : before + len(answer.tokens) - answer.start]
+            start = longest - len(prompt) + answer.start - 1 - first
+            scored = logits[start : start + len(answer.tokens) - answer.start]
             text.likelihood = likelihood(answer.tokens[answer.start :], scored)
         texts.append(text)
     if any(answers):
@@ -289,9 +289,10 @@ def _read(
     return output, ids, inputs
 
 
-def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -> bool:
-    """Whether the cache can forget the last tokens of a row: it has only keys and values, each of
-    one token."""
+def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
+    """Whether the last tokens of a row can be removed from the cache: it holds only keys and values
+    of single tokens, the model takes position ids, and every layer has full attention. The inputs
+    `token_inputs` have one value per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache
@@ -299,7 +300,7 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
         and {type(layer) for layer in cache.layers} == {DynamicLayer}
     )
     takes_positions = (
-        set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
+        set(token_inputs) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
     )
     return has_plain_cache and takes_positions and has_full_attention(model)
 
@@ -307,18 +308,18 @@ def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -
 def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
-    """The beginning of a text: the tokens of its right answer that the model would choose too, and
-    its next choice. `logits` (n, V) are those after the prompt and after each token of the
-    answer."""
+    """The beginning of a text: the first tokens of its right answer, as far as the model chooses
+    them too, and then the model's next token. `logits` (n, V) are those after the prompt and after
+    each token of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
-    likeliest, largest = _likeliest(logits[: len(tokens) + 1])
-    choices = likeliest.tolist()
-    common = 0
-    while common < min(len(tokens), max_tokens - 1) and choices[common] == tokens[common]:
-        common += 1
-    for logit in largest[: common + 1]:
+    likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
+    choices = likeliest_tokens.tolist()
+    count = 0  # tokens that the text has in common with the answer
+    while count < min(len(tokens), max_tokens - 1) and choices[count] == tokens[count]:
+        count += 1
+    for logit in largest_logits[: count + 1]:
         check_finite(logit, "logit")
-    return NewTokens(choices[: common + 1])
+    return NewTokens(choices[: count + 1])
 
 
 def _forget(
@@ -328,9 +329,9 @@ def _forget(
     batch: Batch,
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Remove the tokens of answers with which the texts do not begin: they are masked, and dropped
-    from the end of the cache where no text needs them. Returns the remaining token ids, and
-    arguments for them."""
+    """Remove the answer tokens that are not part of the texts: the attention mask hides them, and
+    the cache drops the last positions, which no text uses. Returns the token ids at the remaining
+    positions, and the arguments for these token ids."""
     longest = max(map(len, batch.prompts))
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
@@ -344,7 +345,7 @@ def _forget(
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+def _likeliest_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """The likeliest tokens (n) by logits (n, V), and their logits. NaN counts as the largest
     logit."""
     tokens = logits.float().argmax(-1)

@@ -26,7 +26,7 @@ TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
 TOLERANCE = 1e-4
 """Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
 HALF_TOLERANCE = 0.05
-"""The same in half precision."""
+"""The same share for half precision."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Question:
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
-    """Tokens of an answer but the last, which is not read -> its rows."""
+    """Tokens of an answer without the last, which is not read -> the rows with this answer."""
 
     def __len__(self) -> int:
         """Number of tokens that are read."""
@@ -60,7 +60,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
         batch = questions[:size]
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
-            end = 1
+            end = 1  # logits[0] follow the question, and predict the first token of every answer
             for answer, answer_rows in question.answers.items():
                 predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
@@ -74,10 +74,10 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
     """The rows by question, the longest question first. Without `share`, each question has one
     answer, for one or more rows.
 
-    With `share`, a question has several answers if these together are no longer than the question;
-    its other answers follow another copy of it. So a question is read with at most twice as many
-    tokens as without `share`, which bounds the memory of its mask, and windows of a document that
-    begin with the same token are not taken for answers to that token.
+    With `share`, a question gets further answers while all its answers together are no longer than
+    the question; the remaining answers follow another copy of the question. So answers at most
+    double the tokens of a question that are read, which bounds the memory of its mask. And windows
+    of a document that begin with the same token are not taken for answers to that token.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
@@ -155,16 +155,16 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 def _can_share(model: Any) -> bool:
     """Whether answers can be read together: the model takes positions and a mask, every layer has
     full attention, and a trial gives the same logits as separate answers."""
-    if model not in _sharing:
+    if model not in _sharing_results:
         takes_positions = "position_ids" in _arguments(model)
         takes_mask = attention_implementation(model) in ("sdpa", "eager")
-        _sharing[model] = (
+        _sharing_results[model] = (
             takes_positions and takes_mask and has_full_attention(model) and _trial_agrees(model)
         )
-    return _sharing[model]
+    return _sharing_results[model]
 
 
-_sharing: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+_sharing_results: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Results of `_can_share`."""
 
 

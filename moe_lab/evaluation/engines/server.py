@@ -53,6 +53,7 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 30.0
 """Seconds that a server may take for a list of models or a first text."""
 PORTS = range(15_000, 32_000)
+"""Ports for servers: below the range from which systems take ports for outgoing connections."""
 _EXIT_SECONDS = 2.0
 """Seconds in which a server that has closed a connection may end."""
 _MOST_CHARACTERS = 1000
@@ -72,7 +73,8 @@ class ServedModel(Engine):
     max_length: int | None
     template_arguments: Mapping[str, Any]
     patience: float = BackendConfig.ready_seconds
-    """A server counts as hung if it finishes no text in these seconds and the time for one text."""
+    """A server counts as hung if it finishes no text within these seconds plus the time that one
+    text may take."""
     exit_reason: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
     ends: list[int] = field(default_factory=list)
@@ -82,8 +84,8 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer that appends tokens: a prompt that ends with them has no
-        continuation."""
+        """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts: a
+        model cannot continue a prompt after them."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
@@ -145,9 +147,9 @@ class ServedModel(Engine):
     ) -> GeneratedText:
         """The text after `prompt` of at most `max_tokens` tokens, greedily and without penalties.
 
-        A stop text whose beginning ends the prompt is not sent, because some servers would stop at
-        it. Raises UserError for a refused request and for an answer of another model, Unavailable
-        for a text that the server broke off, and for a server that has ended or fails.
+        A stop text whose beginning ends the prompt is not sent, because some servers would stop
+        at once. Raises UserError for a refused request and for an answer of another model, and
+        Unavailable for a text that the server broke off and for a server that has ended or fails.
         """
         sent_stop = [
             text
@@ -197,7 +199,7 @@ class ServedModel(Engine):
 
     def _request_text(self, prompt: Prompt) -> str:
         """The text that the server, which always adds the tokenizer's special tokens, turns into
-        the tokens of the prompt. UserError if there is none."""
+        the tokens of the prompt. UserError if no text does."""
         candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
@@ -209,15 +211,16 @@ class ServedModel(Engine):
 
 
 @contextmanager
-def serving(
+def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
 ) -> Iterator[ServedModel]:
-    """A context with a server of the checkpoint; the name of the served model begins with `name`.
+    """A context in which a server runs the model in `checkpoint`, under a name that begins with
+    `name`.
 
-    The server reads a view of the checkpoint with settings of greedy generation, because it may
-    take defaults from those of the checkpoint's author. Raises UserError for a folder that is no
-    checkpoint, Unavailable for a server that ends, serves another model or does not answer within
-    backend.ready_seconds.
+    The server reads a view of the checkpoint with settings of greedy generation, because a server
+    may take the settings of the checkpoint's author as defaults. Raises UserError for a folder that
+    is no checkpoint, and Unavailable for a server that ends, serves another model or does not
+    answer within backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
@@ -230,12 +233,12 @@ def serving(
         ends = end_tokens(checkpoint, tokenizer)
         port = _free_port()
         # so that another server cannot be mistaken for this one
-        unique = f"{name}-{secrets.token_hex(4)}"
+        unique_name = f"{name}-{secrets.token_hex(4)}"
         url = f"http://127.0.0.1:{port}/v1"
-        with start_process(command_line(backend, view, port, unique)) as process:
+        with start_process(command_line(backend, view, port, unique_name)) as process:
             served = ServedModel(
                 url=url,
-                name=unique,
+                name=unique_name,
                 tokenizer=tokenizer,
                 max_length=max_length,
                 template_arguments=model.template_arguments,
@@ -252,7 +255,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     ends = end_tokens(checkpoint, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     tokenization = read_json_if_there(checkpoint / "tokenizer_config.json")
-    changed = {
+    neutral_settings = {
         "generation_config.json": {
             "do_sample": False,
             "eos_token_id": ends,
@@ -261,10 +264,10 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
         "tokenizer_config.json": {**tokenization, "clean_up_tokenization_spaces": False},
     }
     view.mkdir()
-    for file_name, content in changed.items():
+    for file_name, content in neutral_settings.items():
         (view / file_name).write_text(json.dumps(content))
     for file in checkpoint.iterdir():
-        if file.name not in changed:
+        if file.name not in neutral_settings:
             (view / file.name).symlink_to(file.resolve())
 
 
@@ -288,8 +291,8 @@ def _exit_reason(process: Child, seconds: float = 0.0) -> str | None:
 
 
 def _free_port() -> int:
-    """A port that is free now. It is not in the range that systems give to outgoing connections: a
-    connection could take it before the server, which imports for a while, does."""
+    """A port of `PORTS` that is free now. An outgoing connection cannot take it before the server,
+    which imports for a while."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as unused, suppress(OSError):
@@ -298,8 +301,9 @@ def _free_port() -> int:
 
 
 def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
-    """The served model, under the name or path by which the server answers a request for it. Waits
-    until the server does; `path` is that of the checkpoint's view."""
+    """Wait until the server answers, and return the served model under the name that the server
+    accepts: `served.name`, or else `path`, the path of the checkpoint's view. Unavailable for a
+    server that ends, does not answer in time or does not serve the checkpoint."""
     deadline = time.monotonic() + served.patience
     while (listed := _listed_models(served)) is None:
         if (ended := _exit_reason(process)) is not None:
@@ -311,8 +315,8 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
                 f"{last_lines(process.log())}"
             )
         time.sleep(_POLL_SECONDS)
-    # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the
-    # checkpoint's path.
+    # `vllm serve` lists the name from its command line; `transformers serve` lists other models
+    # and takes the checkpoint's path.
     if served.name not in listed:
         served = replace(served, name=path)
     try:
@@ -329,8 +333,8 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
 
 
 def _listed_models(served: ServedModel) -> list[str] | None:
-    """Names of the models that the server lists; [] if it answers without a list, None while it
-    does not answer."""
+    """Names of the models that the server lists; [] if the server answers without a list, None
+    while it does not answer."""
     try:
         with served.client(_ANSWER_SECONDS) as client:
             return [model.id for model in client.models.list()]

@@ -19,7 +19,7 @@ from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
-    CAUSED,
+    CAUSE_MARK,
     TOKEN_SECONDS,
     Engine,
     GeneratedText,
@@ -53,7 +53,7 @@ class VllmModel(Engine):
     """A causal language model in vLLM, in a process of its own with one checkpoint, under the plan
     of the last `set_plan`."""
 
-    batches = 16  # vLLM divides them itself
+    batches = 16  # vLLM makes its own batches of all prompts of a call
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
@@ -66,7 +66,7 @@ class VllmModel(Engine):
         self.ends = end_tokens(checkpoint, self.tokenizer)
         self.template_arguments = model.template_arguments
         self.patience = backend.ready_seconds
-        self.masked = False
+        self.has_mask = False
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
         line = command(
             "moe_lab.serving.vllm_engine",
@@ -77,7 +77,7 @@ class VllmModel(Engine):
         )
         self.process = self._child.process
         try:
-            with self._answering(0.0) as limit:
+            with self._reply_seconds(0.0) as limit:
                 arguments = {
                     "dtype": _dtype(checkpoint, model),
                     "trust_remote_code": model.trust_remote_code,
@@ -101,24 +101,24 @@ class VllmModel(Engine):
         channels, Unavailable if masks have no effect on this engine."""
         if plan is not None and plan.has_channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
-        if plan is not None or self.masked:
-            with self._answering(0.0) as limit:
+        if plan is not None or self.has_mask:
+            with self._reply_seconds(0.0) as limit:
                 self._child.call(
                     "set_plan",
                     limit,
                     retained_experts=[] if plan is None else sorted(plan.retained.items()),
                 )
-            self.masked = plan is not None
+            self.has_mask = plan is not None
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
-        """Yield the items that a method of `vllm_engine.Engine` yields. Each may take `seconds`
-        plus the time of a start.
+        """Yield the items that a method of `vllm_engine.Engine` yields. Each item may take
+        `seconds` plus backend.ready_seconds.
 
         Raises Unavailable when the engine fails, ends, or sends nothing for too long. The engine is
         closed then, since it still has requests.
         """
         try:
-            with self._answering(seconds) as limit:
+            with self._reply_seconds(seconds) as limit:
                 for reply in self._child.replies(method, limit, **arguments):
                     if "item" in reply:
                         yield reply["item"]
@@ -127,9 +127,9 @@ class VllmModel(Engine):
             raise
 
     @contextmanager
-    def _answering(self, seconds: float) -> Iterator[float]:
-        """A context with the seconds that each reply may take, in which errors of vLLM's process
-        become Unavailable."""
+    def _reply_seconds(self, seconds: float) -> Iterator[float]:
+        """A context in which errors of vLLM's process become Unavailable. Gives the number of
+        seconds that a reply may take: `seconds` plus backend.ready_seconds."""
         limit = self.patience + seconds
         try:
             yield limit
@@ -146,12 +146,13 @@ class VllmModel(Engine):
             ) from None
         except Refused as error:
             log = last_lines(self._child.log())
-            reason = log if CAUSED in str(error) else f"{error.kind}: {error}"
+            reason = log if CAUSE_MARK in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
+        """As `Engine.generate`; vLLM makes the batches itself."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -228,12 +229,14 @@ class OpenEngine:
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """The precision that a loaded model would have: by default vLLM never takes fp32."""
+    """The name of the dtype, such as bfloat16, in which backend=hf would load the model. By default
+    vLLM would load fp32 weights in half precision."""
     from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
-    dtype = precision(model)
-    return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
+    setting = precision(model)
+    dtype = stored_dtype(checkpoint) if setting == "auto" else setting
+    return str(dtype).removeprefix("torch.")
 
 
 def _parallel_arguments(

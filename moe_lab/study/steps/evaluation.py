@@ -176,9 +176,9 @@ class BenchmarkRun(Step):
         process of vLLM, which stays for the next step, or behind a server, which is started for
         this step."""
         if self.backend.name == "server":
-            from moe_lab.evaluation.engines.server import serving
+            from moe_lab.evaluation.engines.server import served_model
 
-            with serving(
+            with served_model(
                 self.weights(files), self.backend, self.pruned.model, self.folder
             ) as served:
                 yield served
