@@ -326,6 +326,14 @@ def test_random_plans_of_equal_scores_give_no_chance() -> None:
     assert result.chance == {} and result.rows["chance"].eq("").all()
 
 
+def test_two_random_plans_of_a_kind_have_scores() -> None:
+    compared = with_random_plans("a", (20, 40))
+    [scores] = random_scores(compared, compared.cells, ("gsm8k",)).values()
+    assert scores.tolist() == [0.2, 0.4]
+    alone = with_random_plans("a", (20,))
+    assert random_scores(alone, alone.cells, ("gsm8k",)) == {}
+
+
 def test_models_whose_units_differ_are_not_pooled() -> None:
     units = {"a": "nats per token", "b": "bits per byte"}
     models = [

@@ -484,6 +484,14 @@ def test_layer_without_differences_has_no_profile() -> None:
     ]
 
 
+def test_panels_are_ordered_by_ratio_then_calibration_set() -> None:
+    ratios_and_sets = [(0.5, "pocket_text"), (0.25, "pocket_text"), (0.25, "pocket_code")]
+    axes = [cell("reap", ratio=ratio, calibration=name) for ratio, name in ratios_and_sets]
+    comparison = comparison_of([UNPRUNED, *axes], {"gsm8k": [first(20)] * 4})
+    panels = [(panel.ratio, panel.calibration) for panel in comparison.panels]
+    assert panels == ratios_and_sets[::-1]
+
+
 RADAR_SOLVED = {
     "none": 5,
     **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),

@@ -87,6 +87,28 @@ def test_runner_replies_to_any_bytes(
         outcome.values()
 
 
+COMPLETE = b"loaded\n1\n"
+"""What a program sends that is called once."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "output", "status"),
+    [
+        (COMPLETE, MEBI, "ok"),
+        (COMPLETE, len(COMPLETE), "ok"),
+        (COMPLETE, len(COMPLETE) - 1, "output"),
+        (COMPLETE + b"2\n", MEBI, "crash"),
+        (COMPLETE[:-1], MEBI, "crash"),
+    ],
+)
+def test_status_of_a_program_follows_from_what_it_sends(
+    sent: bytes, output: int, status: str
+) -> None:
+    watch = runner._Watch(os.getpid(), Request("", "f", [[1]], [1.0], 9.0, MEBI, output))
+    reply = watch.take(sent) or watch.take(b"")
+    assert reply is not None and reply["status"] == status
+
+
 def test_program_has_no_standard_streams() -> None:
     body = (
         "import os\ndef f(x): return os.read(0, 1).decode(), os.write(1, b'x'), os.write(2, b'x')"

@@ -478,6 +478,18 @@ def test_settle_distinguishes_lost_failed_and_skipped_steps(tmp_path: Path) -> N
     assert not schedule.waiting
 
 
+def test_a_step_is_lost_if_its_inputs_are_finished_and_skipped_otherwise(tmp_path: Path) -> None:
+    store = Store(tmp_path).create()
+    finished = Example("k")
+    lost = Example("k", "lost", 1, {"in": finished})
+    skipped = Example("after", needed={"in": lost})
+    with store.claim(finished):
+        pass
+    schedule = Schedule([finished, skipped, lost])
+    update_from_store(schedule, store)
+    assert set(schedule.failed) == {lost.id} and set(schedule.skipped) == {skipped.id}
+
+
 def test_code_is_copied_once_for_each_state_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

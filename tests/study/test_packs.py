@@ -195,6 +195,12 @@ def test_a_pack_that_cannot_be_written_fails_no_run(
         assert str(error) in store.notices.pop()
 
 
+def test_the_group_may_write_packs_of_its_store(store: Store) -> None:
+    store.root.chmod(0o2775)
+    packed(Store(store.root), range(2))
+    assert pack_of(store).stat().st_mode & 0o777 == 0o664
+
+
 @pytest.fixture
 def damaged_pack(store: Store) -> tuple[Store, list[Step]]:
     """A store with thirty steps in a pack, in which the result of step 7 is all zeros; and the
