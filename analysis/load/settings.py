@@ -51,7 +51,8 @@ AXES = (
     "gate",
     "seed",
 )
-"""Axes of a cell. The unpruned model has the ratio 0, and `none` on the axes after it.
+"""Axes of a cell. An unpruned model has the ratio 0, and `none` on all axes besides model and
+ratio.
 
 granularity: whether the criterion scores experts or channels, as `expert` or `channel`. allocation
 and recovery are spelled as in the study's record.
@@ -114,8 +115,8 @@ def protocols(cells: pd.DataFrame) -> str:
 
 
 METHOD = ["method", "calibration", "gate"]
-"""Columns that identify the method of a cell: cells of one model with equal values in these columns
-differ only in the ratio and seed."""
+"""Columns that identify the method of a cell of a comparison. Cells of one model with equal values
+in these columns differ only in the ratio."""
 
 _ALLOCATION = re.compile(
     r"(?P<name>[^,(]+)(\((?P<in_parentheses>[^()]*)\))?(, (?P<after_comma>.*))?"

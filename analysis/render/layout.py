@@ -1,9 +1,9 @@
 """Layout of figures: panels in a grid, as large as the texts around them allow.
 
-This replaces matplotlib's constrained layout and ticks, which took half of the time of a report:
-constrained layout measures every label several times, and a tick is five artists. Here the widest
-label of an axis is measured once, labels are plain texts, and the grid lines of an axis are one
-artist.
+This module replaces matplotlib's constrained layout and ticks, which took half of a report's time.
+Constrained layout measures every label several times, and a tick consists of five artists. Here the
+widest label of an axis is measured once, labels are plain texts, and the grid lines of an axis are
+one artist.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox, ScaledTranslation, Transform
 
 EDGE, GAP = 0.04, 0.08
-"""Inches around a drawing, and between the texts of neighbouring panels."""
-LEAST = 0.06
-"""Smallest margin around a panel in inches: half the height of a tick label at its corner."""
+"""Inches between a drawing's edge and its content, and between the texts of neighbouring panels."""
+SMALLEST_MARGIN = 0.06
+"""Smallest margin around a panel in inches, enough for half of a tick label at the panel's
+corner."""
 TICK_PAD, LABEL_PAD, TITLE_PAD = 0.05, 0.045, 0.08
 """Inches between a panel and its tick labels, between tick labels and the label of the axis, and
 below a title."""
@@ -40,7 +41,7 @@ _ALIGNMENT: dict[Side, dict[str, Any]] = {
     "bottom": {"ha": "center", "va": "top"},
     "top": {"ha": "center", "va": "bottom"},
 }
-"""Side of a panel -> alignment of a text on this side to its position."""
+"""Side of a panel -> horizontal and vertical alignment of a text on this side to its position."""
 _TEXT_PARAMETERS = {"fontsize": "labelsize", "rotation": "rotation"}
 """Parameter of a text -> the corresponding parameter of an axis' ticks."""
 _OUTWARDS: dict[Side, tuple[int, int]] = {
@@ -58,9 +59,10 @@ class Panels(LayoutEngine):
     """Layout engine that draws ticks, labels and grids, and positions panels, titles, legends and
     texts, once per figure.
 
-    Panels must come from one grid (`subplots`); artists inside them are ignored. Legends and texts
-    of the figure are put below the panels. Ticks follow the axes' locators and formatters and have
-    no marks; matplotlib's own axes are made invisible."""
+    Panels must come from one grid (`subplots`); artists inside panels do not affect the layout.
+    Legends and texts of the figure go below the panels. Ticks follow the locators and formatters of
+    the axes and are labels without marks; matplotlib's own axes become invisible.
+    """
 
     _adjust_compatible = False
     _colorbar_gridspec = False
@@ -85,8 +87,8 @@ class Panels(LayoutEngine):
 
 
 class _Panel:
-    """A panel: draws its ticks, labels and title, and measures the room that they need around
-    it."""
+    """A panel. Making it draws its ticks, labels and title, and measures the room that these need
+    around the panel."""
 
     def __init__(self, figure: Figure, axes: Axes, measure: Measure) -> None:
         self.figure = figure
@@ -95,11 +97,11 @@ class _Panel:
         grid_cell = axes.get_subplotspec()
         assert grid_cell is not None, "panels come from a grid"
         self.grid_cell: SubplotSpec = grid_cell
-        self.room: dict[Side, float] = dict.fromkeys(_OUTWARDS, LEAST)
-        """Side -> inches that texts on this side need."""
+        self.room: dict[Side, float] = dict.fromkeys(_OUTWARDS, SMALLEST_MARGIN)
+        """Side -> inches that texts on this side of the panel need."""
         self.ends: list[tuple[float, float]] = []
-        """For the first and the last label of the x axis, which may reach beyond the panel:
-        position as a share of the panel's width, and half the label's width in inches."""
+        """The first and the last label of the x axis, which may reach beyond the panel, as pairs of
+        the label's position (share of the panel's width) and half the label's width in inches."""
         if isinstance(axes, PolarAxes):
             self._draw_polar(axes)
         else:
@@ -123,7 +125,7 @@ class _Panel:
         return left, right
 
     def _need(self, side: Side, inches: float) -> None:
-        """Reserve at least so many inches on a side."""
+        """Reserve at least `inches` for texts on a side of the panel."""
         self.room[side] = max(self.room[side], inches)
 
     def _add_text(
@@ -134,21 +136,23 @@ class _Panel:
         side: Side,
         **look: Any,
     ) -> Text:
-        """Add a text to the figure rather than to the axes, whose texts belong to the content."""
+        """Add a text to the figure at `position`, aligned as on a side of the panel. It is not
+        added to the axes, because texts of the axes count as content of the panel."""
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
 
     def _shifted(self, transform: Transform, right: float, up: float) -> Transform:
-        """The transform, followed by a shift in inches."""
+        """The transform followed by a shift to the right and up, in inches."""
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
     def _outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
-        """The transform, followed by a shift away from the panel on a side."""
+        """The transform followed by a shift in inches, away from the panel on a side."""
         right, up = _OUTWARDS[side]
         return self._shifted(transform, inches * right, inches * up)
 
     def _draw_grid(self, lines: Sequence[Any], transform: Transform) -> None:
+        """Draw grid lines, each a sequence of points in the coordinates of `transform`."""
         look = {
             "color": matplotlib.rcParams["grid.color"],
             "linewidth": matplotlib.rcParams["grid.linewidth"],
@@ -194,7 +198,8 @@ class _Panel:
         self._draw_label(axis)
 
     def _draw_power(self, axis: Axis, side: Side) -> None:
-        """Write the power of ten of an axis above a y axis, or below the right end of an x axis."""
+        """Write the axis's power of ten, if the formatter gives one, above a y axis or below the
+        right end of an x axis."""
         power = axis.get_major_formatter().get_offset()
         look = {"fontsize": axis.get_offset_text().get_fontsize()}
         if not power:
@@ -209,7 +214,7 @@ class _Panel:
             self._need("top", TICK_PAD + self.measure(text)[1])
 
     def _draw_label(self, axis: Axis) -> None:
-        """Write the label of an axis beyond its tick labels."""
+        """Write the label of an axis outside its tick labels."""
         label = axis.label.get_text()
         side = axis.get_label_position()
         is_x = isinstance(axis, XAxis)
@@ -231,12 +236,16 @@ class _Panel:
                 and title.get_text() == content
                 and title not in self.axes.texts
             ):
-                above = TITLE_PAD if self.room["top"] <= LEAST else self.room["top"] + LABEL_PAD
+                above = (
+                    TITLE_PAD
+                    if self.room["top"] <= SMALLEST_MARGIN
+                    else self.room["top"] + LABEL_PAD
+                )
                 title.set_transform(self._outwards(self.axes.transAxes, "top", above))
                 self.room["top"] = above + self.measure(title)[1]
 
     def _draw_polar(self, axes: PolarAxes) -> None:
-        """Draw rings and spokes of a polar panel, and the labels of its spokes around it."""
+        """Draw the rings and spokes of a polar panel, and the spokes' labels around the panel."""
         angles = list(axes.xaxis.get_majorticklocs())
         rim = axes.get_ylim()[1]
         circle = np.linspace(0, 2 * np.pi, 90)
@@ -263,14 +272,16 @@ class _Panel:
 
 
 def _point(is_x: bool, along: float, across: float) -> tuple[float, float]:
-    """The point (x, y) at `along` on an x or y axis, and at `across` perpendicular to it."""
+    """The point (x, y) with the coordinate `along` on the given axis, x or y, and the coordinate
+    `across` on the other axis."""
     return (along, across) if is_x else (across, along)
 
 
 class _Tick(NamedTuple):
     position: float
+    """Position in data coordinates."""
     share: float
-    """Position as a share of the axis, from its left or lower end."""
+    """Position as a share of the axis's length, from its left or lower end."""
     label: str
 
 
@@ -285,19 +296,20 @@ def _ticks(axis: Axis) -> list[_Tick]:
     return [
         _Tick(float(position), float(share), label)
         for position, share, label in zip(positions, shares, labels, strict=True)
-        if -1e-3 <= share <= 1 + 1e-3
+        if -1e-3 <= share <= 1 + 1e-3  # within the limits, up to rounding
     ]
 
 
 def _largest(texts: Sequence[Text]) -> list[Text]:
-    """The text with the widest line, and the text with the most lines."""
+    """The text with the widest line, and the text with the most lines; only these two must be
+    measured to find the largest width and height."""
     widest = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
     highest = max(texts, key=lambda text: text.get_text().count("\n"))
     return [widest, highest]
 
 
 def _line_width(line: str) -> float:
-    """Approximate width of a line of text, in widths of a small letter."""
+    """Approximate width of a line of text, in widths of an average small letter."""
     return sum(
         1.3 if letter.isupper() or letter in "mw%" else 0.6 if letter in "ijlt.,:()" else 1
         for letter in line
@@ -305,8 +317,8 @@ def _line_width(line: str) -> float:
 
 
 def _position_below(figure: Figure, measure: Measure) -> float:
-    """Move legends and texts of the figure below its panels; returns the inches that they take from
-    the bottom."""
+    """Move legends and texts of the figure below its panels; returns the height in inches that they
+    take at the bottom of the figure."""
     height = EDGE
     for legend in figure.legends:
         legend.set_bbox_to_anchor((0.5, height / figure.get_figheight()), figure.transFigure)
@@ -318,13 +330,14 @@ def _position_below(figure: Figure, measure: Measure) -> float:
 
 
 def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> None:
-    """Set the positions of panels, so that the panels of a row have the same upper and lower ends,
-    and those of a column the same left and right ends.
+    """Set the positions of panels. All panels in a row of the grid get the same upper and lower
+    end, and all panels in a column the same left and right end.
 
-    below: inches at the bottom of the figure that legends and texts take."""
+    below: inches at the bottom of the figure that legends and texts take.
+    """
     width, height = figure.get_size_inches()
     grid = panels[0].grid_cell.get_gridspec()
-    # inches that texts need on each side of the columns and rows of the grid
+    # Inches that texts need on each side of each column and row of the grid.
     left, right = np.zeros((2, grid.ncols))
     top, bottom = np.zeros((2, grid.nrows))
     for panel in panels:
@@ -334,15 +347,15 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> 
         right[columns.stop - 1] = max(right[columns.stop - 1], panel.room["right"])
         top[rows.start] = max(top[rows.start], panel.room["top"])
         bottom[rows.stop - 1] = max(bottom[rows.stop - 1], panel.room["bottom"])
-    _, widths = _divided(width - 2 * EDGE, left, right, grid.get_width_ratios())
+    _, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
         last = panel.grid_cell.colspan.stop - 1
         left_overhang, right_overhang = panel.overhang(widths[first : last + 1].sum())
         left[first] = max(left[first], left_overhang)
         right[last] = max(right[last], right_overhang)
-    starts, widths = _divided(width - 2 * EDGE, left, right, grid.get_width_ratios())
-    uppers, heights = _divided(height - EDGE - below, top, bottom, grid.get_height_ratios())
+    starts, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
+    uppers, heights = _divide(height - EDGE - below, top, bottom, grid.get_height_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
         last = panel.grid_cell.colspan.stop - 1
@@ -353,13 +366,14 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> 
         panel.axes.set_position(Bbox(np.stack([x / width, y / height], axis=1)))
 
 
-def _divided(
+def _divide(
     total: float, before: np.ndarray, after: np.ndarray, ratios: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths, in inches, of panels side by side that fill `total` inches.
+    """(starts, lengths) of adjacent panels that fill `total` inches with their texts, in inches.
 
-    Lengths are in proportion to `ratios`; `before` and `after` are the inches of the texts before
-    and after each panel."""
+    before, after: inches of the texts before and after each panel; ratios: proportions of the
+    lengths.
+    """
     free = total - before.sum() - after.sum() - GAP * (len(before) - 1)
     assert free > 0, "texts leave no room for the panels"
     lengths = free * np.asarray(ratios, float) / np.sum(ratios)

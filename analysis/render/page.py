@@ -26,7 +26,7 @@ class Section:
 
     anchor: str
     short: str = ""
-    """Title in the page's list of contents."""
+    """Short title, for the page's list of contents."""
     title: str = ""
     text: Sequence[str] = ()
     outputs: Sequence[Table | Figure] = ()
@@ -35,8 +35,8 @@ class Section:
     details: Sequence[tuple[str, str]] = ()
     """Pairs of a title and a long text, which is collapsed until clicked."""
     filters: Mapping[str, str] = field(default_factory=dict)
-    """Table name -> columns to filter by, separated by |; with a leading star, the page first shows
-    only the first block."""
+    """Table name -> columns by which the page filters the table, separated by |. With a leading
+    star, the page first shows only the first block."""
     folded: bool = False
     """Whether the tables are collapsed until clicked."""
 
@@ -57,7 +57,7 @@ class Page:
     chapters: Sequence[Section]
     footer: str
     figure_format: str = names.FIGURE_FORMATS[0]
-    """The format of the files in figures/ that the page links to."""
+    """Format of the files in figures/, to which the page links."""
 
 
 def html(page: Page) -> str:
@@ -82,13 +82,13 @@ def html(page: Page) -> str:
 
 
 def _bound(sentence: str) -> str:
-    """The sentence with a non-breaking space before per cent signs, so that a sign stays on the
+    """The sentence with a non-breaking space before each per cent sign, which keeps the sign on the
     line of its number."""
     return sentence.replace(" %", "\u00a0%")
 
 
 def _raw(file: str) -> Markup:
-    """The content of a template file, not escaped."""
+    """The content of a file in the folder of templates, marked as HTML that is not escaped."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
@@ -122,7 +122,10 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 
 def _table(table: Table, filters: str) -> dict[str, Any]:
-    """Template variables of a table; filters: see `Section.filters`."""
+    """Template variables of a table.
+
+    filters: the value of `Section.filters` for this table.
+    """
     files = [
         {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(table.texts[suffix], media)}
         for suffix, kind, media in (
@@ -147,8 +150,8 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
 
 
 def _html(table: Table) -> str:
-    """The table as HTML, without its model column when all rows are about the same model, which the
-    top of the page names."""
+    """The table as HTML. If all rows are about the same model, the column Model is left out,
+    because the top of the page names the model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
@@ -156,7 +159,7 @@ def _html(table: Table) -> str:
 
 
 def _data(text: str, media: str) -> str:
-    """A data URL of a text with this media type."""
+    """A data URL with the content `text` and the media type `media`."""
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 

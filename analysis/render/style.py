@@ -41,7 +41,8 @@ PAGE = 6.9
 """Width of a figure across the page, in inches."""
 DPI = 200
 WIDE = 3
-"""Largest number of panels side by side for which a title of several words fits on one line."""
+"""Largest number of panels side by side that leaves room for a title of several words on one
+line."""
 
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """The four colours that follow the page's theme: in SVG they become CSS variables."""
@@ -79,18 +80,18 @@ have names or markers."""
 OTHER = "#5b8c9c"
 """Colour of criteria and benchmarks without a colour of their own."""
 SHADES = ("#2277bb", "#ee7733", "#117733", "#aa4499", "#15181e", "#b39a25", "#cc6677", "#44aa99")
-"""Colours of lines that are not criteria."""
+"""Colours of lines that do not stand for criteria."""
 DASHED: Any = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 0.9}
-"""Line style of references: the unpruned model, a uniform allocation."""
+"""Line style of references, such as the unpruned model or a uniform allocation."""
 NO_TOKENS: Any = {"facecolor": "none", "edgecolor": "#bb3311", "hatch": "xxxx"}
 """Patch style of experts without tokens."""
 MARKERS = "osD^vPX*<>hd"
 SEQUENTIAL = "YlGnBu"
-"""Colour map that goes from light to dark, also when printed in grey."""
+"""Name of a colour map from light to dark, which stays in this order when printed in grey."""
 DARK = 0.55
-"""Share above which a shade of SEQUENTIAL is too dark for black letters."""
+"""Position (0..1) in SEQUENTIAL from which colours are too dark for black letters."""
 HATCH = "/////"
-"""Hatching of wins that are not proved, in a winner map."""
+"""Hatching of squares of a winner map whose win is not proved."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Figure:
 
     @cached_property
     def svg(self) -> str:
-        """The drawing as SVG text; cached, as the page and a file both use it."""
+        """The drawing as SVG text; cached, because the page and a file both use the text."""
         text = io.StringIO()
         with look(), matplotlib.rc_context({"svg.hashsalt": self.name}):
             lay_out(self.drawing)
@@ -128,7 +129,9 @@ def look() -> Iterator[None]:
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "axes.titley": 1.0,  # otherwise computed at every drawing; the layout moves titles
+        # The layout moves titles; without a position here, matplotlib computes one at every
+        # drawing.
+        "axes.titley": 1.0,
         "axes.edgecolor": RULE,
         "axes.labelcolor": INK,
         "axes.titlecolor": INK,
@@ -138,7 +141,7 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.linewidth": 0.8,
         "text.color": INK,
-        # not needed at this resolution; letters are placed as in vector formats
+        # Without hinting, letters are placed as in vector formats.
         "text.hinting": "none",
         "xtick.color": MUTED,
         "ytick.color": MUTED,
@@ -162,16 +165,15 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing of this size in inches, whose layout prevents overlaps of panels and
-    texts."""
+    """An empty drawing with this width and height in inches. Its layout prevents overlaps of panels
+    and texts."""
     return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Lay out the drawing and remove its layout engine, so that files in all formats have the same
-    layout.
+    """Lay out the drawing once, for files in all formats, and remove its layout engine.
 
-    matplotlib renders a drawing without an engine once per file, and a drawing with an engine
+    matplotlib renders a drawing without a layout engine once per file, and a drawing with an engine
     twice, even if the engine does nothing.
     """
     engine = drawing.get_layout_engine()
@@ -180,8 +182,8 @@ def lay_out(drawing: Drawing) -> None:
         drawing.set_layout_engine(None)
 
 
-# No time stamps, so that equal figures are equal files. compress_level=3 takes two thirds of the
-# time for 9 % more bytes.
+# Files have no time stamps, so that equal figures give equal files. compress_level=3 takes two
+# thirds of the time of the default and gives 9 % more bytes.
 _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "png": {"metadata": {"Software": None}, "pil_kwargs": {"compress_level": 3}},
     "pdf": {"metadata": {"CreationDate": None}},
@@ -189,8 +191,10 @@ _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write the figure as NAME.FORMAT, one of `names.FIGURE_FORMATS`, into `folder`; returns the
-    path in a list."""
+    """Write the figure into `folder` as NAME.FORMAT; returns a list with the file's path.
+
+    file_format: one of `names.FIGURE_FORMATS`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{figure.name}.{file_format}"
     if file_format == "svg":
@@ -203,8 +207,8 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element for a page. The element scales, and its neutral colours follow
-    the page's theme."""
+    """The figure as an SVG element for a page. The element scales to the page's width, and the four
+    colours of _THEME follow the page's theme."""
     view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
     assert view_box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
@@ -221,18 +225,18 @@ def svg_element(figure: Figure) -> str:
     )
 
 
-def bare(axes: Axes) -> None:
-    """Remove spines but keep labels, for axes that contain a grid of squares."""
+def remove_spines(axes: Axes) -> None:
+    """Remove the spines of axes that contain a grid of squares, and keep the labels."""
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
 def ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these positions of an axis without changing its limits; look: tick parameters such as
-    `labelsize` and `labelrotation`.
+    """Label these positions of an axis without changing its limits.
 
-    Faster than Axes.set_xticks, which makes five artists per tick; `analysis.render.layout` draws
-    none of them."""
+    look: tick parameters such as `labelsize` and `labelrotation`. This function is faster than
+    Axes.set_xticks, which makes five artists per tick that `analysis.render.layout` never draws.
+    """
     axis.set_major_locator(FixedLocator(list(positions)))
     axis.set_major_formatter(FixedFormatter(list(labels)))
     axis.set_tick_params(**look)
@@ -241,10 +245,11 @@ def ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look:
 def panels(
     count: int, columns: int, height: float, below: float = 0.5, **options: Any
 ) -> tuple[Drawing, list[Axes]]:
-    """An empty drawing and its `count` panels, at most `columns` in a row.
+    """A drawing with `count` empty panels, at most `columns` in a row; returns (drawing, panels).
 
-    Rows are `height` inches high; `below` is the height in inches for the legend; options: those of
-    `subplots`. A drawing with one panel per row is narrower than the page."""
+    height: height of a row in inches; below: height for the legend in inches; options: arguments
+    of `subplots`. A drawing with one panel per row is narrower than the page.
+    """
     columns = min(columns, count)
     rows = -(-count // columns)
     empty = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
@@ -255,14 +260,15 @@ def panels(
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
-    """Add a legend below the panels, with at most `most` entries side by side, fewer when their
-    labels are long.
+    """Add a legend below the panels, with at most `most` entries side by side, or fewer when labels
+    are long.
 
-    The height of a drawing includes three rows of entries; more rows make the drawing higher."""
+    The drawing must have room for three rows of entries; more rows make it higher.
+    """
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
-    width = int(figure.get_figwidth() * 14.5)  # in characters
-    columns = max(1, min(most, len(entries), width // (longest + 8)))
+    width = int(figure.get_figwidth() * 14.5)  # in characters, 14.5 per inch
+    columns = max(1, min(most, len(entries), width // (longest + 8)))  # 8 for line and gap
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
@@ -276,7 +282,7 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
 
 
 def key(label: str, **look: Any) -> Line2D:
-    """A legend entry: a line with this label and style."""
+    """A legend entry with this label, whose line has the style `look`."""
     return Line2D([], [], label=label, **look)
 
 
@@ -285,23 +291,25 @@ def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
     axes.add_line(line)
-    axes.autoscale(None)  # type: ignore[arg-type] # when drawn: at once, panels that share an axis take quadratic time
+    # None: limits are computed when the figure is drawn. Computed for every line, they take
+    # quadratic time in panels that share an axis.
+    axes.autoscale(None)  # type: ignore[arg-type]
 
 
 def cycled(number: int) -> dict[str, Any]:
-    """Colour and marker of a line with this number, among lines that are not criteria."""
+    """Colour and marker of line number `number`, among lines that do not stand for criteria."""
     return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def depth(layer: int, layers: Sequence[int]) -> str:
-    """The colour of `layer`, one of `layers`, from light to dark with depth."""
+    """The colour of `layer`, darker for a later position in `layers`."""
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
     )
 
 
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
-    """Legend entries of the first and the last of `layers`."""
+    """Legend entries for the first and the last layer of `layers`."""
     ends = dict.fromkeys((layers[0], layers[-1]))
     return [key(f"layer {layer}", color=depth(layer, layers), marker="o") for layer in ends]
 
@@ -319,7 +327,8 @@ def percent(*axes: Axis) -> None:
 
 
 def scientific(axis: Axis) -> None:
-    """Format the tick labels of an axis with a power of ten, which is written at its end."""
+    """Format the tick labels of an axis with a common power of ten, which is written once, at the
+    end of the axis."""
     formatter = ScalarFormatter()
     formatter.set_powerlimits((-2, 3))
     axis.set_major_formatter(formatter)
@@ -327,24 +336,26 @@ def scientific(axis: Axis) -> None:
 
 
 def tokens(count: float) -> str:
-    """Short form of a number of tokens, such as 65k or 0.5M."""
+    """A number of tokens in thousands or millions, such as 65k or 0.5M."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
 def squares(axes: Axes, columns: Sequence[str], rows: Sequence[str], *, above: bool = True) -> None:
-    """Label the columns and rows of an axes that contains a grid of unit squares; the labels of
-    columns are above or below the grid."""
+    """Label the columns and rows of axes that contain a grid of unit squares.
+
+    above: whether the labels of columns are above the grid, not below.
+    """
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     ticks(axes.xaxis, np.arange(len(columns)) + 0.5, columns, labeltop=above, labelbottom=not above)
     ticks(axes.yaxis, np.arange(len(rows)) + 0.5, rows)
-    bare(axes)
+    remove_spines(axes)
 
 
 def square(
     axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
-    """Draw a unit square, darker for a higher `share` (0..1), with `text` in its middle and the
-    smaller text `below` under it."""
+    """Draw a unit square with its corner at (x, y), darker for a higher `share` (0..1), with `text`
+    in its middle and the smaller text `below` under this text."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
     centred: Any = {
         "ha": "center",
@@ -359,17 +370,19 @@ def square(
 
 
 def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
-    """Draw a row per layer with a square per expert, sorted by `values` (of experts, indexed by
-    layer).
+    """Draw a row for each layer with a coloured square for each expert, in ascending order of
+    value.
 
-    level: function from the values of a layer's experts to positions (0..1) in the colour map.
-    Experts with value 0 are crossed. At most twelve layers are labelled on the axis."""
+    values: values of experts, indexed by layer; level: function from the values of a layer's
+    experts to positions (0..1) in the colour map. Squares of experts with value 0 are
+    cross-hatched. At most twelve layers are labelled on the axis.
+    """
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
         image = colormaps[SEQUENTIAL](level(ordered))[None]
         zeros = int((ordered == 0).sum())
-        image[0, :zeros, 3] = 0  # transparent
+        image[0, :zeros, 3] = 0  # fully transparent
         axes.imshow(
             image,
             extent=(0, len(ordered), y + 0.94, y + 0.06),
@@ -383,4 +396,4 @@ def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> N
     positions = [layers.index(layer) + 0.5 for layer in labelled]
     ticks(axes.yaxis, positions, [f"layer {layer}" for layer in labelled], labelsize=6.5)
     ticks(axes.xaxis, [], [])
-    bare(axes)
+    remove_spines(axes)

@@ -22,7 +22,7 @@ PERCENT = "{:.0%}"
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A data frame with title, caption, formats and intervals. NaN is a gap."""
+    """A table: a data frame with title, caption, formats and intervals. NaN is a gap."""
 
     name: str
     """Stem of the table's files, such as unified.table1."""
@@ -31,10 +31,9 @@ class Table:
     frame: pd.DataFrame
     """Columns have display names; text columns come first, then numbers."""
     formats: Mapping[str, str]
-    """Number column -> format; all other columns are text."""
+    """Number column -> format of its numbers; all other columns are text."""
     best: Mapping[str, str] = field(default_factory=dict)
-    """Number column -> "max" or "min", for columns in which the best number of each block is
-    bold."""
+    """Number column in which the best number of each block is bold -> "max" or "min"."""
     blocks: Sequence[str] = ()
     """Text columns that identify a block: the rows that are compared with each other."""
     low: pd.DataFrame | None = None
@@ -47,8 +46,8 @@ class Table:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Suffix of a file -> the table as the text of this file; cached, because the files and the
-        page use it."""
+        """Suffix of a file -> text of the file with the table; cached, because the files and the
+        page use the texts."""
         return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
@@ -59,7 +58,7 @@ UNPRUNED = "Unpruned"
 KEY = "Criterion"
 """The column that stays visible when a table is scrolled sideways."""
 LONG = 60
-"""Texts with more characters than this may be wrapped."""
+"""The page may wrap texts with more characters than this."""
 
 
 _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
@@ -70,14 +69,15 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
     "allocation": names.allocated,
     "column": names.benchmark,
 }
-"""Column with names of a study -> function that returns the display name of a value."""
+"""Column of a study's frames -> function that returns the display name of a value in the column."""
 
 
 def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A frame with `columns` (displayed column -> column of `rows`), and with display names of
-    criteria, methods etc.
+    """Select and rename columns of `rows`, and replace criteria, methods etc. by their display
+    names.
 
-    A column that `rows` lacks is empty."""
+    columns: new name -> name in `rows`. A column that `rows` lacks is empty.
+    """
     displayed = {}
     for column, source in columns.items():
         values = rows[source] if source in rows else pd.Series(dtype=object)
@@ -89,10 +89,11 @@ def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
 def tabulated(
     rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Arguments `frame` and `formats` of a table.
+    """The arguments `frame` and `formats` of a `Table`, as a dictionary.
 
-    text: displayed column -> column of `rows`; numbers: displayed column -> (column of `rows`,
-    format)."""
+    text: name of a text column -> column of `rows`; numbers: name of a number column -> (column of
+    `rows`, format).
+    """
     columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
     return {
         "frame": spelled(rows, columns),
@@ -113,8 +114,8 @@ def formatted(value: object, form: str) -> str:
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether a number is missing that the row should have. The unpruned model, which is not
-    ranked, needs no rank."""
+    """Whether the row lacks its number in `column`, and should have one. Numbers in optional
+    columns may be missing, and so may the rank of the unpruned model, which is not ranked."""
     unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
     needed = not unranked and column not in table.optional
     return needed and formatted(row[column], "{}") == GAP
@@ -122,32 +123,35 @@ def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
 
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
-    """All footnotes: on columns where less is better, those of the table, and on gaps if it has
-    any."""
+    """All footnotes of a table: on columns where less is better, then `Table.footnotes`, then on
+    gaps if the table has gaps."""
     rows = table.frame.to_dict("records")
     has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
-    return [*_directions(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
+    return [*_footnotes_on_direction(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
 
 
-def _directions(table: Table) -> list[str]:
-    """A list with a sentence on the columns in which less is better; empty when there are none."""
-    lowest = [
+def _footnotes_on_direction(table: Table) -> list[str]:
+    """A list with one sentence that names the columns in which less is better; empty when there are
+    no such columns."""
+    lower_is_better = [
         column
         for column, direction in table.best.items()
         if direction == "min" and column in table.frame
     ]
-    return [f"Less is better: {names.listing(lowest)}."] if lowest else []
+    return [f"Less is better: {names.listing(lower_is_better)}."] if lower_is_better else []
 
 
 @lru_cache(maxsize=128)
 def best(table: Table) -> pd.DataFrame:
-    """Booleans in the shape of the frame: whether a number is the best of its block.
+    """Booleans in the shape of the frame: whether a number is the best in its column and block.
 
-    Numbers are compared as printed, so several can be best. The unpruned model is left out."""
+    Numbers are compared as printed, so several can be the best. The unpruned model does not
+    compete, and a number without competitors is not the best.
+    """
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
         return marks
-    competing = (
+    is_competing = (
         table.frame["Criterion"].to_numpy() != UNPRUNED if "Criterion" in table.frame else True
     )
     blocks: list[Any] = [np.arange(len(table.frame))]
@@ -155,19 +159,19 @@ def best(table: Table) -> pd.DataFrame:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
     for column, direction in table.best.items():
         decimals = 2 if table.formats[column] == "{:.2f}" else 3
-        values = np.where(competing, table.frame[column].astype(float).round(decimals), np.nan)
-        marked = np.zeros(len(values), bool)
+        values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
+        is_best = np.zeros(len(values), bool)
         for rows in blocks:
             if np.count_nonzero(~np.isnan(values[rows])) > 1:
                 top = np.nanmin(values[rows]) if direction == "min" else np.nanmax(values[rows])
-                marked[rows] = values[rows] == top
-        marks[column] = marked
+                is_best[rows] = values[rows] == top
+        marks[column] = is_best
     return marks
 
 
 def printed(table: Table) -> pd.DataFrame:
-    """The frame with Pruned = 0 % in the rows of the unpruned model. In `Table.frame` these rows
-    have the ratio of the block in which they are listed."""
+    """The frame as it is printed: rows of the unpruned model have Pruned = 0 %, in place of the
+    ratio of the block in which `Table.frame` lists them."""
     if not {KEY, "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
@@ -177,7 +181,7 @@ def printed(table: Table) -> pd.DataFrame:
 
 @lru_cache(maxsize=128)
 def text(table: Table) -> pd.DataFrame:
-    """The frame with every number as formatted text."""
+    """The frame as it is printed, with numbers as formatted texts."""
     columns = {
         str(column): [
             formatted(value, table.formats[str(column)]) if column in table.formats else value
@@ -189,8 +193,8 @@ def text(table: Table) -> pd.DataFrame:
 
 
 def csv(table: Table) -> str:
-    """The table as CSV with six significant digits and columns for the ends of intervals; a gap is
-    an empty field."""
+    """The table as CSV. Numbers have six significant digits, a gap is an empty field, and the ends
+    of intervals are further columns."""
     frame = printed(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
@@ -200,7 +204,8 @@ def csv(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown, with title, caption and footnotes; the best of each block in bold."""
+    """The table as Markdown with title, caption and footnotes; the best number of each block is
+    bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -209,7 +214,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """The table as LaTeX with booktabs; the best of each block in bold."""
+    """The table as LaTeX for the package booktabs; the best number of each block is bold."""
     layout = "".join("r" if column in table.formats else "l" for column in table.frame)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
     head = " & ".join(_tex(column) for column in table.frame)
@@ -232,8 +237,11 @@ def latex(table: Table) -> str:
 
 
 def _lines(table: Table, strong: str, escaped: Callable[[object], str]) -> list[list[str]]:
-    """Rows of formatted cells, escaped by `escaped`; the best of each block in the format
-    `strong`."""
+    """Rows of the table as lists of formatted texts.
+
+    strong: format of the best number of each block; escaped: function that converts a value to text
+    and escapes special characters.
+    """
     lines = []
     for row, marks in zip(text(table).to_numpy(), best(table).to_numpy(), strict=True):
         cells = list(map(escaped, row))
@@ -254,8 +262,8 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """The table as an HTML element with sort keys, intervals under the numbers and the best in
-    bold."""
+    """The table as an HTML element with keys for sorting and intervals under the numbers; the best
+    number of each block is bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks = best(table).to_numpy()
     texts = text(table).to_numpy()
@@ -287,7 +295,7 @@ def html(table: Table) -> str:
 
 
 def _head(table: Table, column: str) -> str:
-    """The HTML cell of a column's head, with a button to sort by it."""
+    """The HTML cell with the name of a column, which is a button that sorts by the column."""
     kind = "number" if column in table.formats else "text"
     return (
         f"<th scope=col class={kind} aria-sort=none><button "
@@ -298,7 +306,8 @@ def _head(table: Table, column: str) -> str:
 def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
     """An HTML cell without its closing tag, because an interval may follow.
 
-    value: what the frame has; printed: its text; strong: whether it is the best of its block."""
+    value: value in the frame; printed: text of the value; strong: whether the text is bold.
+    """
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
@@ -317,8 +326,7 @@ def _cell(table: Table, column: str, value: object, printed: str, strong: bool) 
 
 
 def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
-    """Column -> low and high end of the interval of each row; without columns that have no
-    intervals."""
+    """Column with intervals -> the low and high end of each row's interval."""
     ends: dict[str, list[tuple[float, float]]] = {}
     if table.low is None or table.high is None:
         return ends
@@ -331,7 +339,8 @@ def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
 
 
 def _interval(table: Table, column: str, low: float, high: float) -> str:
-    """The HTML of an interval, with fewer decimals than the numbers of its column; "" for NaN."""
+    """The HTML of an interval, with fewer decimals than the numbers of its column; "" if an end is
+    NaN."""
     if math.isnan(low) or math.isnan(high):
         return ""
     short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
@@ -352,12 +361,12 @@ RENDERERS: dict[str, Callable[[Table], str]] = {
     "tex": latex,
     "html": html,
 }
-"""Suffix of a file -> the function that renders a table as the text of this file."""
+"""Suffix of a file -> function that renders a table as the text of such a file."""
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns their paths. When one
-    cannot be rendered, none is written."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. If
+    the table cannot be rendered as one of these, no file is written."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):
