@@ -27,14 +27,14 @@ class Text:
     max_tokens: int
     """Largest number of tokens of the text."""
     stop: tuple[str, ...] = ()
-    """Texts at which an answer ends; they are cut off. The prompt and the thought before the answer
-    are not searched for them."""
+    """Texts at which an answer ends, and which are cut off. The prompt and the thought before the
+    answer are not searched for stop texts."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
     tools: Tools = ()
     """Functions that the model may call in a conversation."""
     skip_long: bool = False
-    """Generate nothing after a prompt that leaves too little room; otherwise it is an error."""
+    """Whether a prompt that leaves too little room is skipped; False: such a prompt is an error."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Document:
 
     text: str
     length: int | None = None
-    """Tokens of a window; None for 2048, or what the model can read."""
+    """Tokens of a window; None for 2048, or as many as the model can read if these are fewer."""
     from_nothing: bool = False
     windows: int | None = None
     """Largest number of windows."""
@@ -78,11 +78,11 @@ class Window:
     """The likelihood of a part of a text."""
 
     nats: float
-    """Summed log-likelihood of its tokens."""
+    """Summed log-likelihood of the predicted tokens."""
     tokens: int
-    """Number of these tokens."""
+    """Number of predicted tokens."""
     likeliest: bool
-    """Whether each of these tokens was the likeliest."""
+    """Whether each predicted token was the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Answer:
     replies: tuple[Reply, ...]
     """The reply to each request of the item."""
     replicate: int = 0
-    """Number of this answer among several to the same item."""
+    """Index of this answer among several answers to the same item."""
 
     @property
     def reply(self) -> Reply:
@@ -132,7 +132,7 @@ class Answer:
     ) -> Sample:
         """The row of samples.parquet for this answer and the result named `result`.
 
-        `output` replaces the generated text of an answer that has none.
+        `output` is the output of an answer without a generated text.
         """
         digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
@@ -232,8 +232,8 @@ def may_think(tokenizer: Any) -> bool:
 
 
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """(id, text) of the special tokens that mark thoughts or occur in stop texts. Decoding would
-    leave them out of a text."""
+    """(id, text) of the special tokens that mark thoughts or occur in stop texts. Decoding
+    leaves special tokens out of a text."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = [(number, token.content) for number, token in added.items() if token.special]
     return tuple(
@@ -259,7 +259,7 @@ def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
 
 
 def _end_of(closing: str, text: str) -> int | None:
-    """The end of the first closing mark that is not in quotes; None if there is none."""
+    """The end of the first mark `closing` in `text` that is not in quotes; None without one."""
     for mark in re.finditer(re.escape(closing), text):
         before = text[mark.start() - 1 : mark.start()]
         after = text[mark.end() : mark.end() + 1]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import openai
 
 _BUSY = (408, 409, 429)
-"""HTTP status codes below 500 after which the client repeats a request, as it does from 500 on."""
+"""HTTP status codes below 500 after which the client repeats a request. It also repeats a request
+after every status code from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
 """Values of finish_reason of incomplete replies; those of complete replies differ between
 endpoints."""
@@ -42,7 +43,7 @@ _SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
 # A character must follow the number, because a reply may be cut off in the middle of 10.
 _NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
 UNPARSABLE_ATTEMPTS = 3
-"""How often a text is sent while its replies hold no score: enough for a reply that broke off by
+"""How often a text is sent while the replies have no score: enough for a reply that broke off by
 chance."""
 
 
@@ -61,8 +62,7 @@ class Verdict:
 
 
 def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """A sentence each for a missing permission to use a judge, a missing judge, and a missing key
-    for the judge."""
+    """A sentence for each missing requirement: permission to use a judge, the judge, its key."""
     name = f"benchmark {benchmark.name}"
     judge = benchmark.judge
     if not policy.allow_judge:
@@ -75,8 +75,8 @@ def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     elif urlsplit(judge.url).scheme == "https" and not _key(judge):
         yield (
             f"judge.key_variable={judge.key_variable}: this environment variable is not set, and "
-            f"{judge.url} expects a key: export {judge.key_variable}=KEY, or any value where none "
-            "is needed"
+            f"{judge.url} expects a key: export {judge.key_variable}=KEY, or any value where no "
+            "key is needed"
         )
 
 
@@ -90,31 +90,31 @@ def verdicts(
     """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
-    Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason,
-    and immediately when the endpoint refuses a request. Address and key are not part of a step, so
-    another run may succeed.
+    Raises Unavailable, with the first reason, as soon as more than `tolerated` prompts got no
+    score, and immediately when the endpoint refuses a request. The step can be run again with another
+    address or key, as these are not part of its identity.
     """
     unscored: list[Verdict] = []
-    refused = threading.Event()
+    stop = threading.Event()
     # closing the client ends the requests that are still being repeated
     with _client(judge) as client:
         pool = ThreadPoolExecutor(PARALLEL)
         try:
             futures = [
-                pool.submit(_verdict, judge, cache, client, prompt, refused) for prompt in prompts
+                pool.submit(_verdict, judge, cache, client, prompt, stop) for prompt in prompts
             ]
             for future in as_completed(futures):
                 verdict = future.result()
                 if verdict.score is None:
                     unscored.append(verdict)
-                if len(unscored) > tolerated and not refused.is_set():
+                if len(unscored) > tolerated and not stop.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to {len(unscored)} of "
                         f"{len(prompts)} answers, and at most {tolerated} may go without: "
                         f"{unscored[0].reply}"
                     )
         finally:
-            refused.set()
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
     return [future.result() for future in futures]
 
@@ -135,10 +135,10 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
 
 
 def _verdict(
-    judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, refused: threading.Event
+    judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
-    """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses
-    the request."""
+    """The verdict on one prompt, from the cache or else from the endpoint; without a request once
+    `stop` is set. Raises Unavailable, and sets `stop`, when the endpoint refuses the request."""
     import openai
 
     settings = judge.identity  # without the address
@@ -148,7 +148,7 @@ def _verdict(
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
     reason = "canceled"
-    for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
+    for _ in range(0 if stop.is_set() else UNPARSABLE_ATTEMPTS):
         try:
             response = client.chat.completions.with_raw_response.create(
                 model=judge.model,
@@ -167,7 +167,7 @@ def _verdict(
         except openai.APIStatusError as error:
             if error.status_code >= 500 or error.status_code in _BUSY:
                 return Verdict(None, f"HTTP {error.status_code}")
-            refused.set()
+            stop.set()
             raise Unavailable(
                 f"judge {judge.model} at {judge.url} refused a request with HTTP "
                 f"{error.status_code} ({' '.join(error.message.split()):.200}): check judge.url, "
@@ -198,10 +198,10 @@ def _message(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number from 1 to 10 after the last "score" of the reply; earlier ones may be in a quote
-    of the form.
+    """The number from 1 to 10 after the last "score" of the reply; the reply may quote the form,
+    with "score", before.
 
-    Thoughts are not read. Raises Unparsable when there is no such number.
+    Thoughts are not read. Raises Unparsable for a reply without such a number.
     """
     answer = answer_in(reply)
     if answer is None:

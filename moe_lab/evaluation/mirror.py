@@ -35,8 +35,8 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Split -> regular expression of the parts of paths by which files belong to it where there is no
-dataset card, as for `datasets`."""
+"""Split -> regular expression of a part of a path. Without a dataset card, a file belongs to the
+split if its path has such a part, as for `datasets`."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, sha256 and source."""
@@ -88,8 +88,8 @@ def rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
-    """Subset -> split -> files of the mirror. A data set without subsets has one, called
-    default."""
+    """Subset -> split -> files of the mirror. A data set without subsets has the subset
+    `default`."""
     path = folder(benchmark)
     by_subset: dict[str, dict[str, list[Path]]] = {}
     for name, entry in _entries(benchmark, None).items():
@@ -98,8 +98,8 @@ def subsets(benchmark: BenchmarkConfig) -> dict[str, dict[str, list[Path]]]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError if it cannot
-    be read."""
+    """The rows of a .parquet, .jsonl, .jsonl.gz, .json or .csv file. Raises UserError for a file
+    that cannot be read."""
     if file.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
@@ -132,8 +132,8 @@ def manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads: of all splits if it shows
-    examples."""
+    """The manifest's entries for the files that a benchmark reads: those of its split, or of all
+    splits if the benchmark shows examples."""
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
@@ -156,17 +156,19 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
 
 
 def _folder(benchmark: BenchmarkConfig) -> Path:
+    """The folder of the benchmark's mirror, which may not exist."""
     assert benchmark.data is not None and benchmark.root is not None
     return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
 
 def _command(benchmark: BenchmarkConfig) -> str:
+    """The command that makes the benchmark's mirror."""
     return f"python -m moe_lab.evaluation.mirror {benchmark.name} data_root={benchmark.root}"
 
 
 def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
-    """Return the number of rows of `entries`. UserError if it is less than benchmark.expected; a
-    harness may use fewer rows than there are."""
+    """The number of rows of `entries`. UserError for fewer rows than benchmark.expected; more rows
+    are allowed, as a harness may use only some of them."""
     count: int = sum(entry["rows"] for entry in entries.values())
     if count < (benchmark.expected or 0):
         raise UserError(
@@ -182,9 +184,9 @@ def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
 def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     """Make the mirror of the benchmark's data and return a line for the log.
 
-    `source` is a folder laid out as on the hub, or the file of the evaluated split. None: the
-    benchmark's revision on the hub. The manifest is written once all files are copied and the
-    evaluated split has as many rows as expected.
+    `source` is a folder laid out as on the hub, or the file of the evaluated split; None for
+    benchmark.url or, without a URL, the benchmark's revision on the hub. The manifest is written
+    once all files are copied and the evaluated split has as many rows as expected.
     """
     path = _folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
@@ -207,8 +209,8 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }
     count = _check_row_count(benchmark, evaluated)
-    # Earlier entries of other subsets and splits stay. Those of the same subset and split go, since
-    # their files may have had other names.
+    # Earlier entries of other subsets and splits stay. Earlier entries of the same subset and split
+    # go, since their files may have had other names.
     for name, entry in manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
             entries.setdefault(name, entry)
@@ -221,8 +223,8 @@ Layout = dict[str, tuple[str, str]]
 
 
 def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset. Returns the name of the data set with its
-    commit, and the files."""
+    """Download the files of the benchmark's subset. Returns NAME@COMMIT of the data set, and the
+    layout of the files."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -249,8 +251,8 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
 
 
 def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
-    """Copy the file `source`, or download the file at benchmark.url. Returns its address, and the
-    file."""
+    """Copy the file `source`, or download the file at benchmark.url. Returns the address of
+    the file, and a layout of this file alone."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -275,7 +277,7 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tu
 
 def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
     """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from its
-    subfolder OWNER/NAME. Returns that folder, and the files."""
+    subfolder OWNER/NAME. Returns the folder with the files, and the layout of the files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
@@ -290,8 +292,8 @@ def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, La
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, by the dataset card or else by their names. UserError if
-    none of them belongs to the benchmark's split."""
+    """The files of the benchmark's subset, by the dataset card or else by their names. UserError
+    without a file of the benchmark's split."""
     patterns = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -338,35 +340,35 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
-    """The benchmarks that need a mirror, each once, of the `names` of benchmarks and suites."""
+    """Those benchmarks that need a mirror, each once, by `names` of benchmarks and suites."""
     from omegaconf import OmegaConf
 
     files = {
         group: {file.stem: file for file in (conf() / group).glob("*.yaml")}
         for group in ("benchmark", "suite")
     }
-    listed: list[str] = []
+    benchmark_names: list[str] = []
     for name in names:
         check_known("benchmark or suite", name, files["benchmark"] | files["suite"])
-        listed += (
+        benchmark_names += (
             [name]
             if name in files["benchmark"]
             else OmegaConf.load(files["suite"][name]).benchmarks
         )
     contents = (
         OmegaConf.to_container(OmegaConf.load(files["benchmark"][name]))
-        for name in dict.fromkeys(listed)
+        for name in dict.fromkeys(benchmark_names)
     )
-    loaded: list[BenchmarkConfig] = [
+    configs: list[BenchmarkConfig] = [
         valid(BenchmarkConfig, content, "benchmark") for content in contents
     ]
     with_data = [
-        replace(benchmark, root=root) for benchmark in loaded if benchmark.data is not None
+        replace(benchmark, root=root) for benchmark in configs if benchmark.data is not None
     ]
     if not with_data:
         raise UserError(
-            f"{', '.join(listed)} needs no mirror: its data comes with moe_lab, or is a file of "
-            "yours"
+            f"{', '.join(benchmark_names)} needs no mirror: its data comes with moe_lab, or is a "
+            "file of yours"
         )
     return with_data
 

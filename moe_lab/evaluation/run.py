@@ -54,7 +54,7 @@ def answer(
 def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
-    """As `evaluate`, of answers that the model has given before. Needs no model."""
+    """As `evaluate`, but with answers that the model has given before. Needs no model."""
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
     return _grade(harness, answers, benchmark, out, policy)
@@ -71,8 +71,8 @@ def _grade(
     harness tolerates."""
     graded = harness.grade(answers, benchmark, policy)
     for result in graded.results:
-        missing = (result["expected"] or result["n"]) - result["n"]
-        if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
+        missing_items = (result["expected"] or result["n"]) - result["n"]
+        if benchmark.limit is None and not 0 <= missing_items <= graded.tolerated:
             raise RuntimeError(
                 f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
             )
@@ -101,6 +101,7 @@ def _grade(
 
 
 def _write_samples(samples: Sequence[Sample], file: Path) -> None:
+    """Write the samples to a Parquet file, with characters replaced that UTF-8 cannot encode."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 

@@ -19,12 +19,12 @@ from moe_lab.errors import UserError
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 WARMUP = 2
-"""Requests before the timed ones. The first of them compiles and allocates; it is the one of which
-memory is measured."""
+"""Requests before the timed requests. The first request compiles and allocates; its memory is
+measured."""
 REPEATS = 7
 """Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
-"""Written to `_RESET`, resets the peak of resident memory."""
+"""The text that resets the peak of resident memory when it is written to `_RESET`."""
 
 
 @torch.inference_mode()
@@ -106,6 +106,6 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
 
 
 def _peak_bytes() -> int:
-    """Peak resident memory of this process since it was reset."""
+    """Peak resident memory of this process since the peak was reset, in bytes."""
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

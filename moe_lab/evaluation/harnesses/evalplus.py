@@ -1,8 +1,8 @@
 """EvalPlus: problems with EvalPlus's own prompts, graded by its rules in a sandbox.
 
 A model either completes a problem's prompt, as base models do in EvalPlus, or writes a program in
-answer to one message through its chat template, as EvalPlus does with models behind an API: without
-a prefilled start of the answer.
+answer to one message through its chat template. The answer has no prefilled start, as with
+EvalPlus's models behind an API.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class EvalPlus(Harness):
         return dict(list(problems.items())[: benchmark.limit])
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
-        """The file of the benchmark's problems, which a mirror has as it was released."""
+        """The file of the benchmark's problems; that of a mirror is EvalPlus's released file."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
         (splits,) = mirror.subsets(benchmark).values()

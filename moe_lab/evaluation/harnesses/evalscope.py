@@ -25,8 +25,8 @@ from moe_lab.machine import check_has, cores, interpreter, package_version_in
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
-"""Share of answers that EvalScope may fail to compare, as its time for each is limited. They count
-as wrong answers."""
+"""Largest share of answers that EvalScope may fail to compare within its time limit. Such answers
+count as wrong."""
 SHOTS: Mapping[str, tuple[int, ...] | None] = {
     "gsm8k": None,
     "math_500": (0,),
@@ -73,7 +73,7 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade answers by EvalScope, without the thoughts before them. A thought that does not end
+        """Results of EvalScope for the answers without their thoughts. A thought that does not end
         counts as an empty answer.
 
         Raises RuntimeError when EvalScope could not compare more than 1 % of the answers.
@@ -201,8 +201,8 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """Make a data set of links to the benchmark's files in `folder`, and return the folder.
-    EvalScope may delete files in a folder that it reads."""
+    """Make a data set in `folder` whose files are links to the benchmark's, and return `folder`.
+    Links are used because EvalScope may delete files in a folder that it reads."""
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]
@@ -216,8 +216,8 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 
 def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """The argument `code` of `evalscope_worker.load`. `policy` None: for questions alone, so that
-    no program runs and no pickle is read."""
+    """The argument `code` of `evalscope_worker.load`. `policy` is None for questions, for which no
+    program runs and no pickle is read."""
     parameters = benchmark.parameters
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
     is_confined = policy is None or policy.protection() == NAMESPACES

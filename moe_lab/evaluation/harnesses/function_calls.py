@@ -17,6 +17,7 @@ from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_m
 from moe_lab.evaluation.items import Answer, Item, Text, text_items
 from moe_lab.json_files import fits
 
+# Expected form of a line of the file of questions, and of the file of right answers.
 _QUESTION = {
     "id": str,
     "question": [[{"role": str, "content": str}]],
@@ -72,8 +73,8 @@ class FunctionCalls(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The outcome of an answer is 1 if all its calls are right, else 0; the extracted text of
-        its sample says what is wrong."""
+        """Results of the answers. An outcome is 1 if all calls of the answer are right, else 0; the
+        extracted text of its sample says what is wrong."""
         questions = {question.name: question for question in self.questions(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:

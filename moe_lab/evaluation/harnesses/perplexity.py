@@ -19,7 +19,7 @@ class Perplexity(Harness):
     """The likelihood of a text in windows of `parameters.length` tokens, the last of which may be
     shorter.
 
-    By default they have 2048 tokens, or what the model can read.
+    The default length is 2048, or as many tokens as the model can read if these are fewer.
     """
 
     metrics = ("perplexity", "bits_per_byte", "loss")
@@ -44,8 +44,8 @@ class Perplexity(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens /
-        bytes / ln 2.
+        """The results: loss in nats per token, the mean over all predicted tokens; perplexity =
+        exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
         All tokens of a window but the first are predicted. Each window is a sample.
         """
@@ -53,14 +53,15 @@ class Perplexity(Harness):
         text = answer.prompt
         counts = [window.tokens for window in answer.reply.windows]
         nats = [-window.nats / window.tokens for window in answer.reply.windows]
-        bits_per_nat = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
+        # turns nats per token into bits per byte
+        factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
         for name, metric in benchmark.reports.items():
             losses = nats
             unit = "nats per token"
             if metric == "bits_per_byte":
-                losses = [loss * bits_per_nat for loss in nats]
+                losses = [loss * factor for loss in nats]
                 unit = "bits per byte"
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 sample = answer.sample(name, loss, "", output="")

@@ -36,7 +36,8 @@ class Stories(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The score of a story is the share of the rules in its checklist that it follows."""
+        """Results of the stories: the outcome of a story is the share of the rules of its checklist
+        that the story follows."""
         rows = self._rows(benchmark)
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -69,7 +70,7 @@ def sentences(story: str) -> list[str]:
 
 
 def _mentions(story: str, text: str) -> bool:
-    """Whether the text occurs as whole words."""
+    """Whether `text` occurs in `story` as whole words."""
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", story) is not None
 
 
@@ -93,7 +94,7 @@ def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[b
     opens_with(text)  the text occurs as whole words in the first sentence;
     ends_with(text)   the story ends with exactly this text;
     sentences(least)  there are at least so many complete sentences;
-    no_repeats()      there is a sentence, and none occurs twice.
+    no_repeats()      there is a sentence, and no sentence occurs twice.
 
     Raises UserError for a rule that does not exist or whose arguments do not fit.
     """

@@ -22,10 +22,10 @@ from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache_folder
 
 TOLERATED = 0.01
-"""Share of items that may have no score. If more have none, the benchmark fails."""
+"""Largest share of items without a score. If more items have no score, the benchmark fails."""
 PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}")
 """Placeholders of a template. All but the history are required."""
-_DEFAULT = Path(__file__).parents[1] / "wildbench_template.md"
+_DEFAULT_TEMPLATE = Path(__file__).parents[1] / "wildbench_template.md"
 _PLACEHOLDER = re.compile(r"\{\$\w+\}")
 
 
@@ -41,7 +41,8 @@ class WildBench(Harness):
     judged = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """A conversation that is too long counts as an empty answer, as in HELM."""
+        """An item for each conversation. The answer to a conversation that is too long is empty, as
+        in HELM."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
             (row["session_id"], Text(_messages(row), max_tokens, skip_long=True))
@@ -51,42 +52,46 @@ class WildBench(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The judge's score of each answer, rescaled to [0, 1]. An empty answer scores 1 of 10
-        without a request.
+        """Results of the answers. An outcome is the judge's score, rescaled to [0, 1]. An empty
+        answer has the score 1 of 10 without a request.
 
         The judge does not see the thought before an answer. Items without a score are omitted and
         named in the protocol. Raises Unavailable when more than 1 % of the items have no score.
         """
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
-        text_of_judge = template(benchmark)
+        judge_template = template(benchmark)
         prompts: dict[str, str] = {}
-        by_item: dict[str, Verdict] = {}
+        verdict_of_item: dict[str, Verdict] = {}
         for answer in answers:
-            if reason := _unanswered(answer):
-                by_item[answer.item] = Verdict(LOWEST, f"{reason}: 1 without a request")
+            if reason := _reason_of_empty_answer(answer):
+                verdict_of_item[answer.item] = Verdict(LOWEST, f"{reason}: 1 without a request")
                 continue
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
             prompts[answer.item] = question(
-                text_of_judge, row["conversation_input"], text, row["checklist"]
+                judge_template, row["conversation_input"], text, row["checklist"]
             )
-        without_request = len(by_item)
+        count_without_request = len(verdict_of_item)
         tolerated = math.floor(TOLERATED * len(answers))
         judged = verdicts(benchmark.judge, cache_folder("judge"), list(prompts.values()), tolerated)
-        by_item.update(zip(prompts, judged, strict=True))
+        verdict_of_item.update(zip(prompts, judged, strict=True))
         scores = {
-            item: verdict.score for item, verdict in by_item.items() if verdict.score is not None
+            item: verdict.score
+            for item, verdict in verdict_of_item.items()
+            if verdict.score is not None
         }
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-            share = (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST)
-            return share, by_item[answer.item].reply
+            outcome = (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST)
+            return outcome, verdict_of_item[answer.item].reply
 
         protocol = {
-            "unasked": without_request,
+            "unasked": count_without_request,
             "unscored": {
-                item: verdict.reply for item, verdict in by_item.items() if item not in scores
+                item: verdict.reply
+                for item, verdict in verdict_of_item.items()
+                if item not in scores
             },
             "judge_prompt": next(iter(prompts.values()), None),
         }
@@ -105,8 +110,8 @@ class WildBench(Harness):
 HARNESS = WildBench()
 
 
-def _unanswered(answer: Answer) -> str | None:
-    """Why an answer is empty; None if it is not empty."""
+def _reason_of_empty_answer(answer: Answer) -> str | None:
+    """The reason why an answer is empty; None if it is not empty."""
     text = answer.reply.text
     if text and text.strip():
         return None
@@ -141,16 +146,16 @@ def template(benchmark: BenchmarkConfig) -> str:
     """The template in the file parameters.template, or the default template. UserError for a file
     that cannot be read, or has other placeholders than `PLACEHOLDERS`."""
     path = benchmark.parameters.get("template")
-    file = Path(path).expanduser() if path else _DEFAULT
+    file = Path(path).expanduser() if path else _DEFAULT_TEMPLATE
     setting = f"benchmark {benchmark.name}: parameters.template={file}"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from None
-    present = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
-    if present != set(PLACEHOLDERS):
+    placeholders = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
+    if placeholders != set(PLACEHOLDERS):
         raise UserError(
-            f"{setting} has the placeholders {', '.join(sorted(present))}: expected "
+            f"{setting} has the placeholders {', '.join(sorted(placeholders))}: expected "
             f"{', '.join(PLACEHOLDERS)}, of which only the first may be missing"
         )
     return text
