@@ -68,7 +68,7 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do the work of `pack`, and raise errors of the disk. Also removes bad steps from packs, and
+        """Do the work of `pack`. Raises errors of the disk. Also removes bad steps from packs, and
         merges packs when there are more than MOST_PACKS."""
         store = self.store
         if store.packs.bad:

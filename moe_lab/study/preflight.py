@@ -70,10 +70,12 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
             f"model={','.join(names)} is not evaluated, as no suite is named: add "
             "suite=perplexity suite.path=FILE"
         )
-    used = [config.resources.of_model(cell.model) for cell in _distinct(cells, "model")]
-    unused = [name for name, job in config.resources.models.items() if job not in used]
-    if unknown := [name for name in unused if not (conf() / "model" / f"{name}.yaml").is_file()]:
-        yield f"resources.models: no model of this study has the name {', '.join(unknown)}"
+    job_configs = [config.resources.of_model(cell.model) for cell in _distinct(cells, "model")]
+    unused_names = [name for name, job in config.resources.models.items() if job not in job_configs]
+    if unknown_names := [
+        name for name in unused_names if not (conf() / "model" / f"{name}.yaml").is_file()
+    ]:
+        yield f"resources.models: no model of this study has the name {', '.join(unknown_names)}"
     for cell in _distinct(cells, "allocation"):
         plan = plan_in(cell.allocation)
         if plan is not None and not plan.provenance.get("model_sha256"):
@@ -82,31 +84,31 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
                 "layers and counts are compared"
             )
     yield from _unread_fields(cells)
-    rounded: dict[str, None] = {}
+    roundings: dict[str, None] = {}
     for cell in _distinct(cells, "model", "criterion", "allocation", "ratio"):
         removed = removed_share(cell)
         if abs(removed - cell.ratio) > ROUNDED:
-            rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
-    if rounded:
-        listed = ", ".join(rounded)
+            roundings[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
+    if roundings:
+        listed = ", ".join(roundings)
         yield f"ratio is rounded to whole experts (model requested -> removed): {listed}"
 
 
 def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each calibration set with fields of one-word texts that a model does not
-    read."""
+    """A sentence for each calibration set whose texts of one word a model does not read in some
+    fields. The sentence names these fields, and all models that do not read exactly these."""
     distinct = _distinct(cells, "model", "calibration", "criterion", "allocation")
-    reading = [cell for cell in distinct if reads_text(cell)]
-    unread = {}
-    for cell in _distinct(reading, "model", "calibration"):
-        unread[cell.calibration.name] = calibrations.unread_keys(cell.calibration, cell.model)
-    for name, keys in unread.items():
-        if keys:
-            yield (
-                f"calibration={name}: texts of one word are not read, of {', '.join(keys)}: name "
-                "these fields in calibration.template to read them, or in "
-                f"calibration.ignored=[{','.join(keys)}]"
-            )
+    text_cells = [cell for cell in distinct if reads_text(cell)]
+    models: dict[tuple[str, ...], dict[str, None]] = {}
+    for cell in _distinct(text_cells, "model", "calibration"):
+        if keys := calibrations.unread_keys(cell.calibration, cell.model):
+            models.setdefault((cell.calibration.name, *keys), {})[cell.model.name] = None
+    for (name, *keys), names in models.items():
+        yield (
+            f"calibration={name}: model={','.join(names)} does not read texts of one word, of "
+            f"{', '.join(keys)}: name these fields in calibration.template to read them, or in "
+            f"calibration.ignored=[{','.join(keys)}]"
+        )
 
 
 DIFFERING_ITEMS = 0.25
@@ -116,38 +118,40 @@ BETWEEN_SEEDS = 0.05
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """A sentence with the smallest difference between averages of methods that a study would find
-    with a power of 80 %, at the 5 % level corrected for all pairs of methods with several seeds."""
+    """A sentence for each request with the smallest difference between averages of two methods that
+    a study would find with a power of 80 %. The test is a two-sided t-test at the 5 % level divided
+    by the number of pairs of methods, of those with several seeds. The variance of a difference is
+    the sum of the variance between seeds and of that between items."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        items = [
+        sizes = [
             min(benchmark.expected, benchmark.limit or benchmark.expected)
             for benchmark in benchmarks
             if benchmark.expected
         ]
-        methods: Counter[Cell] = Counter()
+        seeds_of_method: Counter[Cell] = Counter()
         for cell in cells:
             if cell.ratio and cell.criterion.name not in RANDOM:
-                methods[replace(cell, seed=0)] += 1
-        if not items or len(methods) < 2:
+                seeds_of_method[replace(cell, seed=0)] += 1
+        if not sizes or len(seeds_of_method) < 2:
             continue
-        seed_counts = [count for count in methods.values() if count > 1]
+        seed_counts = [count for count in seeds_of_method.values() if count > 1]
         if len(seed_counts) < 2:
             yield (
                 "visible: no differences between methods, as they have one seed: seed=1,2,3 "
                 "gives each three plans"
             )
             continue
-        degrees = sum(seed_counts) - len(seed_counts)
+        freedom = sum(seed_counts) - len(seed_counts)
         pairs = len(seed_counts) * (len(seed_counts) - 1) / 2
         seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
-        item_variance = sum(DIFFERING_ITEMS / size for size in items) / len(items) ** 2
-        quantiles = stdtrit(degrees, 1 - 0.025 / pairs) + stdtrit(degrees, 0.8)
-        difference = quantiles * math.sqrt(seed_variance + item_variance)
+        item_variance = sum(DIFFERING_ITEMS / size for size in sizes) / len(sizes) ** 2
+        quantile_sum = stdtrit(freedom, 1 - 0.025 / pairs) + stdtrit(freedom, 0.8)
+        difference = quantile_sum * math.sqrt(seed_variance + item_variance)
         yield (
             f"visible: differences between averages of {len(seed_counts)} methods "
-            f"({min(seed_counts)} seeds) from about {difference:.3f} on, with {sum(items):,} items"
+            f"({min(seed_counts)} seeds) from about {difference:.3f} on, with {sum(sizes):,} items"
         )
 
 
@@ -160,7 +164,7 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
         checks = list(needed.conditions)
         if launcher.python is None:
             checks += needed.programs
-        # nodes of a cluster have their own devices
+        # jobs of a cluster run on nodes with other devices than this machine
         if launcher.name != "slurm" and needed.model and needed.runs_model:
             checks.append((check_device, needed.model.device))
         for check, *arguments in checks:
@@ -172,8 +176,8 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
 
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """A sentence if the disk of `store` is too small for the results of `steps`, and for each model
-    that main memory does not hold; memory is not checked for launcher=slurm."""
+    """A sentence if the disk of `store` is too small for the results of `steps`, and, unless
+    launcher=slurm, for each kind of step and model whose weights main memory does not hold."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
         problems += (sentence for step in steps for sentence in user_errors(check_memory, step))
@@ -237,10 +241,11 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
     """Problems of the texts that models read, and of each text with each model that reads it."""
-    distinct = {}
+    readings = {}
     for cell in _distinct(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
-        with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
+        # an unknown criterion or allocation may read the calibration set, which is then checked
+        with suppress(UserError):
             if not reads_text(cell):
                 del texts["calibration"]
             elif cell.calibration.is_default and not is_shipped(cell.model):
@@ -250,8 +255,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
                     "calibration.path=FILE"
                 )
         for role, text in texts.items():
-            distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
-    for role, text, model in distinct.values():
+            readings[role, id(text), id(cell.model)] = (role, text, cell.model)
+    for role, text, model in readings.values():
         check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
             sentence
@@ -259,9 +264,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
             for sentence in user_errors(check, part)
         ]
         yield from problems
-        if (
-            role != "flops" and not problems
-        ):  # the model reads the text for FLOPs only if its experts differ in width
+        # the text for FLOPs is read only by models whose experts differ in width
+        if role != "flops" and not problems:
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
                 yield from user_errors(calibrations.check_length, text, model)
@@ -301,8 +305,8 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of a plan whose dropped experts are replaced. Where the router still routes tokens
-    to dropped experts, only the code of transformers can compute the model."""
+    """Problems of a cell whose plan replaces dropped experts. If the router still routes tokens to
+    dropped experts (its rows are all kept), only the code of transformers can compute the model."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
@@ -335,9 +339,9 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
-    """Problems of the plan of a cell, by the checks of the step that makes it."""
-    kind: Any = KINDS[allocation.get(cell.allocation.name).step]
-    for check in kind.checks:
+    """Problems of the plan of a cell, from the checks of the class of the step that makes it."""
+    step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
+    for check in step_class.checks:
         yield from user_errors(check, cell)
 
 
@@ -379,4 +383,5 @@ CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] 
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )
-"""Groups, and a check for one cell of each combination of their values."""
+"""Pairs of names of groups of settings and a check, which is made for one cell of each combination
+of values of these groups."""

@@ -26,12 +26,13 @@ from moe_lab.json_files import Damaged, digest, read_json
 from moe_lab.machine import package_version, processor
 
 CODE_STATE_FILE = "code_state.json"
-"""File with the `code_state` of the original, in the copy of the package that Slurm jobs run."""
+"""File in the copy of the package that Slurm jobs run, with the `code_state` of the original."""
 
 
 @cache
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a checkout also the commit and a digest of uncommitted changes."""
+    """Version of moe_lab; in a git checkout also the commit, and a digest of uncommitted changes or
+    None without changes."""
     package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
         original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
@@ -72,13 +73,14 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def provenance(start: float) -> dict[str, Any]:
     """Provenance of a step that began at `start` (seconds since the epoch): code, versions,
-    machine, time and memory. Threads of torch are None in a process without torch; names, driver
-    and peak bytes of GPUs are None in a process that used no GPU.
+    machine, time and memory. `threads` is None in a process without torch; `gpus`, `driver` and
+    `peak_gpu_memory_bytes` are None in a process that used no GPU. If the version of the driver
+    cannot be read, `driver` is the version of CUDA.
     """
     torch: Any = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
     gpus = range(torch.cuda.device_count()) if on_gpu else ()
-    driver = torch.version.cuda if on_gpu else None
+    cuda = torch.version.cuda if on_gpu else None
     return {
         "code": code_state(),
         "python": platform.python_version(),
@@ -88,11 +90,12 @@ def provenance(start: float) -> dict[str, Any]:
         "processor": processor(),
         "started": start,
         "seconds": round(time.time() - start, 3),
+        # ru_maxrss is in KiB, on macOS in bytes
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
         "threads": torch.get_num_threads() if torch else None,
         "gpus": [torch.cuda.get_device_name(number) for number in gpus] if on_gpu else None,
-        "driver": DRIVER.read_text().splitlines()[0] if on_gpu and DRIVER.is_file() else driver,
+        "driver": DRIVER.read_text().splitlines()[0] if on_gpu and DRIVER.is_file() else cuda,
         "peak_gpu_memory_bytes": sum(map(torch.cuda.max_memory_allocated, gpus))
         if on_gpu
         else None,
@@ -112,13 +115,13 @@ TRANSIENT = {
     errno.ENODEV,
     errno.ENOTCONN,
 }
-"""Numbers of system errors after which the next run tries the step again, as the cause is the
-machine."""
+"""Numbers of system errors that the machine causes, so that the next run tries the step again."""
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: a message for the user, the trace for the log, and whether the next run
-    tries the step again (`transient`, `environment`)."""
+    """An exception as JSON: a message for the user, and the trace for the log. `user`: whether the
+    message suffices without the trace. The next run tries the step again after errors that are
+    `transient`, or about installed software (`environment`)."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -145,7 +148,8 @@ MISSING_SYMBOL = re.compile(
     "undefined symbol|cannot open shared object file|symbol not found|No module named|cannot "
     "import name"
 )
-"""In messages of exceptions about installed packages. Errors of other processes arrive as text."""
+"""Text in messages of errors of installed packages. Errors of other processes are known only by
+their messages."""
 
 
 def _is_of_environment(error: BaseException | None) -> bool:

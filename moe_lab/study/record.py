@@ -53,14 +53,15 @@ class Study:
     models: Models | None = None
     """The models that earlier studies of this process have loaded."""
 
-    def in_store(self, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-        """The steps of the study, and the ids of those that are finished. Prints both numbers.
-        `elsewhere`: ids of steps that will be copied from other stores."""
-        done = self.store.done_of(self.graph.steps) | elsewhere
+    def in_store(self, ids_elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
+        """The steps of the study without shares of finished steps, and the ids of the finished
+        ones. Prints both numbers. `ids_elsewhere`: ids of steps that are finished in other stores
+        and will be copied."""
+        done = self.store.done_of(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
         stores = [self.config.store]
-        if elsewhere:
+        if ids_elsewhere:
             stores += self.config.also
         cells = len(self.graph.cells)
         inform(
@@ -71,9 +72,9 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report when the steps of `schedule` have ended. Returns the exit
-    code, which is 0 if all is done, 1 if something failed or is missing, and 2 if all failures are
-    mistakes of the user."""
+    """Write the record and the report after the steps of `schedule` have ended. Returns the exit
+    code: 0 if all is done, 2 if steps failed and all failures are mistakes of the user, otherwise
+    1."""
     # the last job on a cluster is another process, which has not loaded the plugins
     plugins.load(study.config.plugins)
     store = study.store
@@ -113,26 +114,26 @@ def _write_end(store: Store, study: str) -> None:
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether the records of a study already have the content of `document`, the record of a run,
-    except for time and settings."""
+    """Whether the joined records of a study stay the same, except for time and settings, when
+    `document`, the record of `run`, is added and takes the place of those that it replaces."""
 
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         record = joined(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
     try:
-        current = current_records(store.root, study)
+        records = current_records(store.root, study)
     except Damaged:
         return False
-    if not current:
+    if not records:
         return False
-    updated = {name: row for name, row in current.items() if name not in document["replaces"]}
-    updated[run.folder.name] = document
-    return content(current) == content(updated)
+    later_records = {name: row for name, row in records.items() if name not in document["replaces"]}
+    later_records[run.folder.name] = document
+    return content(records) == content(later_records)
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print errors of steps, and how many cells differ from those of another run."""
+    """Print errors of steps, and how many cells another run has recorded with other settings."""
     store = study.store
     name = study.config.study
     has_several_records = " " in fingerprint(store, name)  # joining them takes long
@@ -152,21 +153,22 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print for which plans scores were equal at the cut, so that ids decided."""
+    """Print the plans in which experts or channels have equal scores at the cut, so that ids decide
+    which are dropped."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
-    tied = []
+    descriptions = []
     for name, step in plans.items():
         if name not in schedule.finished:
             continue
         with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
             numbers = parse_sealed(content, {str: int}, step.folder).values()
-            tied.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
-    if not tied:
+            descriptions.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
+    if not descriptions:
         return
-    listed = ", ".join(tied[:LISTED_PLANS])
-    if len(tied) > LISTED_PLANS:
-        listed += f", and {len(tied) - LISTED_PLANS} more plans"
+    listed = ", ".join(descriptions[:LISTED_PLANS])
+    if len(descriptions) > LISTED_PLANS:
+        listed += f", and {len(descriptions) - LISTED_PLANS} more plans"
     inform(
         "moe_lab: experts or channels have equal scores at the cut, where the lowest ids are "
         f"dropped: {listed}"
@@ -197,13 +199,17 @@ def _report(study: Study) -> bool:
     store = study.store
     name = study.config.study
     page = store.root / "reports" / name / "report.html"
-    file = page.with_name(FINGERPRINT_FILE)
+    fingerprint_file = page.with_name(FINGERPRINT_FILE)
     with store.claims.wait_for(f"report-{name}"):
-        current = fingerprint(store, name)
-        if not (page.is_file() and file.is_file() and file.read_text() == current):
+        current_fingerprint = fingerprint(store, name)
+        if not (
+            page.is_file()
+            and fingerprint_file.is_file()
+            and fingerprint_file.read_text() == current_fingerprint
+        ):
             if not _make_report(study, page):
                 return False
-            write_text(file, current, store.file_mode)
+            write_text(fingerprint_file, current_fingerprint, store.file_mode)
     # no summary if nothing was evaluated; another user may not be allowed to read it
     with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
@@ -248,8 +254,8 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the recorded runs of a study, separated by spaces. A report is up to date while they
-    are the same, as records are never changed."""
+    """Names of the recorded runs of a study, separated by spaces. While these names are the same, a
+    report is up to date, as records are never changed."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
@@ -315,7 +321,8 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
 
 def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Result of a cell -> error message, for failed ones."""
+    """Benchmark or field of a cell -> error message of its failed step, without the fields in
+    PREPARATION. `failed`: id -> error."""
     errors = {}
     for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
@@ -324,7 +331,7 @@ def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def read(store: Store, study: str) -> dict[str, Any]:
-    """The record of a study, {} without any; see `results.read_record`. Raises UserError for a
+    """The record of a study, {} if it has none; see `results.read_record`. Raises UserError for a
     damaged record."""
     try:
         return read_record(store.root, study) or {}
@@ -333,8 +340,8 @@ def read(store: Store, study: str) -> dict[str, Any]:
 
 
 def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
-    """(model, protocol) -> name of the model in the record. The name ends in the protocol except
-    for the first one of a model, as scores of different protocols are not comparable."""
+    """(model, protocol) -> name of the model in the record. Scores of different protocols are not
+    comparable, so for every protocol of a model but the first, the name ends in the protocol."""
     first_protocols: dict[str, str] = {}
     names = {}
     for steps in graph.cells:
@@ -347,10 +354,10 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:
     """The fields of a cell in the record, without the model."""
-    chosen = criteria.CRITERIA.get(cell.criterion.name)
+    criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _with_parameters(cell.criterion.name, cell.criterion.parameters),
-        "granularity": chosen.granularity if chosen else "none",
+        "granularity": criterion.granularity if criterion else "none",
         "calibration": cell.calibration.name,
         **allocation_columns(cell.allocation),
         "recovery": cell.recovery.name,
@@ -361,17 +368,17 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 def _with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
-    """A choice in the record: its name, followed by its parameters if it has any."""
+    """A criterion or an allocation as text: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """The fields of an allocation in the record: its label, or its name with the parameters and
-    settings that are not the defaults; its replacement; its protection, with the share of layers
-    unless that is the default."""
+    """The fields of an allocation in the record. allocation: its label, or else its name with its
+    parameters and with the settings that differ from the defaults. protect: the protection, with
+    the share of layers if this differs from the default."""
     default = AllocationConfig()
-    changed = {
+    settings = {
         name: getattr(allocation, name)
         for name in ("multiple_of", "by", "search", "path")
         if getattr(allocation, name) != getattr(default, name)
@@ -381,7 +388,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
         protect = f"{protect}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
-        or _with_parameters(allocation.name, {**changed, **allocation.parameters}),
+        or _with_parameters(allocation.name, {**settings, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }

@@ -143,7 +143,12 @@ def test_a_rounded_ratio_is_reported_once(settings: list[str], ratios: list[str]
 
 @pytest.mark.parametrize(
     ("changes", "keys"),
-    [([], "id, language"), (["calibration.ignored=[id]"], "language"), (["criterion=aimer"], None)],
+    [
+        ([], "id, language"),
+        (["model=pocket_olmoe,mixtral_8x7b"], "id, language"),
+        (["calibration.ignored=[id]"], "language"),
+        (["criterion=aimer"], None),
+    ],
 )
 def test_single_word_fields_beside_a_pair_are_reported(
     changes: list[str], keys: str | None, tmp_path: Path
