@@ -55,8 +55,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards. UserError when a shard is missing, damaged or not as the
-    index says."""
+    """Read the headers of all shards. UserError when a shard is missing or damaged, or when the
+    shards and the index list different tensors."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -109,7 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`; empty when the file is missing."""
+    """Read a JSON object from a file; {} when the file is missing. UserError when the file holds no
+    JSON object."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -130,8 +131,8 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():
-        loose = sorted(path.name for path in folder.glob("*.safetensors"))
-        present = f"only {', '.join(loose)}" if loose else "no safetensors file"
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        present = f"only {', '.join(names)}" if names else "no safetensors file"
         hint = ": convert its .bin files to safetensors" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {present}{hint}")
     content = read_json(folder / INDEX)

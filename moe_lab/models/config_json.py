@@ -114,7 +114,8 @@ def quantization(settings: ModelConfig) -> str | None:
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """As `quantization`, from the content of a config.json."""
+    """The method in which the weights of a model with this config.json are quantised; None for
+    plain weights."""
     stated = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
@@ -169,8 +170,8 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
 
 
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set: it only changes a loaded model, and the setting
-    `user` works with files."""
+    """Raise UserError when model.top_k is set: this setting only changes a loaded model, and the
+    setting `user` works with files."""
     if settings.top_k is not None:
         raise UserError(
             f"{user} gives a checkpoint that routes as it was trained, not by "
@@ -203,8 +204,8 @@ if heads share keys and values."""
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers from which memory and time are estimated, as in ExpectedConfig, and the bytes of
-    a loaded weight."""
+    """The numbers from which memory and time are estimated: fields of ExpectedConfig, and the bytes
+    of a loaded weight."""
 
     parameters: int
     moe_layers: int
@@ -235,12 +236,14 @@ class Size:
         head."""
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
+        # embeddings and head; LOGITS bounds the fp32 numbers of a vocabulary
         vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
         layer = routed + (unrouted - vocabulary) / self.moe_layers
         return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
 
     def activations(self, layers: float = 1) -> float:
         """Bytes per token of the activations that this number of layers keeps."""
+        # about 20 vectors of the hidden size, and 6 of the width for each chosen expert
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def cache(self, tokens: int) -> float:

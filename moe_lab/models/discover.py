@@ -110,8 +110,8 @@ class MoELayer:
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert: its current ones, or `tensors`, named as by the method
-        `tensors`."""
+        """The weights of one expert, from `tensors`, which have the names that the method `tensors`
+        gives them; None takes the current tensors."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())

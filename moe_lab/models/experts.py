@@ -97,10 +97,10 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     """Sums of expert outputs for `hidden` (t, H), weighted by each row of `gates` (t, R, E): (t, R,
     H), at least fp32. Only experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
-    used = (gates != 0).any(1)
-    n = max(int(used.sum(1).max()), 1)
+    has_gate = (gates != 0).any(1)
+    n = max(int(has_gate.sum(1).max()), 1)
     # (t, n) `chosen`: the used experts of each token, then unused ones, which are not run
-    order = used.int().sort(dim=1, descending=True, stable=True)
+    order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
     outputs = torch.zeros(
@@ -129,7 +129,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 def replace_experts(
     layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack
 ) -> None:
-    """Compute the experts of `layer` by `make(their current function)` until `undo` is closed."""
+    """Compute the experts of `layer` by the function that `make` returns for their current
+    function, until `undo` is closed."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
@@ -146,20 +147,21 @@ def are_replaced(layer: MoELayer) -> bool:
 
 
 def _forward_name(module: nn.Module) -> str:
-    """The attribute to replace, such that accelerate's hook, which loads offloaded weights, still
-    runs first."""
+    """Name of the attribute that holds the forward of a module. If accelerate has hooked the
+    module, this is the forward behind the hook, which loads offloaded weights and must run
+    first."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def cpu_experts(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """An `ExpertsFunction` for gated experts without biases, not transposed, without a norm after
-    them."""
+    """Compute gated experts that have no biases, are not transposed, and are not followed by a
+    norm; see `ExpertsFunction`."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
-    aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
-    compute = _all_at_once if len(hidden) <= SMALL_BATCH and aligned else _one_by_one
+    is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
+    compute = _all_at_once if len(hidden) <= SMALL_BATCH and is_aligned else _one_by_one
     return compute(module, hidden, rows, weights)
 
 
@@ -167,9 +169,9 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if it gives the same
-    bits: if the experts of all `layers` are fp32 and of the form that it computes, and the first
-    layer gives the same bits for a few tokens."""
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if the bits stay the
+    same. The experts of all `layers` must be fp32 and of the form that `cpu_experts` computes, and
+    the first layer must give the same bits for a few tokens."""
     if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
@@ -205,7 +207,7 @@ def _one_by_one(
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether `cpu_experts` can compute these experts, in fp32."""
+    """Whether the experts `module` are fp32 and of the form that `cpu_experts` computes."""
     if any(weight.dtype != torch.float32 for weight in module.parameters()):
         return False
     return module.has_gate and not (
@@ -245,8 +247,8 @@ def bypass(layer: nn.Module, state: Any, undo: ExitStack) -> None:
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook of decoder layers. UserError unless the layer returns hidden states, as a layer does
-    that `bypass` replaces."""
+    """A hook of decoder layers: raise UserError unless the layer's output is a bare tensor, which
+    `bypass` assumes."""
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "
@@ -256,8 +258,8 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of `layer` in `run()`, which runs the model; layers after it are not run.
-    UserError unless the output is hidden states."""
+    """The output of `layer` in `run()`, which runs the model; layers after `layer` are not run.
+    UserError unless the output is a bare tensor."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         check_output(module, inputs, output)

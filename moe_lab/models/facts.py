@@ -28,10 +28,10 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that
     is not supported, differs from `model.expected`, or has weights of another size.
     """
-    return {"model": settings.name, **model_facts(_built(local_folder(settings), settings))}
+    return {"model": settings.name, **model_facts(_build(local_folder(settings), settings))}
 
 
-def _built(folder: Path, settings: ModelConfig) -> Any:
+def _build(folder: Path, settings: ModelConfig) -> Any:
     """The model of a folder on the meta device, with model.top_k. UserError if it differs from
     `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
@@ -69,6 +69,7 @@ def architecture(model: Any) -> ExpectedConfig:
         "top_k": max(layer.top_k for layer in layers),
         "hidden": hidden,
         "width": max(layer.width for layer in layers),
+        # a channel has `hidden` weights in each of gate, up and down
         "shared_width": shared // (3 * hidden * len(layers)),
     }
     return valid(ExpectedConfig, sizes, "", "config.json of the model")
@@ -103,7 +104,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     moe_layers  MoELayer objects, without weights
     routing     names of all routing tensors
     """
-    model = _built(folder, settings)
+    model = _build(folder, settings)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}

@@ -218,8 +218,8 @@ class Family:
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name -> role, of the tensors of a checkpoint that belong to a MoE block, extra prediction
-        layers left out. UserError for a decoder layer with several MoE blocks."""
+        """Name -> role of each tensor of a checkpoint that belongs to a MoE block. Extra prediction
+        layers are left out. UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
         blocks: dict[str, int] = {}
@@ -255,7 +255,7 @@ class Family:
         return BlockTensor(block, layer, kind)
 
 
-def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
+def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
     """Stacks of experts, with biases, that are multiplied from the left by hidden states."""
     return {
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
@@ -266,11 +266,11 @@ def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
 
 
 FAMILIES = (
-    Family(("gpt_oss",), _transposed(interleaved=True), unfit="have biases"),
-    Family(("openai_privacy_filter",), _transposed(), unfit="have biases"),
+    Family(("gpt_oss",), _transposed_stacks(interleaved=True), unfit="have biases"),
+    Family(("openai_privacy_filter",), _transposed_stacks(), unfit="have biases"),
     Family(
         ("aria", "aria_text"),
-        {name: axes for name, axes in _transposed().items() if not axes.is_bias},
+        {name: axes for name, axes in _transposed_stacks().items() if not axes.is_bias},
         unfit="are stored transposed",
     ),
     Family(("nemotron_h",), {"up_proj": _UP, "down_proj": _DOWN}, unfit="have no gate projection"),
@@ -300,15 +300,16 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     or with the decoder layers."""
     prefixes = set()
     for name in names:
-        layer, projects, _ = name.partition(PREDICTION_PROJECTION)
+        layer, projection, _ = name.partition(PREDICTION_PROJECTION)
         block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
-        if block or projects:
+        if block or projection:
             prefixes.add(block or f"{layer}.")
     return tuple(sorted(prefixes))
 
 
 def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """`prediction_prefixes` if one of these layers has experts; else ()."""
+    """The prefixes that `prediction_prefixes` gives, if a tensor with such a prefix is of experts;
+    otherwise ()."""
     names = list(names)
     extra = prediction_prefixes(names)
     have_experts = any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)

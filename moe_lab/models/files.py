@@ -47,16 +47,14 @@ def sha256_of(file: Path) -> str:
     if status.st_size < REMEMBERED_FROM:
         return _hash_file(real)
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    remembered = (
-        cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
-    )
+    record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
-        entry: dict[str, Any] = json_files.read_sealed(remembered, SHAPE)
+        entry: dict[str, Any] = json_files.read_sealed(record, SHAPE)
         if entry.items() >= state.items():
             return str(entry["sha256"])
     sha256 = _hash_file(real)
-    remembered.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_sealed(remembered, {"path": str(real), **state, "sha256": sha256})
+    record.parent.mkdir(parents=True, exist_ok=True)
+    json_files.write_sealed(record, {"path": str(real), **state, "sha256": sha256})
     return sha256
 
 
@@ -75,6 +73,7 @@ def hub_answers() -> bool:
 
 @lru_cache
 def _answers(address: str) -> bool:
+    """Whether the server at `address` answers within FIRST_SECONDS."""
     from httpx import HTTPError
     from huggingface_hub import get_session
 
@@ -201,8 +200,8 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) for each field that names code which transformers would fetch, because it is
-    neither built in nor installed, such as flash attention."""
+    """(field, value) for each field of a config.json that names code, such as flash attention,
+    which transformers would fetch because this code is neither built in nor installed."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
@@ -302,14 +301,14 @@ def _hub_fingerprint(path: str, revision: str | None) -> str | None:
 def _fingerprint(
     folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
 ) -> str:
-    """The fingerprint of a model, from the files of `folder` that describe it and its `weights`, of
-    which `remote_weights`, name -> (size, sha256), are not in a folder."""
-    describing = [
+    """The fingerprint of a model, from the files of `folder` that describe the model, the files
+    `weights`, and `remote_weights`, name -> (size, sha256), which are not on this machine."""
+    descriptions = [
         f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")
     ]
     files = {
         file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file))
-        for file in describing + weights
+        for file in descriptions + weights
     }
     return _digest({**files, **remote_weights})
 
@@ -347,8 +346,9 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    """The folder of a model in the hub's cache, downloaded if missing: as `_snapshot`, with errors
-    as UserError, or Unavailable if the hub cannot be reached."""
+    """The folder of a model in the hub's cache, downloaded if missing; `weights` as for
+    `_snapshot`. UserError when the hub has no such model, Unavailable when the hub cannot be
+    reached."""
     from huggingface_hub.errors import HFValidationError
 
     try:

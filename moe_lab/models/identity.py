@@ -114,8 +114,8 @@ def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
     """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the tokenizer
-    beside the model's checkpoint. Does nothing if there is none, as for a model that was built in
-    memory."""
+    beside the model's checkpoint. Does nothing for a model without such a tokenizer, such as a
+    model that was built in memory."""
     folder = checkpoint_folder(model)
     if folder is None:
         return
@@ -125,17 +125,17 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     except UserError:
         return
     actual = _vocabulary(tokenizer)
-    different = [
+    mismatches = [
         token
         for token in expected.keys() | actual.keys()
         if expected.get(token) != actual.get(token)
     ]
-    if different:
-        token = min(different)
+    if mismatches:
+        token = min(mismatches)
         raise UserError(
-            f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(different)} tokens "
+            f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(mismatches)} tokens "
             f"differ from those of {folder}, such as {token!r}, which is "
-            f"{_described(actual, token)} and expected to be {_described(expected, token)}: give "
+            f"{_entry(actual, token)} and expected to be {_entry(expected, token)}: give "
             "the model's own tokenizer, or any_tokenizer=True"
         )
 
@@ -147,7 +147,7 @@ def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 
 
-def _described(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
+def _entry(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
     """The entry of a token for the message, such as "id 7, added"."""
     if token not in vocabulary:
         return "missing"

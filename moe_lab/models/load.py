@@ -65,7 +65,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         checkpoint = open_checkpoint(folder)
         names = NameMapping(empty, checkpoint.tensors)
         check_sizes(checkpoint, names)
-        model = _weights(folder, settings, dtype, device)
+        model = _load_weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, settings)
     routing = StoredRouting(model, checkpoint, names)
     for layer in routed_layers(model):
@@ -142,11 +142,11 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
         numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
             continue
-        if bad := (~numbers.isfinite()).nonzero().tolist():
-            value = float(tensor[tuple(bad[0])])
+        if positions := (~numbers.isfinite()).nonzero().tolist():
+            value = float(tensor[tuple(positions[0])])
             raise UserError(
-                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more positions: "
-                "expected finite numbers"
+                f"weights: {name} holds {value} at {positions[0]} and {len(positions) - 1} more "
+                "positions: expected finite numbers"
             )
 
 
@@ -156,14 +156,14 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     check_code(folder, trust_remote_code)
     raw = read_json(folder / "config.json")
     kind = raw["model_type"]
-    remote = "auto_map" in raw
-    if remote and trust_remote_code:  # transformers still prefers our port, if there is one
+    has_code = "auto_map" in raw
+    if has_code and trust_remote_code:  # transformers still prefers our port, if there is one
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if not has_causal_model(kind):
         reason = "transformers has no causal language model of that type"
         hint = (
             "; its own code is used with model.trust_remote_code=true, if you trust the author"
-            if remote
+            if has_code
             else ""
         )
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
@@ -175,7 +175,9 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
+def _load_weights(
+    folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
+) -> Any:
     """The model of a folder with its weights on `device`. UserError when weights are missing,
     unused or of the wrong shape, or do not fit on the GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
@@ -227,9 +229,9 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
 
 
 def check_used(source: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if `unused`, names of tensors in the files of the checkpoint `source`, has
-    any that would change what the model computes: names that are neither `NOT_LOADED` nor of layers
-    that predict several tokens."""
+    """Raise UserError if a tensor that the model does not use would change what the model computes.
+    `unused`: names of the unused tensors in the files of the checkpoint `source`. Only tensors of
+    `NOT_LOADED` and of layers that predict several tokens change nothing."""
     names = list(unused)
     extra = prediction_prefixes(names)
     if lost := sorted(

@@ -161,7 +161,7 @@ class StreamedModel:
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
     ) -> torch.Tensor:
         """The output (B, S, H) of layer `number`, whose weights are loaded. Its input is `state`
-        (B, S, H), or the embeddings if that is None. The model computes masks and positions from
+        (B, S, H), or the embeddings if `state` is None. The model computes masks and positions from
         the batch, `ids` and `valid` (B, S)."""
         with ExitStack() as undo:
             if state is not None:
@@ -198,6 +198,7 @@ class StreamedModel:
             self.routing.restore(self.moe[number])
         module.requires_grad_(False)
         tensors = self.model.state_dict()
+        # OUTSIDE: names that do not begin with the path of the decoder layers
         beginning = f"{self.path}." if number == OUTSIDE else f"{self.path}.{number}."
         for name, tensor in tensors.items():
             if tensor.is_meta and name.startswith(beginning) != (number == OUTSIDE):
