@@ -128,6 +128,15 @@ def test_settings_are_frozen() -> None:
         setattr(TimingConfig(), fields(TimingConfig)[0].name, 1)
 
 
+@pytest.mark.parametrize(
+    ("timeout", "message"), [(1e400, "a finite number"), (1 << 70, "a number of at most")]
+)
+def test_a_number_that_json_cannot_store_is_refused(timeout: float, message: str) -> None:
+    judge = {**REQUIRED["judge"], "extra": {"timeout": timeout}}
+    with pytest.raises(SettingsError, match=message):
+        valid(JudgeConfig, judge, "judge")
+
+
 @pytest.mark.parametrize("name", sorted(BenchmarkConfig.internal))
 def test_an_internal_setting_is_refused(name: str) -> None:
     benchmark = {"name": "b", "harness": "lm_eval", "task": "t", name: None}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, family, first
+from handmade import UNPRUNED, cell, comparison_of, family, first, results_of, study_of
 from scipy.stats import t
 from synthetic import write_store
 
@@ -118,6 +118,19 @@ def test_experts_that_are_replaced_are_not_removed() -> None:
     )
     row = rows.loc[(claims.CHANNELS, 0.5)]
     assert row["compared"] == 1 and row["difference"] == pytest.approx(20 / 40)
+
+
+def test_claim_table_has_rows_for_each_and_all_ratios() -> None:
+    plans = [
+        cell(*words, ratio=ratio)
+        for ratio in (0.25, 0.5)
+        for words in (("heapr", "global"), ["man"])
+    ]
+    solved = {"gsm8k": [first(count) for count in (40, 30, 25, 20, 10)]}
+    comparison = comparison_of([UNPRUNED, *plans], solved)
+    costs = [{"routed_kept": 1 - ratio} for ratio in comparison.cells["ratio"]]
+    [table] = find("claims").items(results_of(study_of(comparison, costs), [comparison]))
+    assert table.frame["Pruned"].tolist() == ["25 %", "50 %", claims.ALL]
 
 
 UP = [1.0, 2, 3, 4]

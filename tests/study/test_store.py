@@ -109,6 +109,17 @@ def test_late_owners_publish_nothing(
     assert_published(store, Example(), "of the other")
 
 
+def test_a_step_that_another_owner_publishes_first_stays(store: Store, tmp_path: Path) -> None:
+    """That owner did not see the scratch folder of this one, as on a network disk."""
+    other = Store(tmp_path / "other").create()
+    publish(other, Example(), "of the other")
+    with store.claim(Example()) as scratch:
+        assert scratch is not None
+        (scratch / "result.txt").write_text("of the first")
+        shutil.copytree(other.path(Example()), store.root / Example().folder)
+    assert_published(store, Example(), "of the other")
+
+
 def assert_published(store: Store, step: Step, text: str) -> None:
     """The step is the only one of its kind, has that text and is not claimed."""
     with store.claim(step) as scratch:
