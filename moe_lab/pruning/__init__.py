@@ -3,8 +3,9 @@
 A form is one of three shapes:
 
 natural  only what the plan retains
-masked   the shape of the original; what is dropped is zero and is never chosen
-padded   every layer as wide as its widest expert, narrower ones filled with zeros
+masked   the shape of the original; dropped experts and channels are zeros, and the router never
+         chooses a dropped expert
+padded   every expert as wide as the widest of its layer, filled with channels of zeros
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def is_stock(widths: Sequence[int], element_size: int) -> bool:
 
 
 def _natural(layer: LayerPlan, element_size: int) -> LayerForm:
+    """The form natural: a stack if the family's own module can hold the retained channels,
+    otherwise packed experts."""
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:
         return _stacked(layer, layer.width)
@@ -101,12 +104,14 @@ def _natural(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _masked(layer: LayerPlan, element_size: int) -> LayerForm:
+    """The form masked: all experts in the original shape, with zeros for what is dropped."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
 
 
 def _padded(layer: LayerPlan, element_size: int) -> LayerForm:
+    """The form padded: retained experts, all with the channels of the widest, in aligned rows."""
     if layer.width is None:
         return _stacked(layer, None)
     step = max(1, KERNEL_BYTES // element_size)

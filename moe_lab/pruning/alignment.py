@@ -46,7 +46,7 @@ def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """`plan`, now aligned, with these `alignments` of its layers."""
+    """A copy of `plan` that has the `alignments` of its layers and is marked as aligned."""
     layers = {
         number: replace(plan.layers[number], alignment=order)
         for number, order in alignments.items()
@@ -100,12 +100,12 @@ class AlignmentHook(StatisticsHook):
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         for owner, group in self.plan.layers[layer.index].merged.items():
-            of_owner = wide(layer.phi(states, layer.weights(owner)))
-            self.add(f"squares.{owner}", of_owner.square().sum(0))
+            owner_phi = wide(layer.phi(states, layer.weights(owner)))
+            self.add(f"squares.{owner}", owner_phi.square().sum(0))
             for member in sorted(set(group) - {owner}):
-                of_member = wide(layer.phi(states, layer.weights(member)))
-                self.add(f"squares.{member}", of_member.square().sum(0))
-                self.add(f"products.{member}", of_owner.T @ of_member)
+                member_phi = wide(layer.phi(states, layer.weights(member)))
+                self.add(f"squares.{member}", member_phi.square().sum(0))
+                self.add(f"products.{member}", owner_phi.T @ member_phi)
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -118,11 +118,11 @@ class AlignmentHook(StatisticsHook):
         def cost(owner: int, member: int) -> torch.Tensor:
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
             activations = normalised_distance(self.sums[f"products.{member}"], *squares)
-            of_owner = weights[owner]
-            of_member = weights[member]
-            products = of_owner @ of_member.T
+            owner_weights = weights[owner]
+            member_weights = weights[member]
+            products = owner_weights @ member_weights.T
             return activations + normalised_distance(
-                products, of_owner.square().sum(1), of_member.square().sum(1)
+                products, owner_weights.square().sum(1), member_weights.square().sum(1)
             )
 
         return {"order": torch.from_numpy(match_channels(plan, self.layer, cost))}

@@ -42,7 +42,7 @@ def cost(
     the fields of `size`, and
 
     flops_per_token                  with the routing of the masked model
-    flops_by_part                    the same by part, see PARTS
+    flops_by_part                    flops_per_token by part, see PARTS
     flops_per_token_unpruned         of the unpruned model in a row of the same length
     flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
 
@@ -150,7 +150,7 @@ heads."""
 
 @dataclass(frozen=True)
 class Routing:
-    """How many channels a number of tokens uses."""
+    """How many channels of experts some tokens use."""
 
     tokens: int
     channels: Mapping[int, int]
@@ -207,8 +207,8 @@ def _router_weights(layers: Sequence[MoELayer]) -> int:
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of one token, whichever it is; None if experts of a layer have several widths, so
-    that the number of channels depends on the token."""
+    """The routing of any one token; None if experts of a layer have several widths, so that the
+    number of channels depends on the token."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -291,8 +291,8 @@ def channel_parameters(layer: MoELayer) -> int:
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:
-    """(E,) int64: the channels with which each expert is computed: those of its owner, if it is
-    merged into another."""
+    """(E,) int64: the number of channels with which each expert is computed, which is that of its
+    owner if the expert is merged into another one."""
     widths = torch.tensor(layer.widths)
     owners = getattr(layer.experts, "owners", None)  # only packed experts have them
     return widths if owners is None else widths[list(owners)]
@@ -309,13 +309,15 @@ def _by_part(
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
     container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
     block = experts.partition(".")[0]
-    sparse = {str(layer.index) for layer in layers}
+    moe_numbers = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
         if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
             continue
         if child == block or f"{child}." in DISK_SHARED:
-            by_part["shared_experts" if number in sparse else "dense"] += sum(operations.values())
+            by_part["shared_experts" if number in moe_numbers else "dense"] += sum(
+                operations.values()
+            )
             continue
         for operation, flops in operations.items():
             by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops

@@ -30,7 +30,7 @@ class Member(NamedTuple):
 
     expert: int
     weight: float | None
-    """The factor of its weights; None: they are copied, bit by bit."""
+    """The factor of the expert's weights; None: the weights are copied, bit by bit."""
     channels: Channels | None
     """Which channels of the expert are used; None: all, in their order."""
 
@@ -63,19 +63,19 @@ class StoredExpert(NamedTuple):
         """One projection (W, H) of the stored expert; it must have members.
 
         `read(expert)`: the projection of a source expert (I, H), channels as rows, as a torch
-        tensor or as the bits in a file. `widen` converts it to numbers that can be added: fp32, or
-        fp64 for fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
+        tensor or as the bits in a file. `widen` converts such a projection to numbers that can be
+        added: fp32, or fp64 for fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
-            values = _selected(read(expert), channels)
+            values = _select_rows(read(expert), channels)
             if weight is None:
                 return values
             total = total + widen(values) * weight
         return narrow(total, values)
 
 
-def _selected(values: Any, channels: Channels | None) -> Any:
+def _select_rows(values: Any, channels: Channels | None) -> Any:
     """The rows `channels` of `values`, with zeros for -1."""
     if channels is None:
         return values
@@ -101,10 +101,10 @@ class LayerPlan:
     constants: Constants | None = None
     """Constant outputs of the null experts; None: 0."""
     merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Owner -> {expert: weight}, the members of its group, the owner among them. The owner, which
-    has channels, gets the weighted sum of the weights of its members, which have none. Tokens that
-    are routed to any retained member are computed with the owner, and their gates add up. No token
-    is routed to a member that is not retained."""
+    """Owner -> {expert: weight} of all members of its group, including the owner. The owner gets
+    the weighted sum of the members' weights and keeps its channels; the other members have no
+    channels. Tokens that are routed to any retained member are computed with the owner, and the
+    gates add up. No token is routed to a member that is not retained."""
     alignment: Alignment | None = None
     """For each of `merged_away`, the channel that is added to each channel of its owner; None:
     channel i to channel i."""
@@ -116,8 +116,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,) the expert with whose weights each expert is computed: itself unless it is merged
-        into another."""
+        """(E,) the expert with whose weights each expert is computed: the expert itself, unless it
+        is merged into another one."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -161,7 +161,8 @@ class LayerPlan:
         return tuple(self.channels[list(self.retained)].sum(1).tolist())
 
     def is_unchanged(self, expert: int) -> bool:
-        """Whether an expert is retained with all its channels, and no other is merged into it."""
+        """Whether an expert is retained with all its channels, and no other expert is merged into
+        it."""
         is_whole = self.channels is None or bool(self.channels[expert].all())
         return is_whole and expert in self.retained and expert not in self.merged
 
@@ -222,13 +223,13 @@ class LayerPlan:
         merged = {}
         for owner, group in document.get("merged", {}).items():
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}
-        channels = _unpacked(document) if "channels" in document else None
+        channels = _unpack_mask(document) if "channels" in document else None
         return cls(
             document["experts"], tuple(document["retained"]), channels, merged=merged, **arrays
         )
 
 
-def _unpacked(document: Mapping[str, Any]) -> Mask:
+def _unpack_mask(document: Mapping[str, Any]) -> Mask:
     """The mask (E, I) of a layer of plan.json. ValueError unless each retained expert has a row of
     the stated width."""
     mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
@@ -239,5 +240,5 @@ def _unpacked(document: Mapping[str, Any]) -> Mask:
 
 
 def _sha256(array: NDArray[Any]) -> str:
-    """Of the array's bytes in little-endian order."""
+    """sha256 (hex) of the array's bytes in little-endian order."""
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<")).tobytes()).hexdigest()

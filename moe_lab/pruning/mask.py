@@ -52,12 +52,12 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
     plan fits."""
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_masked(layer, plan.layers[layer.index]))
+            stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
         yield
 
 
 @contextmanager
-def _masked(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
+def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
     """Mask one layer. RuntimeError when its experts are replaced already."""
     with ExitStack() as undo:
         if plan.channels is not None:
@@ -78,7 +78,7 @@ def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     retain all channels give the bits of the eager forward; models that use grouped_mm still use it,
     except in layers with merged experts."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
-        function = _grouped(layer, _dropped_channels(layer, plan))
+        function = _all_at_once(layer, _dropped_channels(layer, plan))
     else:
         function = _one_by_one(layer, plan)
     if plan.constants is None:
@@ -102,7 +102,7 @@ def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         for owner, tensors in merged_weights(layer, plan).items()
     }
 
-    def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+    def compute_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
         owner = owners[expert]
         if not widths[owner]:
             return None
@@ -113,13 +113,14 @@ def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         return layer.output(phi, weights)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return routed_output(hidden, sort_by_expert(index, layer.n_experts), gates, of_expert)
+        return routed_output(hidden, sort_by_expert(index, layer.n_experts), gates, compute_expert)
 
     return compute
 
 
 def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """`function`, for which null experts put out 0, with their constants added."""
+    """A function that adds the constants of null experts to the output of `function`, in which null
+    experts put out 0."""
     weights = cast(torch.Tensor, layer.experts.down_proj)
     device = layer.routing[0].tensor.device
     vectors = torch.from_numpy(plan.constants).to(device, weights.dtype)
@@ -132,7 +133,7 @@ def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan)
     return compute
 
 
-def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
+def _all_at_once(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
     """A function that computes all experts at once, by transformers' grouped matrix products, with
     0 for the channels `dropped` (E, I): every row is masked with its expert's channels right after
     the activation."""
@@ -156,9 +157,9 @@ def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 
 @contextmanager
 def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """While open, the router of `layer` has the rows and biases of the experts `retained`
-    (ascending ids) only, and returns positions in `retained`. Yields `id()` of each original
-    tensor -> its slice, for blocks that pass biases to their router."""
+    """A context in which the router of `layer` has the rows and biases of the experts `retained`
+    (ascending ids) only, and returns positions in `retained`. Yields `id()` of each original tensor
+    -> its slice, for blocks that pass biases to their router."""
     check_in_memory(layer)
     ids = torch.tensor(retained)
     slices = {}
@@ -177,11 +178,11 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
 
 @contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
-    """Cut the router of `layer` down to the experts `retained`, and map the ids it returns back to
-    the original ids. RuntimeError when the experts are called with other ids, as by a block that
-    does not call its router."""
+    """A context in which the router of `layer` chooses among the experts `retained` only, and
+    returns their original ids. RuntimeError when the experts are called with other ids than the
+    router returned, for example by a block that does not call its router."""
     ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
-    issued: list[torch.Tensor] = []
+    issued: list[torch.Tensor] = []  # the ids that the router returned last
 
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]

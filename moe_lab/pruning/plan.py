@@ -196,6 +196,8 @@ class Plan:
         )
 
     def _origin_error(self, name: str, actual: str) -> UserError:
+        """The error for a model whose digest `name` differs from that in the provenance; `actual`
+        says what the model has."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -232,8 +234,8 @@ class Plan:
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
-        """As `load`, with the contents of the plan's files from `read`, which takes a suffix, .json
-        or .npz. `path`: the plan's name in errors."""
+        """Read a plan, as `load` does, from the contents of its files. `read` returns the content
+        of the file with the suffix .json or .npz. `path`: the plan's name in errors."""
         try:
             content = json.loads(read(".json"))
             if content["schema"] != SCHEMA:
@@ -259,12 +261,13 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # they differ for an unknown field, or for the arrays of another plan
+        # layers with an unknown field, or the arrays of another plan
         if (content["layers"], content.get("digest")) != (plan._layers(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
 
     def _layers(self) -> dict[str, Any]:
+        """The field `layers` of plan.json."""
         return {str(number): layer.as_json() for number, layer in self.layers.items()}
 
 
@@ -341,8 +344,8 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
 
 
 def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
-    """Raise UserError unless the plan of a layer has its shape, and its experts have channels that
-    can be removed."""
+    """Raise UserError unless `plan` has the shape of `layer`, and the family of the layer allows
+    the removal of channels if the plan has any."""
     width = layer.width if plan.width is None else plan.width
     hidden = layer.hidden if plan.constants is None else plan.constants.shape[1]
     stated = (plan.n_experts, width, hidden)

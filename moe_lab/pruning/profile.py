@@ -59,8 +59,8 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
-    """Run the model on each batch, after setting the observers' `valid` (B * S,): which tokens
-    count."""
+    """Run the model on each batch. Before this, `valid` (B * S,) of each observer is set: which
+    tokens of the batch count."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -75,8 +75,8 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """Runs the MoE block of one layer a second time under the mask, and sums the squared error of
-    its routed output."""
+    """Runs the MoE block of one layer a second time under the mask, and sums the relative squared
+    error of the routed output over tokens."""
 
     valid: torch.Tensor
     total = 0.0
@@ -99,7 +99,8 @@ class _Loss:
         self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the error relative to the residual stream (B, S, H) after the layer."""
+        """Add the squared errors of all valid tokens, each divided by the squared norm of the
+        residual stream after the layer."""
         stream = _hidden(output).double()
         valid = self.valid.to(stream.device)
         error = self.square_error.to(stream.device) / (stream.square().sum(-1) + EPSILON)
@@ -116,8 +117,8 @@ class _Sums:
     states: Any = 0
     squares: Any = 0
     load: Any = 0
-    router = gate = 0.0
-    tokens = experts = 0
+    router_entropy = gate_entropy = 0.0
+    tokens = n_experts = 0
 
     def __init__(self, index: int, moe: MoELayer | None) -> None:
         self.index = index
@@ -126,10 +127,10 @@ class _Sums:
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the residual stream (B, S, H) after the layer."""
         hidden = _hidden(output)
-        valid = hidden[self.valid.to(hidden.device)].double()
-        self.states = self.states + valid.sum(0).cpu()
-        self.squares = self.squares + valid.square().sum(0).cpu()
-        self.tokens += len(valid)
+        states = hidden[self.valid.to(hidden.device)].double()
+        self.states = self.states + states.sum(0).cpu()
+        self.squares = self.squares + states.square().sum(0).cpu()
+        self.tokens += len(states)
 
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
@@ -143,12 +144,12 @@ class _Sums:
         valid = self.valid.to(logits.device)
         chosen = chosen[valid].flatten()
         self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
-        self.router += _entropy(logits[valid].softmax(-1))
-        self.gate += _entropy(_shares(gates[valid]))
-        self.experts = logits.shape[-1]
+        self.router_entropy += _entropy(logits[valid].softmax(-1))
+        self.gate_entropy += _entropy(_shares(gates[valid]))
+        self.n_experts = logits.shape[-1]
 
     def row(self) -> tuple[Any, ...]:
-        """The row of the layer, without the last column (output_loss)."""
+        """The row of the layer in `results.PROFILES`, without the last column (output_loss)."""
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
@@ -158,10 +159,10 @@ class _Sums:
         return (
             self.index,
             variance,
-            self.router / self.tokens,
-            self.gate / self.tokens,
+            self.router_entropy / self.tokens,
+            self.gate_entropy / self.tokens,
             load_entropy,
-            self.experts,
+            self.n_experts,
         )
 
 

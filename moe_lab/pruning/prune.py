@@ -29,10 +29,10 @@ def prune(model: Model, plan: Plan) -> Model:
     share all other weights.
 
     Layers whose experts retain equal numbers of channels have the family's module, others
-    RaggedExperts. If all layers retain equally many whole experts, the configuration says so and
-    `save_pretrained` writes a stock checkpoint; other models are written by `export`. The copy of a
-    model on the meta device is there too. UserError when the plan does not fit the model or still
-    has to be aligned, and when weights are offloaded.
+    RaggedExperts. If all layers retain equally many whole experts, the configuration has this
+    number, and `save_pretrained` writes a stock checkpoint; other models are written by `export`.
+    The copy of a model on the meta device is on the meta device, too. UserError when the plan does
+    not fit the model or still has to be aligned, and when weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -147,14 +147,15 @@ def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELaye
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replaces save_pretrained."""
+    """The replacement of save_pretrained, which only raises UserError."""
     raise UserError(
         "a model whose layers differ in shape cannot be saved by save_pretrained: export its plan"
     )
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Owner of a group of merged experts -> name -> merged tensor, of the shape of one expert's."""
+    """Owner of a group of merged experts -> name of a stack -> merged tensor, in the shape of one
+    expert."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:

@@ -60,7 +60,7 @@ def make_plan(
     """
     layers = {}
     for number in sorted(scores):
-        values = _competing(number, scores[number], routers[number])
+        values = _competing_scores(number, scores[number], routers[number])
         retained = _survivors(values, remove[number], routers[number]["n_group"])
         layers[number] = LayerPlan(len(values), retained)
     plan = Plan(layers, dict(provenance))
@@ -144,10 +144,10 @@ def replace_dropped(
 def replace_by_constants(
     layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
 ) -> LayerPlan:
-    """Replace the experts that `layer`, a plan of whole experts, drops by constants: they stay
-    routable, and a token that is routed to a replaced expert j with gate g_j gets g_j c_j.
-    `outputs` (E, H): the constant c_j of each expert j; its mean output in MoNE (arXiv 2507.00390).
-    `width`: channels of an expert."""
+    """Replace the experts that `layer`, a plan of whole experts, drops by constants. The router
+    still selects them, and a token that is routed to a replaced expert j with gate g_j gets g_j
+    c_j. `outputs` (E, H): the constant c_j of each expert j; its mean output in MoNE (arXiv
+    2507.00390). `width`: channels of an expert."""
     channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
     channels[list(layer.retained)] = True
     constants = None
@@ -178,17 +178,19 @@ def merge_experts(
 
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
-    """Layer -> number of experts, or channels, whose score equals that of another with the opposite
-    decision, so that their ids decided. Layers without ties are omitted; arguments are as for
-    `make_plan` and `make_channel_plan`."""
+    """Layer -> number of experts, or channels, that have the same score as another one with the
+    opposite decision, so that their ids decided. Layers without ties are omitted; arguments are as
+    for `make_plan` and `make_channel_plan`."""
     tied = {}
     for number, layer in plan.layers.items():
-        values = _competing(number, scores[number], routers[number])
+        values = _competing_scores(number, scores[number], routers[number])
         # experts compete within a group
         n_group = routers[number]["n_group"] if values.ndim == 1 else 1
         count = 0
         for row, flags in zip(
-            values.reshape(n_group, -1), _retained(layer, values).reshape(n_group, -1), strict=True
+            values.reshape(n_group, -1),
+            _is_retained(layer, values).reshape(n_group, -1),
+            strict=True,
         ):
             equal = numpy.intersect1d(row[flags], row[~flags])
             count += int(numpy.isin(row, equal).sum())
@@ -197,16 +199,19 @@ def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[
     return tied
 
 
-def _retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
-    """Which experts or channels are retained, of the shape of `scores`, (E,) or (E, I); replaced
-    experts are not."""
+def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
+    """Whether each expert or channel is retained, in the shape of `scores`, (E,) or (E, I); False
+    for replaced experts."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
     return layer.channels if scores.ndim == 2 else layer.channels.sum(axis=1) > 0
 
 
-def _competing(layer: int, scores: ArrayLike, router: Mapping[str, Any]) -> NDArray[numpy.float64]:
-    """A copy of the scores of a layer, in which protected experts cannot lose."""
+def _competing_scores(
+    layer: int, scores: ArrayLike, router: Mapping[str, Any]
+) -> NDArray[numpy.float64]:
+    """A copy of the scores of a layer, with infinity for protected experts, which are then dropped
+    last."""
     values = finite(layer, scores).copy()
     values[list(router.get("protected", ()))] = numpy.inf
     return values

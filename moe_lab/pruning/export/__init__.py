@@ -3,10 +3,9 @@
 Imports no torch, unless all experts get one new width: a child process builds the model that the
 export describes, without weights, if this process has not imported torch already.
 
-Dropping whole experts removes entries along the expert axis, and these are contiguous in a file:
-tensors of a single expert are copied or left out, and of tensors that hold all experts the retained
-entries are copied. Where experts lose channels, their tensors are read, cut and written one at a
-time.
+Dropping whole experts removes entries along the expert axis, which are contiguous in a file. A
+tensor of a single expert is copied or left out, and of a tensor of all experts the retained entries
+are copied. Where experts lose channels, their tensors are read, cut and written one at a time.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ def _open_source(
 
 
 def _kind(described: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """Which entry of `card.LOADING` is true of the export with config.json `described` and these
-    files of `code`."""
+    """The key of `card.LOADING` for the export with the config.json `described` and the files of
+    `code`."""
     if LAYERS_FIELD in described:
         return "uneven"
     return "ported" if code else "stock"
@@ -141,8 +140,8 @@ def _kind(described: Mapping[str, Any], code: Mapping[str, str]) -> str:
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """As `check.check`, in a child process unless torch is imported already: this process stays
-    small."""
+    """Run `check.check`, in a child process unless torch is imported already, so that this process
+    stays small."""
     arguments: dict[str, Any] = {
         "source": str(source),
         "written": str(written),

@@ -61,7 +61,7 @@ def model_card(
     original that are not written. The card `original` follows, whose front matter (licence and so
     on) is inherited, but for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
-    front = _inherited(front)
+    front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
     size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
@@ -70,7 +70,7 @@ def model_card(
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
         (
-            f"{_retained(plan)}; pruning left all other weights as they are in the original, byte "
+            f"{_summary(plan)}; pruning left all other weights as they are in the original, byte "
             "for byte.\n\n"
         ),
         (
@@ -92,8 +92,9 @@ def with_section(card: str, heading: str, text: str) -> str:
     return f"{with_text}\n{marker}{original}" if marker else with_text
 
 
-def _retained(plan: Plan) -> str:
-    """How many experts and channels are retained or replaced, as a sentence without its end."""
+def _summary(plan: Plan) -> str:
+    """A sentence, without its full stop, on how many experts and channels are retained or
+    replaced."""
     layers = plan.layers.values()
     before = sum(layer.n_experts for layer in layers)
     constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
@@ -131,7 +132,7 @@ def _retained(plan: Plan) -> str:
     )
 
 
-def _inherited(front: str) -> str:
+def _inherited_fields(front: str) -> str:
     """The original's front matter without the fields in `OF_ORIGINAL`; unchanged if it has none of
     them."""
     try:

@@ -35,6 +35,7 @@ class Span:
     start: int
     size: int
     zeros = 0
+    """Bytes of zeros that only fill the shape."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
     wide = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
+    # adds half of the lowest bit that is kept, or one less if that bit is 0
     bits: NDArray[Any] = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(numpy.uint16)
     return bits
 

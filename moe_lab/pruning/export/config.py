@@ -105,10 +105,10 @@ def describe_export(
         stock_config = edited if width is None else narrowed(edited, width)
         if stock_config is not None:
             return stock_config, port
-    return _uneven(edited, form), _code(kind)
+    return _uneven_config(edited, form), _code(kind)
 
 
-def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
+def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     """config.json of a checkpoint whose layers differ, or that the family's configuration cannot
     describe. It has a model type of its own, so that no stock class fills missing weights with
     random numbers. `LAYERS_FIELD` has the shape of each layer, and the fields that a program has to
@@ -205,13 +205,14 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
     Raises UserError for a name that refers to experts by number in several layers."""
     if isinstance(content, dict):
         renamed = {
-            _renamed(key, written): renumbered(value, written) for key, value in content.items()
+            _renumbered_name(key, written): renumbered(value, written)
+            for key, value in content.items()
         }
         renamed.pop(None, None)
         return renamed
     if isinstance(content, list):
         items = [
-            _renamed(item, written) if isinstance(item, str) else renumbered(item, written)
+            _renumbered_name(item, written) if isinstance(item, str) else renumbered(item, written)
             for item in content
         ]
         return [
@@ -233,7 +234,7 @@ def renumbered_files(
     }
 
 
-def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
+def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
     """The name with the expert's new number; None for an expert that is not written."""
     match = EXPERT_NAME.search(name)
     unmatched = f"{name[: match.start()]} {name[match.end() :]}" if match else name

@@ -77,14 +77,14 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
             "layers, and this plan gives them different ones: expected allocation=uniform, or "
             "export=masked"
         )
-    kind = _output_type(checkpoint)
+    output_type = _output_type(checkpoint)
     with new_folder(out) as work:
         arguments = [
             str(checkpoint),
             "--outfile",
             str(work / FILE),
             "--outtype",
-            kind,
+            output_type,
             "--model-name",
             name,
         ]
@@ -97,8 +97,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None if it is none of
-    PRE_TOKENIZERS."""
+    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None if PRE_TOKENIZERS
+    does not have this pre-tokenizer."""
     described = read_json_if_there(folder / "tokenizer.json")
     model = described.get("model") or {}
     steps = described.get("pre_tokenizer") or {}
@@ -108,7 +108,7 @@ def pre_tokenizer(folder: Path) -> str | None:
     if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
         # without merges across line breaks, each line break is a token even without this step
         sequence = sequence[1:]
-    return next((name for name, known in PRE_TOKENIZERS.items() if sequence == known), None)
+    return next((name for name, pattern in PRE_TOKENIZERS.items() if sequence == pattern), None)
 
 
 def _output_type(checkpoint: Path) -> str:
@@ -140,5 +140,5 @@ def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
             code = child.process.poll() or 0  # 0: the child still runs, and replied with an error
             reason = f"killed by signal {-code}" if code < 0 else str(error)
     print(mask("\n".join(child.log().splitlines()[-LOG_LINES:])), file=sys.stderr, flush=True)
-    kind = Unavailable if code < 0 or "No space left on device" in reason else UserError
-    raise kind(f"export.format=gguf: llama.cpp's converter failed: {reason}")
+    error_type = Unavailable if code < 0 or "No space left on device" in reason else UserError
+    raise error_type(f"export.format=gguf: llama.cpp's converter failed: {reason}")

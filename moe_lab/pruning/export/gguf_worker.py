@@ -18,7 +18,7 @@ def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
     remote: Any = importlib.import_module("transformers.dynamic_module_utils")
     remote.TIME_OUT_REMOTE_CODE = 0
     library = sys.modules.get("conversion.base", script)
-    # as --no-mtp does, which is an error for families that predict only one token
+    # the effect of the option --no-mtp, which is an error for families that predict one token only
     if hasattr(library, "ModelBase"):
         library.ModelBase.no_mtp = True
     if pre:
@@ -29,14 +29,15 @@ def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
 
 def _name_pre_tokenizer(module: Any, pre: str) -> None:
     """Make the converter use the pre-tokenizer `pre` for a vocabulary that it does not recognise.
-    It recognises a vocabulary by a hash of the tokens of a fixed text, so never a new one."""
-    recognised = module.TextModel.get_vocab_base_pre
+    The converter recognises a vocabulary by a hash of the tokens of a fixed text, so it never
+    recognises a new vocabulary."""
+    original = module.TextModel.get_vocab_base_pre
 
-    def recognised_or_named(model: Any, tokenizer: Any) -> str:
+    def name_or_pre(model: Any, tokenizer: Any) -> str:
         try:
-            name: str = recognised(model, tokenizer)
+            name: str = original(model, tokenizer)
         except NotImplementedError:
             return pre
         return name
 
-    module.TextModel.get_vocab_base_pre = recognised_or_named
+    module.TextModel.get_vocab_base_pre = name_or_pre

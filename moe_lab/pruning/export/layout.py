@@ -45,7 +45,7 @@ class Block:
         self.layer = layer
         self.count = count
         self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
-        self.of_experts = {
+        self.expert_tensors = {
             name: (entry, block_tensor)
             for name, (entry, block_tensor) in tensors.items()
             if block_tensor.kind in ("expert", "stack")
@@ -64,7 +64,7 @@ class Block:
                 f"plan: channels of {self.prefix}experts cannot be removed, because its experts "
                 f"{family.unfit}: use a criterion of whole experts"
             )
-        for name, (entry, block_tensor) in self.of_experts.items():
+        for name, (entry, block_tensor) in self.expert_tensors.items():
             for role, expert, matrix in _matrices(name, entry, block_tensor, self.count, width):
                 self.matrices[role, expert] = matrix
 
@@ -80,7 +80,7 @@ class Block:
         if block_tensor.kind == "router":
             return _rows(name, entry, 0, retained, self.count)
         if block_tensor.kind == "vector":
-            return _barred(
+            return _bar_dropped(
                 _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
             )
         if block_tensor.kind == "shared":
@@ -97,10 +97,10 @@ class Block:
             new = f"{self.prefix}experts.{retained.index(block_tensor.expert)}."
             name = name.replace(old, new, 1)
         chunks = tuple(self._chunks(entry, block_tensor))
-        return Piece(name, entry.dtype, self._resized(shape, block_tensor), chunks)
+        return Piece(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
 
-    def _resized(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
-        """The shape of a tensor of experts, with the channels that they have in the export."""
+    def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
+        """`shape`, the shape of a tensor of experts, with the number of channels in the export."""
         if (
             self.layer.width is None
             or block_tensor.axes is None
@@ -153,8 +153,8 @@ class Block:
         return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless the block has all its experts and one router, in which dropped
-        experts can be barred."""
+        """Raise UserError unless the block has all its experts and one router that can bar dropped
+        experts."""
         block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
         kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
         layer = block_tensors[0].layer
@@ -188,9 +188,9 @@ def pieces(
     checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
 ) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed
-    experts first. Layers that predict several tokens are left out if they have experts. UserError
-    when the blocks on disk are not those of the plan, experts or a router are missing, a tensor is
-    not known, or the form cannot be written."""
+    experts first. All layers that predict several tokens are left out if one of them has experts.
+    UserError when the blocks on disk are not those of the plan, experts or a router are missing, a
+    tensor is not known, or the form cannot be written."""
     block_tensors = family.block_tensors(checkpoint.tensors)
     left_out = predicting_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
@@ -217,8 +217,8 @@ def pieces(
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.layer.widths is not None:
-            shard = [entry.shard for entry, _ in block.of_experts.values()][-1]
-            # at the start of the file, where they are aligned whatever the sizes of other tensors
+            shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
+            # packed tensors are aligned at the start of the file, whatever the sizes of the others
             by_shard[shard][:0] = block.packed()
     return by_shard
 
@@ -268,8 +268,8 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether these names of tensors include a routing vector in which a dropped expert can be
-    barred."""
+    """Whether the tensors called `names` include a routing vector in which a bias can bar dropped
+    experts."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
@@ -293,7 +293,7 @@ def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: 
     return Piece(name, entry.dtype, (*outer, len(retained), *entry.shape[axis + 1 :]), spans)
 
 
-def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
+def _bar_dropped(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
     """A routing vector in which dropped experts have a bias so low that they are never chosen."""
     if not layer.dropped:
         return piece

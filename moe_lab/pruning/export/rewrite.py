@@ -82,7 +82,7 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
     reserved = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
-    start = -(-reserved // ALIGNMENT) * ALIGNMENT
+    start = -(-reserved // ALIGNMENT) * ALIGNMENT  # rounded up
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
     with (
@@ -91,13 +91,13 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     ):
         target.seek(start)
         for name in names:
-            for changed, tensor in changes.tensors(name, source.get_tensor(name)).items():
+            for new_name, tensor in changes.tensors(name, source.get_tensor(name)).items():
                 if tensor.nbytes % ALIGNMENT:
-                    unaligned[changed] = tensor
+                    unaligned[new_name] = tensor
                 else:
-                    header[changed] = _append(tensor, target, start)
-        for changed, tensor in unaligned.items():
-            header[changed] = _append(tensor, target, start)
+                    header[new_name] = _append(tensor, target, start)
+        for new_name, tensor in unaligned.items():
+            header[new_name] = _append(tensor, target, start)
         beginning = header_bytes(header, start)
         if len(beginning) > start:
             raise ValueError(

@@ -12,13 +12,13 @@ from moe_lab.paths import local_path
 from moe_lab.pruning.export.layout import NO_BIAS, can_bar
 
 ZEROS = ("mxfp4",)
-"""Methods in which an expert whose bytes are all zero has weights of zero. Others store shapes or
-offsets beside the weights."""
+"""Methods in which an expert whose bytes are all zero has weights of zero. Other methods store
+shapes or offsets beside the weights."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
     """Raise UserError if a checkpoint quantised by `method` (None: not quantised) cannot be
-    exported in that shape, or with fewer `channels`."""
+    exported in this `shape`, or at all if the plan removes `channels`."""
     if method is None:
         return
     if channels:

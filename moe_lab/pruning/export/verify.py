@@ -42,10 +42,11 @@ def verify(
     Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS
     random tokens. One layer of each model is in memory, in the stored precision. The outputs of the
     layer and of every retained expert (also of experts that no token chose) are compared, and the
-    logits after the last layer. They must be equal bit for bit on the CPU if the layer lost only
-    whole experts and is written without them. Otherwise they must be within TOLERANCE, relative to
-    the largest number of a token or of an entry of the hidden state, whichever is smaller. The code
-    of an export with uneven layers is run. UserError naming the first layer that differs.
+    logits after the last layer. The outputs must be equal bit for bit on the CPU if the layer lost
+    only whole experts and is written without them. Otherwise they must be within TOLERANCE,
+    relative to the largest number of a token or of an entry of the hidden state, whichever is
+    smaller. The code of an export with uneven layers is run. UserError naming the first layer that
+    differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -98,7 +99,7 @@ def _all_experts(
     turn = torch.arange(
         ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
     ) % len(retained)
-    turn = turn.reshape(-1, len(hidden)).T  # (T, K)
+    turn = turn.reshape(-1, len(hidden)).T  # (T, K): each row takes the next experts in turn
     ones = hidden.new_ones(turn.shape)
     with ExitStack() as stack:
         if plan.channels is not None:

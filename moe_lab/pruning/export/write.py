@@ -59,13 +59,13 @@ def write_weights(
     checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path
 ) -> None:
     """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans
-    are copied by the kernel where it can; others are computed one at a time."""
+    are copied by the kernel where possible; all other chunks are computed one at a time."""
     for shard, tensors in content.items():
         if not tensors:
             continue
         with new_file(folder / shard) as target:
             target.write(_header(tensors, checkpoint.metadata[shard]))
-            for part in _merged(tensors):
+            for part in _merge_spans(tensors):
                 if isinstance(part, Span):
                     with (checkpoint.folder / part.shard).open("rb") as source:
                         _copy(source, target, part.start, part.size)
@@ -112,6 +112,7 @@ def header_bytes(fields: Mapping[str, Any], least: int = 0) -> bytes:
 
 
 def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file with these `tensors`, in order."""
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for piece in tensors:
@@ -125,7 +126,7 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
     return header_bytes(fields)
 
 
-def _merged(tensors: Sequence[Piece]) -> list[Chunk]:
+def _merge_spans(tensors: Sequence[Piece]) -> list[Chunk]:
     """All chunks of a file in order, with adjacent byte ranges merged."""
     chunks: list[Chunk] = []
     for chunk in (chunk for piece in tensors for chunk in piece.chunks):
@@ -138,8 +139,8 @@ def _merged(tensors: Sequence[Piece]) -> list[Chunk]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes from `start` to `target`: by the kernel where it can, else through a
-    buffer."""
+    """Append `size` bytes from `start` to `target`: by the kernel where possible, otherwise through
+    a buffer."""
     target.flush()
     end = start + size
     while start < end and hasattr(os, "copy_file_range"):
