@@ -2,9 +2,9 @@
 number of files.
 
 A finished step is first a folder. When a store has many small steps, they are copied into a pack,
-and their folders are removed. A pack, packs/NAME.sqlite, is a database that is written once, under
-another name, and then never changed, so that it needs no locks. A new pack can replace it; it is
-then read no more, and removed some time later.
+and their folders are removed. A pack, packs/NAME.sqlite, is a database that needs no locks: it is
+written once, under another name, and then never changed. A new pack can replace older packs. These
+are then no longer read, and are removed some time later.
 """
 
 from __future__ import annotations
@@ -29,81 +29,90 @@ pragma page_size = 65536;
 create table file (start text, name text, content blob, primary key (start, name));
 create table summary (name text primary key, content blob);
 """
-"""file: the compressed files of steps, with step.json, by the start of a step's id.
+"""Tables of a pack. The "start" of a step is its id's first digits, which are in the name of its
+folder.
+
+file: the compressed files of steps, including step.json.
 summary: compressed JSON documents about all steps of the pack:
-names     start of the id -> KIND/LABEL; the name of the folder is LABEL-START
-inputs    start of the id -> starts of the ids of its inputs, separated by spaces
+names     start of a step -> KIND/LABEL; the name of the step's folder is LABEL-START
+inputs    start of a step -> starts of the step's inputs, separated by spaces
 replaces  names of the packs that this pack replaces
 
-Large pages take fewer reads."""
+With large pages, reading takes fewer system calls."""
 ENDING = ".sqlite"
-UNFINISHED = ".part"
+PART_ENDING = ".part"
+"""Ending of a pack that is being written."""
 GRACE = 600.0
-"""Seconds for which a replaced pack stays: a reader may not have seen its replacement yet."""
+"""Seconds for which a replaced pack stays, as readers may not have seen the new pack yet."""
 
 
 class PackedStep(NamedTuple):
     """A step of a pack with its files."""
 
     start: str
-    """Start of its id."""
+    """First digits of the step's id."""
     name: str
-    """KIND/NAME."""
+    """KIND/LABEL-START, the folder of the step."""
     inputs: Iterable[str]
-    """Starts of the ids of its inputs."""
+    """First digits of the ids of the step's inputs."""
     files: Mapping[str, bytes]
+    """Name of a file -> content."""
 
 
 class Packs:
-    """The packs in a folder, which may be missing, and an index of their steps. Safe for
-    threads."""
+    """The packs in a folder, which may be missing, and an index of the steps in the packs. Safe for
+    threads. `start` is the first digits of a step's id."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.damaged: list[Path] = []
+        self.damaged_packs: list[Path] = []
         """Packs that cannot be read."""
-        self.bad: set[str] = set()
-        """Starts of ids of damaged steps, which count as missing until they are removed from their
+        self.damaged_steps: set[str] = set()
+        """Starts of damaged steps. They count as missing until they are removed from their
         packs."""
-        self._open: dict[str, sqlite3.Connection] = {}
+        self._connections: dict[str, sqlite3.Connection] = {}
+        """Name of a pack -> open connection."""
         self._steps: dict[str, dict[str, str]] = {}
-        """Pack -> start of the id -> KIND/LABEL."""
+        """Name of a pack -> start of a step -> KIND/LABEL."""
         self._replaces: dict[str, list[str]] = {}
+        """Name of a pack -> names of the packs that it replaces."""
         self._current: list[str] = []
-        """Names of packs that are not replaced."""
+        """Names of the packs that no other pack replaces."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return packs_in, (self.folder.parent,)  # connections are of one process
+        # another process opens connections of its own
+        return packs_in, (self.folder.parent,)
 
     def refresh(self) -> None:
-        """Read which packs exist."""
+        """List the folder, open new packs, and close packs that were removed."""
         with self._lock:
-            damaged = {path.stem for path in self.damaged}
+            damaged = {path.stem for path in self.damaged_packs}
             names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - damaged
-            if names == self._open.keys():
+            if names == self._connections.keys():
                 return
-            for name in self._open.keys() - names:
-                self._open.pop(name).close()
+            for name in self._connections.keys() - names:
+                self._connections.pop(name).close()
                 del self._steps[name]
                 del self._replaces[name]
-            for name in names - self._open.keys():
+            for name in names - self._connections.keys():
                 self._load(name)
-            self._current = sorted(self._open.keys() - set().union(*self._replaces.values()))
+            self._current = sorted(self._connections.keys() - set().union(*self._replaces.values()))
 
     def _load(self, name: str) -> None:
-        """Open a pack and read its summaries; one that cannot be read is added to `damaged`."""
+        """Open a pack and read its summaries. A pack that cannot be read is added to
+        `damaged_packs`."""
         path = self.path(name)
         try:
-            # no process writes to it, so that no locks are needed
+            # no process writes to a finished pack, so no locks are needed
             address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-            opened = sqlite3.connect(address, uri=True, check_same_thread=False)
-            self._steps[name] = _summary(opened, "names")
-            self._replaces[name] = _summary(opened, "replaces")
-            self._open[name] = opened
+            connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            self._steps[name] = _summary(connection, "names")
+            self._replaces[name] = _summary(connection, "replaces")
+            self._connections[name] = connection
         except (sqlite3.Error, Damaged):
-            if path.exists():  # otherwise it was removed after it was listed
-                self.damaged.append(path)
+            if path.exists():  # otherwise the pack was removed after it was listed
+                self.damaged_packs.append(path)
 
     def path(self, name: str) -> Path:
         """The file of a pack."""
@@ -111,24 +120,27 @@ class Packs:
 
     def __contains__(self, start: str) -> bool:
         """Whether a step is in a pack, as of the last `refresh`."""
-        return self._pack_of(start) is not None and start not in self.bad
+        return self._pack_of(start) is not None and start not in self.damaged_steps
 
     def _pack_of(self, start: str) -> str | None:
+        """Name of the pack that has a step, as of the last `refresh`; None if no pack has it."""
         with self._lock:
             return next((pack for pack in self._current if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/NAME of a step by the start of its id; None when it is in no pack. New packs are
-        read if necessary."""
+        """KIND/LABEL-START of a step; None when no pack has the step. New packs are opened if
+        necessary."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
             pack = self._pack_of(start)
-            return f"{self._steps[pack][start]}-{start}" if pack and start not in self.bad else None
+            if pack is None or start in self.damaged_steps:
+                return None
+            return f"{self._steps[pack][start]}-{start}"
 
     def read(self, start: str, file: str) -> bytes:
-        """Content of a file of a step. Raises FileNotFoundError without it, and Damaged when the
-        pack cannot be read."""
+        """Content of a file of a step. Raises FileNotFoundError when no pack has the file, and
+        Damaged when the pack cannot be read."""
         query = "select content from file where start = ? and name = ?"
         rows = self._rows(start, query, start, file)
         if not rows:
@@ -139,7 +151,7 @@ class Packs:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 
     def files(self, start: str) -> list[str]:
-        """Names of the files of a step, step.json included."""
+        """Names of the files of a step, including step.json."""
         rows = self._rows(start, "select name from file where start = ?", start)
         return [name for (name,) in rows]
 
@@ -149,16 +161,16 @@ class Packs:
         return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Result of a query on the pack that has a step; [] when it is in no pack. New packs are
-        read if necessary."""
+        """Rows of a query on the pack that has the step `start`; [] when no pack has it. New packs
+        are opened if necessary. `values`: parameters of the query."""
         with self._lock:
-            for _ in range(2):
+            for _ in range(2):  # again if the pack was replaced and removed meanwhile
                 if self._pack_of(start) is None:
                     self.refresh()
-                if start in self.bad or (name := self._pack_of(start)) is None:
+                if start in self.damaged_steps or (name := self._pack_of(start)) is None:
                     return []
                 try:
-                    return self._open[name].execute(query, values).fetchall()
+                    return self._connections[name].execute(query, values).fetchall()
                 except sqlite3.Error:  # damaged, or removed on another node
                     if self.path(name).exists():
                         break
@@ -166,66 +178,67 @@ class Packs:
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
     def starts(self) -> set[str]:
-        """Starts of the ids of all steps in packs, as of the last `refresh`."""
+        """Starts of all steps in packs, as of the last `refresh`."""
         with self._lock:
-            return set().union(*(self._steps[pack] for pack in self._current)) - self.bad
+            return set().union(*(self._steps[pack] for pack in self._current)) - self.damaged_steps
 
     def steps(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of all steps in packs, as of the last `refresh`."""
+        """Start -> KIND/LABEL-START, for all steps in packs, as of the last `refresh`."""
         names = {}
         with self._lock:
             for pack in self._current:
                 for start, name in self._steps[pack].items():
-                    if start not in self.bad:
+                    if start not in self.damaged_steps:
                         names[start] = f"{name}-{start}"
         return names
 
     def inputs(self) -> dict[str, str]:
-        """Start of the id -> starts of the ids of its inputs, separated by spaces, for all steps in
-        packs, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
+        """Start -> starts of the step's inputs, separated by spaces, for all steps in packs, as of
+        the last `refresh`. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
             for pack in self._current:
-                inputs.update(_summary(self._open[pack], "inputs"))
+                inputs.update(_summary(self._connections[pack], "inputs"))
         return inputs
 
     # Methods that write, for the one process that holds the claim of packs.
 
     def add(self, steps: Iterable[PackedStep]) -> Path:
-        """Write steps to a new pack, and return its path. The pack is unfinished until `publish`
-        names it."""
-        return self._write(map(_compressed, steps))
+        """Write steps to a new pack, and return its path. Readers do not see the pack until
+        `publish` renames it."""
+        return self._write(map(_compress, steps))
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write a pack that replaces the packs `names` and lacks the steps `without`; see `add`.
-
-        Raises Damaged, with the name of the pack, when a pack cannot be read."""
+        """Write the steps of the packs `names` to one new pack that replaces them, and return its
+        path, as `add` does. `without`: starts of steps that are left out. Raises Damaged, with the
+        name of the pack, when a pack cannot be read."""
         return self._write(self._steps_without(names, without), names)
 
     def _steps_without(
         self, names: Iterable[str], without: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of the packs `names`, with compressed files, except those in `without`."""
+        """The steps of the packs `names`, with compressed files, without the steps whose starts are
+        in `without`. A step in several packs is yielded once."""
         for pack in names:
             try:
-                inputs = _summary(self._open[pack], "inputs")
+                inputs = _summary(self._connections[pack], "inputs")
                 for start, name in self._steps[pack].items():
                     if start in without or self._pack_of(start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
-                    files = dict(self._open[pack].execute(select, (start,)))
+                    files = dict(self._connections[pack].execute(select, (start,)))
                     yield PackedStep(start, f"{name}-{start}", inputs[start].split(), files)
             except (sqlite3.Error, Damaged):
                 raise Damaged(pack) from None
 
     def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
-        """Write `steps`, whose files are compressed, to a new pack; see `add`. `replaces`: names of
-        packs."""
+        """Write `steps`, whose files are compressed, to a new pack, and return its path. See `add`.
+        `replaces`: names of the packs that this pack replaces."""
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
+        path = self.folder / f".{uuid.uuid4().hex}{PART_ENDING}"
         names = {}
         inputs = {}
-        # no other process knows its path, so that no locks are needed
+        # no other process knows the path, so no locks are needed
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
             for step in steps:
@@ -241,15 +254,17 @@ class Packs:
         return path
 
     def publish(self, path: Path) -> None:
-        """Name an unfinished pack, after it was written to the disk."""
+        """Flush a pack that `add` or `rewrite` has written to the disk, and give it its final name,
+        under which readers see it."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
         path.rename(self.path(path.stem.lstrip(".")))
         self.refresh()
 
     def clear(self) -> None:
-        """Remove unfinished packs, and packs that were replaced long ago."""
-        for path in self.folder.glob(f".*{UNFINISHED}"):
+        """Remove packs that were not published, and packs that were replaced more than GRACE
+        seconds ago."""
+        for path in self.folder.glob(f".*{PART_ENDING}"):
             path.unlink(missing_ok=True)
         self.refresh()
         for name, replaced in list(self._replaces.items()):
@@ -258,23 +273,24 @@ class Packs:
                     self.path(old).unlink(missing_ok=True)
         self.refresh()
 
-    def with_any(self, starts: Iterable[str]) -> set[str]:
-        """Names of the packs that have any of these steps."""
+    def packs_with(self, starts: Iterable[str]) -> set[str]:
+        """Names of the packs that have at least one of the steps with these starts."""
         return {pack for start in starts if (pack := self._pack_of(start))}
 
     def sizes(self) -> dict[str, int]:
-        """Name of a pack -> its bytes, for packs that are not replaced."""
+        """Name -> size in bytes, for packs that are not replaced."""
         return {name: self.path(name).stat().st_size for name in self._current}
 
 
-def _compressed(step: PackedStep) -> PackedStep:
-    """A step with its files compressed."""
+def _compress(step: PackedStep) -> PackedStep:
+    """A copy of the step with compressed files."""
     files = {name: zlib.compress(content, 1) for name, content in step.files.items()}
     return step._replace(files=files)
 
 
 def _summary(database: sqlite3.Connection, name: str) -> Any:
-    """A summary of a pack: names, inputs or replaces, see TABLES. Raises Damaged."""
+    """The document `name` (names, inputs or replaces, see TABLES) of the table "summary" in a pack.
+    Raises Damaged if it cannot be read."""
     try:
         ((content,),) = database.execute("select content from summary where name = ?", (name,))
         return json.loads(zlib.decompress(content))
@@ -284,5 +300,6 @@ def _summary(database: sqlite3.Connection, name: str) -> Any:
 
 @lru_cache(maxsize=8)
 def packs_in(store: Path) -> Packs:
-    """The packs of a store, as one object for this process."""
+    """The packs of the store in the folder `store`. In one process, this is always the same
+    object."""
     return Packs(store / "packs")

@@ -1,8 +1,5 @@
-"""Formats of the files that steps write and the analysis reads: evaluations, records of runs,
-columns of tables.
-
-Evaluations write `result.json` and `samples.parquet`.
-"""
+"""Formats of the files that steps write and the analysis reads: results of evaluations
+(result.json and samples.parquet), records of runs (record.json), and columns of tables."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ SCHEMA = 1
 RANDOM = ("random", "channel_random")
 """Criteria that drop random experts, or random channels, as a baseline."""
 Scale = Literal["score", "loss", "perplexity"]
-"""Meaning of a number: a score, where higher is better; or a mean loss, or a perplexity, the
-exponential of a mean loss, where lower is better."""
+"""Meaning of a number. score: higher is better. loss: a mean loss, lower is better. perplexity: the
+exponential of a mean loss, lower is better."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
@@ -29,16 +26,16 @@ class Result(TypedDict):
     """One number of one benchmark."""
 
     benchmark: str
-    """Result name, such as arc_challenge or humaneval_plus."""
+    """Name of the result, such as arc_challenge or humaneval_plus."""
     metric: str
     """The harness's name for the number, such as acc_norm or base."""
     score: float
-    """Mean outcome of the items; for a perplexity, its exponential."""
+    """Mean outcome of the items; for a perplexity, the exponential of the mean outcome."""
     scale: Scale
     """Meaning of the number, as set by the harness; it is not inferred from the metric's name."""
     unit: str
-    """Unit of a loss, such as nats per token; for a perplexity, the unit of its loss. "" for a
-    score."""
+    """Unit of a loss, such as nats per token; for a perplexity, the unit of the loss whose
+    exponential it is. "" for a score."""
     stderr: float | None
     """Standard error of the score over items; None for fewer than two items."""
     n: int
@@ -51,33 +48,34 @@ class Sample(TypedDict):
     """One row of samples.parquet: one item of one result."""
 
     benchmark: str
-    """Result name, as in Result."""
+    """Name of the result, as in Result."""
     item: str
-    """The item's id in its data file, or its number there."""
+    """The item's id in the data file, or the item's number in that file."""
     replicate: int
-    """Number of the answer to the item, from 0, where an item has several answers."""
+    """Number of the answer, from 0, if the item has several answers."""
     outcome: float
-    """1 if right, 0 if wrong, a share for partial credit; for a loss or a perplexity, the loss in
-    the result's unit."""
+    """1 if the answer is right, 0 if it is wrong, or a share for partial credit; for a loss or a
+    perplexity, the item's loss in the result's unit."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
     thought: str
-    """The reasoning that the model wrote before its answer, with its marks; "" without any."""
+    """The reasoning that the model wrote before the answer, including the marks around the
+    reasoning; "" without reasoning."""
     output: str | None
-    """The answer that the model wrote, or the log-likelihoods of the choices as JSON; None where
-    the reasoning does not end."""
+    """The answer that the model wrote, or the log-likelihoods of the choices as JSON; None if the
+    reasoning does not end."""
     ended: str | None
     """Why the text ended: end (an end token), stop (a stop text), limit (too many tokens), too_long
-    (nothing was written, because prompt and limit together are too long); None where no text was
+    (nothing was written, because prompt and limit together are too long); None if no text was
     requested."""
     extracted: str
     """The graded answer."""
     answer_loss: NotRequired[float | None]
     """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better.
-    None or absent without a reference answer or its likelihood."""
+    None or absent if there is no reference answer, or if its likelihood was not computed."""
     units: NotRequired[float | None]
-    """Weight of the item in the score: the tokens, words or bytes of a loss or a perplexity, or a
-    weight with which all tasks of a group count equally. None or absent where all items count
+    """Weight of the item in the score: number of tokens, words or bytes for a loss or a perplexity,
+    or a weight that makes all tasks of a group count equally. None or absent if all items count
     equally."""
 
 
@@ -85,9 +83,9 @@ class ResultFile(TypedDict):
     """result.json."""
 
     schema: int
-    """SCHEMA of the writer."""
+    """The SCHEMA with which the file was written."""
     results: list[Result]
-    """One per entry of the benchmark's reports."""
+    """One result per entry of the benchmark's `reports`."""
     protocol: dict[str, Any]
     """How the results were measured: harness, data digest, limits, sandbox, a rendered prompt."""
     versions: dict[str, str]
@@ -95,15 +93,15 @@ class ResultFile(TypedDict):
 
 
 CONTAMINATION = "contamination.json"
-"""File with benchmark -> number of items that were looked for in a text (comparable), and that
-occur in it (found)."""
+"""File with benchmark -> number of items that were compared with a text (comparable), and number of
+items that share a phrase with the text (found)."""
 RECORD = "record.json"
 """File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their
 results."""
 FIGURES = ("families", "damages", "contaminations")
-"""Entries of a record with steps that only figures and remarks need."""
+"""Entries of a record with the steps that only figures and remarks need."""
 KEY = ("calibration", "model", "gate", "seed")
-"""Columns that identify a step of a figure."""
+"""Fields that identify the step of a figure in the entries FIGURES of a record."""
 _NAME = str | None
 _FIGURE = [{"calibration": str, "model": str, "gate": str, "seed": Number, "step": _NAME}]
 RECORD_SHAPE = {
@@ -124,13 +122,13 @@ RECORD_SHAPE = {
     ],
     **dict.fromkeys(FIGURES, _FIGURE),
 }
-"""Shape of record.json for `json_files.fits`. `replaces`: names of the earlier runs whose records
-no longer count."""
+"""Shape of record.json for `json_files.fits`. `replaces` has the names of the earlier runs whose
+records no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its record, for the records of a study that no later record replaces, oldest
-    first. Replaced records are not opened. Raises Damaged for a damaged record."""
+    """Name of a run -> record of the run, oldest first, for the runs of a study whose records no
+    later record replaces. Replaced records are not opened. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
@@ -142,27 +140,28 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """The current records of a study, `joined`; None without a record. Raises Damaged for a damaged
-    record."""
+    """The current records of a study, joined to one record by `join_records`; None without a
+    record. Raises Damaged for a damaged record."""
     current = current_records(root, study)
-    return joined(current) if current else None
+    return join_records(current) if current else None
 
 
-def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """One record with the cells and figures of all of `current_records`. Other entries, and `run`,
-    are those of the last run.
+def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """One record with the cells and figures of all records. `current`: result of `current_records`.
+    The other entries are those of the last record, whose run is in `run`.
 
-    A cell in several records has the benchmarks of all of them. If these records name different
-    steps for it, as settings differed, the later record counts, and the cell is in `differing`.
+    A cell in several records has the benchmarks of all these records. If the records name different
+    steps for the cell, because settings differed, the later record counts, and the cell is in the
+    entry `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            # the id, as different models may have the same name
+            # with the start of the id of the step "model", as models may have the same name
             key = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
-            merged = _merged(cells[key], entry) if key in cells else entry
+            merged = _merge(cells[key], entry) if key in cells else entry
             if merged is None:
                 differing[key] = entry["cell"]
             cells[key] = merged or entry
@@ -182,26 +181,26 @@ def joined(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _key(document: Mapping[str, Any]) -> str:
-    """A dictionary key that is equal for equal documents."""
+    """A text that is equal for equal documents."""
     return json.dumps(document, sort_keys=True)
 
 
 STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
-"""Fields of a cell in a record with the folder of a step, or None. The folders of evaluations are
-in the field `evaluate`."""
+"""Fields of a cell in a record whose value is the folder of a step, or None. The folders of
+evaluations are in the field `evaluate`."""
 DIGITS = 12
-"""Digits of a step's id at the end of the name of its folder."""
+"""Number of digits of a step's id at the end of the name of the step's folder."""
 Folders = Mapping[str, str | None]
-"""Name of a step of a cell -> its folder, None if the step is missing."""
+"""Field of a cell, or name of a benchmark -> folder of the step; None if the step is missing."""
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The entry of a cell in a later record, completed by results that only the earlier one has;
-    None if they name different steps. Ids of steps are compared, as labels may differ."""
-    steps = _merged_folders(
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The entry `new` of a cell in a later record, with the results that only the entry `old` in an
+    earlier record has; None if the entries name different steps."""
+    steps = _merge_folders(
         {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
-    evaluate = _merged_folders(old["evaluate"], new["evaluate"])
+    evaluate = _merge_folders(old["evaluate"], new["evaluate"])
     if steps is None or evaluate is None:
         return None
     finished = {**steps, **evaluate}
@@ -210,9 +209,9 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | 
     return {**new, **steps, "evaluate": evaluate, "errors": errors}
 
 
-def _merged_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """The folders of both, of the new ones where both have one; None if these differ in their
-    ids."""
+def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
+    """The folders in `old` and `new`; where both have a folder, that in `new`. None if two such
+    folders are of steps with different ids; labels in the names of folders may differ."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
@@ -223,7 +222,7 @@ def _merged_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
-    """KIND/NAME of all finished steps that a record names; none for {}."""
+    """Folders (KIND/LABEL-ID) of all finished steps that a record names; the empty set for {}."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)
@@ -233,13 +232,13 @@ def finished_steps(record: Mapping[str, Any]) -> set[str]:
     return {name for name in names if name}
 
 
-# Columns of the tables that steps write for figures, mostly besides large arrays.
+# Columns of the tables that steps write for figures. Most of these steps also write large arrays.
 COVERAGE = ("layer", "expert", "tokens")
 """coverage.parquet of a pass over a text: how many tokens the router sent to each expert."""
 SCORES = ("layer", "expert", "score")
-"""scores.parquet of a criterion; higher means keep."""
+"""scores.parquet of a criterion; experts with lower scores are removed first."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
-"""family.parquet: every S(b, alpha, beta)."""
+"""family.parquet: one row for each score S(b, alpha, beta) of an expert."""
 PROFILES = (
     "layer",
     "variance",
@@ -249,18 +248,19 @@ PROFILES = (
     "experts",
     "output_loss",
 )
-"""profile.parquet:
-variance         of the residual stream after the layer over tokens, the mean over its coordinates
-router_entropy   of the softmax of the router's logits over the experts it chooses from, mean over
-                 tokens
-gate_entropy     of the gates of the chosen experts divided by their sum, mean over tokens
-load_entropy     of the shares of tokens that are routed to each expert
-experts          that the router chooses from, or 0
-output_loss      of pruning this layer alone: ||m - m'||^2 / (||y||^2 + eps), mean over tokens, m
-                 the routed output, m' that of the pruned layer on the same input, y the residual
-                 stream after the unpruned layer
+"""profile.parquet, one row per layer:
+variance         variance over tokens of the residual stream after the layer, mean over coordinates
+router_entropy   entropy of the softmax of the router's logits over the experts that the router
+                 chooses from, mean over tokens
+gate_entropy     entropy of gate / (sum of gates) over the chosen experts, mean over tokens
+load_entropy     entropy of the shares of tokens that are routed to each expert
+experts          number of experts that the router chooses from; 0 without a router
+output_loss      loss of pruning this layer alone: mean over tokens of
+                 ||m - m'||^2 / (||y||^2 + eps), where m is the routed output, m' the routed output
+                 of the pruned layer on the same input, and y the residual stream after the unpruned
+                 layer
 
-Entropies are in nats. Both entropies and losses are NaN in layers without a router, losses also
+Entropies are in nats. Entropies and losses are NaN in layers without a router; losses are also NaN
 without a plan."""
 TIMINGS = (
     "batch_size",
@@ -272,11 +272,11 @@ TIMINGS = (
     "working_bytes",
 )
 """timing.parquet, one row per request:
-prefill_seconds   from the prompts (batch_size x prompt_length tokens) to the first new token of
-                  each
-decode_seconds    for new_tokens further tokens of each, one after the other
-working_bytes     of memory beyond the weights at the peak of a request; NaN where the system does
-                  not report it"""
+prefill_seconds   seconds from the prompts (batch_size x prompt_length tokens) to the first new
+                  token of each prompt
+decode_seconds    seconds for new_tokens further tokens of each prompt, one after the other
+working_bytes     bytes of memory beyond the weights at the peak of a request; NaN if the system
+                  does not report them"""
 EXPERTS = (
     "layer",
     "expert",
@@ -290,28 +290,37 @@ EXPERTS = (
     "channels",
     "channel_root_sum",
 )
-"""experts.parquet of a pass over a text: for each expert its tokens; over them, the sums of the
-gate, of the output's norm and of its attributions of first and second order; the sum of its squared
-channels, and the maximum over its channels; number of channels; the sum over channels of their root
-mean squares."""
+"""experts.parquet of a pass over a text, one row per expert:
+tokens                  number of tokens that are routed to the expert
+gate_sum, norm_sum      sums over these tokens of the gate, and of the norm of the expert's output
+ala_first, ala_second   sums over these tokens of the attributions of first and second order
+channel_square          sum over tokens and channels of the squared activation of a channel
+channel_max             maximum of the channels' maxima
+channels                number of channels
+channel_root_sum        sum over channels of the root mean square over tokens"""
 LOSSES = ("layer", "layer_loss")
-"""layers.parquet of a pass over a text: the sum over tokens of ||m||^2 / (||y||^2 + eps), m the
-routed output of the layer, y the residual stream after it."""
+"""layers.parquet of a pass over a text: the sum over tokens of ||m||^2 / (||y||^2 + eps), where m
+is the routed output of the layer and y the residual stream after the layer."""
 ABLATIONS = ("layer", "expert", "ablation")
 """ablation.parquet: the rise of the model's loss without the expert, in nats per token."""
 ENTROPIES = ("layer", "entropy", "tokens")
-"""entropy.parquet of a pass over a text: number of tokens by the entropy of the layer's router, in
-equal bins. `entropy` is the upper end of a bin, as a share of the logarithm of the number of
-experts."""
+"""entropy.parquet of a pass over a text: a histogram of the entropy of each layer's router. One row
+per bin: number of tokens (`tokens`), and upper end of the bin (`entropy`) as a share of the
+logarithm of the number of experts. Bins have equal widths."""
 GRADIENTS = ("layer", "expert", "tokens", "gradient_square", "gradient_root_sum", "channels")
-"""gradients.parquet of a forward and backward pass: tokens; over them and all channels, the sum of
-the squared gradient of the loss at a channel; the sum over channels of the root mean squares of
-that gradient; number of channels."""
+"""gradients.parquet of a forward and backward pass, one row per expert. x is the gradient of the
+loss at the activation of a channel:
+tokens              number of tokens that are routed to the expert
+gradient_square     sum over tokens and channels of x^2
+gradient_root_sum   sum over channels of the root mean square of x over tokens
+channels            number of channels"""
 WEIGHTS = ("layer", "expert", "abs_sum", "square_sum", "count")
-"""weights.parquet: sum |w| and sum w^2 over the weights of each expert, and their number."""
+"""weights.parquet: sum |w| and sum w^2 over the weights of each expert, and the number of
+weights."""
 CONCENTRATION = ("layer", "expert", "channels", "score")
-"""expert_concentration.parquet of scores of channels: the share of the expert's score (`score`)
-that its highest channels hold, by the share of its channels (`channels`)."""
+"""expert_concentration.parquet of scores of channels: points of a curve per expert. The share
+`channels` of the expert's channels with the highest scores has the share `score` of the sum of the
+expert's scores."""
 BUDGETS = ("layer", "coverage", "kept")
-"""budgets.parquet of a plan of channels: the share of the layer's score that its retained channels
-have (`coverage`), and their share of the layer's channels (`kept`)."""
+"""budgets.parquet of a plan of channels: the share of the layer's score that the retained channels
+have (`coverage`), and the share of the layer's channels that is retained (`kept`)."""

@@ -104,7 +104,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     store.packs.refresh()
     packed_names = store.packs.steps()
     try:
-        for path in store.packs.damaged:
+        for path in store.packs.damaged_packs:
             raise Damaged(f"{path} is damaged")
         needed = _with_inputs(store, referenced, folders_of)
         sizes = {start: store.packs.size(start) for start in packed_names.keys() - needed}

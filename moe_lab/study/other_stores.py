@@ -64,7 +64,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     with other.errors_as_sentences():
         present = other.present()
         names = [present[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in present]
-        for pack in other.packs.damaged:
+        for pack in other.packs.damaged_packs:
             store.notices.append(
                 f"also={other.root}: {pack} is damaged: its steps are computed again"
             )

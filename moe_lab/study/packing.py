@@ -71,8 +71,8 @@ class Packing:
         """Do the work of `pack`. Raises errors of the disk. Also removes bad steps from packs, and
         merges packs when there are more than MOST_PACKS."""
         store = self.store
-        if store.packs.bad:
-            drop(store, store.packs.bad)
+        if store.packs.damaged_steps:
+            drop(store, store.packs.damaged_steps)
         folders: dict[str, Path] = {}
         for name, kind in KINDS.items():
             if kind.small:
@@ -150,9 +150,9 @@ def drop(store: Store, starts: Collection[str]) -> None:
     """Remove steps, by the starts of their ids, from packs."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
-        for name in store.packs.with_any(starts):
+        for name in store.packs.packs_with(starts):
             _rewrite(store, [name], starts, claim)
-        store.packs.bad -= set(starts)
+        store.packs.damaged_steps -= set(starts)
 
 
 def _rewrite(store: Store, names: Collection[str], without: Collection[str], claim: Claim) -> None:

@@ -22,7 +22,7 @@ from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
-from moe_lab.results import DIGITS, RECORD, SCHEMA, current_records, joined, read_record
+from moe_lab.results import DIGITS, RECORD, SCHEMA, current_records, join_records, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph, uncollected
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
@@ -118,7 +118,7 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
     `document`, the record of `run`, is added and takes the place of those that it replaces."""
 
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        record = joined(records) if len(records) > 1 else next(iter(records.values()))
+        record = join_records(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
     try:

@@ -300,8 +300,8 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
         damaged += bool(states)
         for file, state in states.items():
             print(f"{state}: {store.folder(name) / file}")
-    if store.packs.bad:
-        drop(store, store.packs.bad)
+    if store.packs.damaged_steps:
+        drop(store, store.packs.damaged_steps)
     if damaged:
         print(f"{study.study}: {damaged} of {len(names)} finished steps are damaged")
         print("start the study again: they are set aside and computed again, but not later steps")

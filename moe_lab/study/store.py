@@ -311,7 +311,7 @@ class Store:
         """Ids of the steps that are `done`. Packs are only read once."""
         loose = self.step_folders()  # before the packs, as in `present`
         self.packs.refresh()
-        for path in self.packs.damaged:
+        for path in self.packs.damaged_packs:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
         packed = self.packs.starts()
@@ -354,7 +354,7 @@ class Store:
             return {}
         states = self._damage_in_pack(name)
         if states:
-            self.packs.bad.add(name[-DIGITS:])
+            self.packs.damaged_steps.add(name[-DIGITS:])
         return states
 
     def _damage_in_pack(self, name: str) -> dict[str, str]:
@@ -385,7 +385,7 @@ class Store:
         sentence = ", ".join(f"{file} is {state}" for file, state in states.items())
         if folder.exists():
             self.set_aside(folder, sentence, "computed again")
-        elif name[-DIGITS:] in self.packs.bad:
+        elif name[-DIGITS:] in self.packs.damaged_steps:
             self.notices.append(f"{name}: {sentence}, in a pack: computed again")
         return False
 
