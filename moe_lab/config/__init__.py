@@ -84,7 +84,8 @@ OWNED = {
 
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with - for _ in their names. ValueError for an option in `OWNED`."""
+    """`options` with hyphens for underscores in their names. ValueError for an option in `OWNED`,
+    or an abbreviation of one."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     for name in options.keys() - {"gpus"}:
         # sbatch accepts abbreviated names
@@ -126,8 +127,8 @@ class LauncherConfig(Group):
 
 @dataclass(config=SETTINGS, frozen=True)
 class JobConfig(Group):
-    """Resources of a Slurm job; null takes the next more general setting, or an estimate if that
-    is null too."""
+    """Resources of a Slurm job; null takes the next more general setting, or an estimate if all of
+    these are null."""
 
     basic = frozenset({"gpus", "minutes", "partition", "setup"})
 
@@ -285,8 +286,8 @@ class Config(Group):
     allow_code_execution: bool = False
     """Let benchmarks run programs that the model wrote, in a sandbox."""
     sandbox: Literal["auto", "namespaces", "none"] = "auto"
-    """How these programs are confined: auto (namespaces, or a limited subprocess for shipped
-    benchmarks if the kernel has no namespaces), namespaces, or none."""
+    """How programs that the model wrote are confined: auto (namespaces, or a limited subprocess for
+    shipped benchmarks if the kernel has no namespaces), namespaces, or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False

@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(config=SETTINGS, frozen=True)
 class Group:
-    """Settings that belong together; docs and --help print the text under each field."""
+    """Settings that belong together. The text under each field is printed in docs and by --help."""
 
     basic = frozenset[str]()
     """Fields that most users set, which --help shows."""
@@ -168,8 +168,8 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Add the mistakes of a UserError that the block raises to the list, and continue after the
-        block."""
+        """A context that ends at a UserError, whose mistakes are added to the list; the program
+        continues after the block."""
         try:
             yield
         except UserError as error:
@@ -194,7 +194,7 @@ def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
 
 
 def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
-    """A sentence for each mistake in the settings `group`: the setting, its value, what is
+    """A sentence for each mistake in the settings `group`, with the setting, its value, what is
     expected, and the nearest valid choice."""
     for item in error.errors(include_url=False):
         path = [
@@ -204,7 +204,7 @@ def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
         ]
         key = ".".join(filter(None, [group, *path]))
         if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
-            yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
+            yield _unknown_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
         else:
             yield _sentence(dict(item), kind, key, path)
 
@@ -241,12 +241,12 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
     if mistake == "missing":
         return f"{key} is not set: add {key}=VALUE"
     if mistake in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _no_setting(key, fields_of(type_at(kind, path[:-1])))
+        return _unknown_setting(key, fields_of(type_at(kind, path[:-1])))
     if mistake == "literal_error":
         return str(unknown(key, str(value), choices(type_at(kind, path))))
     if mistake == "value_error":
         message = str(item["ctx"]["error"])
-        # the message of a check of a whole group begins with a setting: tokens=1 is less than ...
+        # a check of a whole group begins its message with a setting: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)
@@ -258,7 +258,7 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
     return f"{key}={value}: expected {expected}"
 
 
-def _no_setting(key: str, known: Iterable[str]) -> str:
+def _unknown_setting(key: str, known: Iterable[str]) -> str:
     """The sentence for a setting that does not exist; `known`: the settings of its group."""
     group, dot, name = key.rpartition(".")
     names = sorted(known)

@@ -138,8 +138,9 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 """The folder of the harnesses, each a module."""
 
 
-def _known_harness(name: str) -> str:
-    """`name`; ValueError unless it is a module of `HARNESSES`, which are not imported."""
+def _checked_harness(name: str) -> str:
+    """`name` itself. ValueError unless a module of `HARNESSES` has this name; no module is
+    imported."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
     if name in names:
         return name
@@ -159,7 +160,7 @@ class BenchmarkConfig(Group):
 
     name: Name
     """Name of the benchmark in file names."""
-    harness: Annotated[str, AfterValidator(_known_harness)]
+    harness: Annotated[str, AfterValidator(_checked_harness)]
     """The program that makes the prompts and grades the answers: a module of
     moe_lab/evaluation/harnesses, such as lm_eval or perplexity."""
     task: str

@@ -113,14 +113,14 @@ class ModelConfig(Group):
     """Routed experts per token, in scoring and evaluation; null is as trained. With a number N, the
     model's name ends in _topN."""
     expected: ExpectedConfig | None = None
-    """The architecture: costs are estimated from it without the model, and a checkpoint that
-    differs is refused."""
+    """The architecture of the model. Costs are estimated from these numbers before the model is
+    downloaded, and a checkpoint with other numbers is refused."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
     date: Date = "2026-01-01"
     """Date that chat templates write as today's, in calibration, recovery and evaluation."""
     search: dict[str, Any] = field(default_factory=dict)
-    """Parameters of allocation=evolutionary published for this model; those of the allocation take
+    """Parameters of allocation=evolutionary published for this model; allocation.parameters take
     precedence."""
 
     def __post_init__(self) -> None:
@@ -150,7 +150,8 @@ class SourceConfig(Group):
     runtime = frozenset({"calibration", "path"})
 
     calibration: str
-    """Name of a file in conf/calibration: where documents come from, and how each is read."""
+    """Name of a file in conf/calibration, which says where documents come from and how each
+    document is read."""
     share: Annotated[float, Strict(), Field(gt=0, lt=1)]
     """Share of the mixture's tokens, in (0, 1); the shares of a mixture add up to 1."""
     path: str | None = None
@@ -171,8 +172,8 @@ OF_DOCUMENTS = (
     "order",
     "special_tokens",
 )
-"""Settings of where documents come from and how each is read. Every set of a mixture has its own
-values."""
+"""Settings that say where documents come from and how each document is read. Every set of a mixture
+has its own values."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -228,7 +229,8 @@ class CalibrationConfig(Group):
     own."""
     parts: Positive | None = None
     """Number of steps among which the rows of a pass are divided, for several processes, GPUs or
-    jobs; their sums are merged. null: one for each GPU if engine=auto streams, otherwise 1."""
+    jobs; the sums of these steps are merged. null: one for each GPU if engine=auto streams,
+    otherwise 1."""
     engine: Literal["auto", "resident", "streamed"] = "auto"
     """resident (the whole model is loaded), streamed (one decoder layer at a time, for models
     larger than memory), or auto (streamed if one GPU does not hold the model)."""

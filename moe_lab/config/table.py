@@ -32,7 +32,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All settings. Those of jobs, which several groups have, are listed once."""
+    """All settings. The settings of jobs, which several groups have, are listed once."""
     return [
         *_settings_of(CellConfig, ""),
         *_settings_of(Config, ""),
