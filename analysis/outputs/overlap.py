@@ -52,8 +52,8 @@ def overlap_table(results: Results, name: str) -> Table:
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """Fig. 3 as numbers: share of the experts with the lowest exact damage that the proxy S(0,1,1)
-    finds too."""
+    """The numbers of Fig. 3: overlap of the experts with the lowest exact damage and the experts
+    with the lowest proxy S(0,1,1). A row per model, calibration set and ratio."""
     text = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
@@ -76,16 +76,18 @@ _GREEK = {"b": "b", "alpha": "α", "beta": "β"}
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
-    """Fig. 3: overlap of proxy and exact damage by model, calibration set and ratio; ticks mark the
+    """Fig. 3: overlap of proxy and exact damage, a row per model and calibration set and a colour
+    per ratio. Points are means over layers, lines end at the lowest layer, and ticks mark the
     expectation for random sets."""
     overlaps = results.proxy
-    rows = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
-    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(rows) + 0.95)
+    passes = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
+    drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(passes) + 0.95)
     axes = drawing.add_subplot()
     by_ratio = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(by_ratio):
-        pairs = zip(group["model"], group["calibration"], strict=True)
-        y = np.array([rows.index(pair) for pair in pairs]) + 0.22 * (number - 0.5)
+        passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
+        rows = np.array([passes.index(pair) for pair in passes_of_ratio])
+        y = rows + 0.22 * (number - 0.5)  # ratios are drawn next to each other
         look = style.cycled(number)
         axes.hlines(
             y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
@@ -93,13 +95,15 @@ def proxy_figure(results: Results, name: str) -> Figure:
         label = f"{names.ratio(key['ratio'])} pruned"
         axes.plot(group["overlap"], y, linestyle="", markersize=5, label=label, **look)
         axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
-    several = overlaps["model"].nunique() > 1
+    has_several_models = overlaps["model"].nunique() > 1
     labels = [
-        f"{model}, {names.calibration(calibration)}" if several else names.calibration(calibration)
-        for model, calibration in rows
+        f"{model}, {names.calibration(calibration)}"
+        if has_several_models
+        else names.calibration(calibration)
+        for model, calibration in passes
     ]
-    style.ticks(axes.yaxis, range(len(rows)), labels)
-    axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
+    style.ticks(axes.yaxis, range(len(passes)), labels)
+    axes.set(xlim=(0, 1.02), ylim=(len(passes) - 0.5, -0.5), xlabel="share of the same experts")
     axes.grid(axis="x")
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
@@ -111,16 +115,17 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Fig. 4: bars with the effects of b, alpha and beta, and a heat map over (b, alpha, beta);
-    both are means over models."""
-    pooled = overlap.pooled(results.overlaps)
-    ratios = sorted(pooled["ratio"].unique())
+    """Fig. 4: overlap across calibration sets, the mean over models; two panels per ratio.
+
+    Left: a bar for each value of b, alpha and beta. Right: a heat map over (b, alpha, beta)."""
+    overlaps = overlap.pooled(results.overlaps)
+    ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
-    rows = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
-    for (left, right), ratio in zip(rows, ratios, strict=True):
-        at_ratio = pooled[pooled["ratio"] == ratio]
-        _draw_effects(left, at_ratio)
-        _draw_heat_map(right, at_ratio)
+    grid = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
+    for (left, right), ratio in zip(grid, ratios, strict=True):
+        ratio_overlaps = overlaps[overlaps["ratio"] == ratio]
+        _draw_effects(left, ratio_overlaps)
+        _draw_heat_map(right, ratio_overlaps)
         left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets "
@@ -131,10 +136,12 @@ def pooled_figure(results: Results, name: str) -> Figure:
     return Figure(name, "Which scores depend least on the calibration set", caption, drawing)
 
 
-def _draw_effects(axes: Axes, pooled: pd.DataFrame) -> None:
-    """Draw a bar for each value of b, alpha and beta: the mean overlap of variants with this
-    value."""
-    effects = overlap.component_effects(pooled)
+def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
+    """Draw a bar for each value of b, alpha and beta: the mean overlap of variants with this value.
+    A dashed line marks the expectation for random sets.
+
+    overlaps: rows of `overlap.pooled` of one ratio."""
+    effects = overlap.component_effects(overlaps)
     position = 0.0
     ticks: list[tuple[float, str]] = []
     for component in overlap.VARIANT:
@@ -145,8 +152,8 @@ def _draw_effects(axes: Axes, pooled: pd.DataFrame) -> None:
             )
             ticks.append((position, f"{_GREEK[component]}={row['level']}"))
             position += 1
-        position += 0.6
-    chance = float(pooled["chance_triple"].iloc[0])
+        position += 0.6  # a gap between components
+    chance = float(overlaps["chance_triple"].iloc[0])
     axes.axhline(chance, **style.DASHED)
     axes.set_xlim(-0.6, position + 1.0)  # room for "chance" to the right of the last bar
     axes.text(
@@ -158,11 +165,16 @@ def _draw_effects(axes: Axes, pooled: pd.DataFrame) -> None:
 
 
 def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a square for each variant, shaded by its overlap."""
-    cells = {(row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)}
+    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap; hatched
+    where the variant has no overlap or is `overlap.DEGENERATE`.
+
+    overlaps: rows of one ratio, with the columns b, alpha, beta and triple."""
+    overlap_of_variant = {
+        (row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)
+    }
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
-            value = cells.get((b, alpha, beta), np.nan)
+            value = overlap_of_variant.get((b, alpha, beta), np.nan)
             if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(value):
                 box: Any = {
                     "facecolor": "none",
@@ -185,6 +197,7 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 
 OVERLAP = "a run with overlap=true and two calibration sets"
+"""Data that Figs. 4 and 5 need."""
 
 
 @output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
@@ -201,10 +214,11 @@ def pooled_overlap(results: Results, name: str) -> list[Item]:
 def overlap_figure(results: Results, name: str) -> Figure | None:
     """Overlap of the experts to prune across calibration sets, model by model.
 
-    Fig. 5: a heat map per model and ratio.
+    Fig. 5: a heat map per model and ratio. None with fewer than two models, because Fig. 4 shows
+    the heat map of a single model.
     """
     overlaps = results.overlaps
-    if overlaps.empty or overlaps["model"].nunique() < 2:  # Fig. 4 shows the map of a single model
+    if overlaps.empty or overlaps["model"].nunique() < 2:
         return None
     models = list(dict.fromkeys(overlaps["model"]))
     ratios = sorted(overlaps["ratio"].unique())
@@ -212,8 +226,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     grid = drawing.subplots(len(models), len(ratios), squeeze=False)
     for row, model in zip(grid, models, strict=True):
         for axes, ratio in zip(row, ratios, strict=True):
-            of_panel = overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)]
-            _draw_heat_map(axes, of_panel)
+            is_in_panel = (overlaps["model"] == model) & (overlaps["ratio"] == ratio)
+            _draw_heat_map(axes, overlaps[is_in_panel])
             axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all "

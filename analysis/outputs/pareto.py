@@ -55,7 +55,8 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 
 
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs of each cell of a model whose cost was counted, including the unpruned model.
+    """Avg and costs, a row per cell of one model whose cost was counted; the unpruned model is such
+    a cell.
 
     Columns:
 
@@ -63,61 +64,64 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     - kind: a key of KINDS; NaN where the plan cannot be read
     - pruned: text with the removed share
     - avg, low, high (95 %): NaN for a cell without a result in a column of Avg
-    - merit: avg, negative where less is better
+    - merit: avg, with a minus where lower is better
     - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
-    - storage_share: of the unpruned model's bytes
-    - front_<axis> for each of AXES: whether the cell is on the Pareto front of pruned cells by this
-      cost, see `front`
+    - storage_share: bytes as a share of the unpruned model's bytes
+    - front_<axis> for each of AXES: whether the cell is on the Pareto front of all pruned cells by
+      this cost and merit, see `front`
     """
     target = comparison.average
     average, low, high = comparison.displayed(target)
     scores = pd.DataFrame({"avg": average, "low": low, "high": high})
-    axes = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
-    axes = axes.assign(
+    cells = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
+    cells = cells.assign(
         pruned=settings.pruned_in_words(comparison.cells), kind=_kinds(study, comparison.cells)
     )
     costs = study.costs.set_index("cell")[
         ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]
     ]
-    rows = axes.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
+    rows = cells.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
     parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
     rows["storage_share"] = rows["storage_bytes"] / (BYTES * parameters.to_numpy(float))
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
-    pruned = rows["criterion"] != "none"
+    is_pruned = rows["criterion"] != "none"
+    pruned = rows[is_pruned]
     for axis in AXES:
         rows[f"front_{axis}"] = False
-        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], rows.loc[pruned, "merit"])
+        rows.loc[is_pruned, f"front_{axis}"] = front(pruned[axis], pruned["merit"])
     return rows.drop(columns="criterion")
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The key of KINDS of each cell, from its plan; NaN where the plan cannot be read."""
-    known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
-    kinds = cells["granularity"].where(known)
+    """The kind of each cell (a key of KINDS): the granularity, unless the plan replaces experts by
+    constants or merges experts. NaN where the plan cannot be read."""
+    is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
+    kinds = cells["granularity"].where(is_known)
     for kind in ("constant", "merged"):
-        replaced = study.retained.loc[study.retained[kind].astype(bool), "cell"]
-        kinds[kinds.index.isin(replaced)] = kind
+        cells_of_kind = study.retained.loc[study.retained[kind].astype(bool), "cell"]
+        kinds[kinds.index.isin(cells_of_kind)] = kind
     return kinds
 
 
 def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Series) -> np.ndarray:
-    """Booleans: whether an entry is on the Pareto front, because no other entry dominates it.
+    """Booleans (entries,): whether an entry is on the Pareto front of low cost and high merit.
 
-    An entry dominates another if its cost is at most the other's, its merit at least the other's,
-    and one of the two differs. Entries with NaN are not on the front."""
+    An entry is on the front if no entry dominates this entry. Entry A dominates entry B if A costs
+    at most as much as B and has at least the merit of B, and A and B differ in cost or in merit.
+    Entries with NaN are not on the front."""
     cost = np.asarray(costs, float)
     merit = np.asarray(merits, float)
-    # rows: entries; columns: entries that may dominate them
-    as_cheap = cost[None, :] <= cost[:, None]
-    as_good = merit[None, :] >= merit[:, None]
-    differs = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
-    return np.asarray(~(as_cheap & as_good & differs).any(axis=1) & ~np.isnan(cost + merit))
+    # (entries B, entries A): comparisons of A with B
+    is_as_cheap = cost[None, :] <= cost[:, None]
+    is_as_good = merit[None, :] >= merit[:, None]
+    is_better = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
+    is_dominated = (is_as_cheap & is_as_good & is_better).any(axis=1)
+    return np.asarray(~is_dominated & ~np.isnan(cost + merit))
 
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """All methods: accuracy against parameters, FLOPs and storage, and which are on a Pareto
-    front."""
+    """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     if results.study.costs.empty or not results.comparisons:
         return []
     return [pareto_table(results, name)]
@@ -131,13 +135,13 @@ def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None
 
 
 def pareto_table(results: Results, name: str) -> Table:
-    """All methods in one table: Avg with its interval, retained parameters, FLOPs and bytes;
-    methods with most parameters first."""
+    """`against_cost` of all models as a table: Avg with its interval, retained parameters, FLOPs
+    and bytes. The rows of a model are sorted by retained parameters, most parameters first."""
     frames = []
     for comparison in results.comparisons:
         mean = comparison.quantity(comparison.average).mean
-        rows_of_model = against_cost(results.study, comparison)
-        frames.append(rows_of_model.assign(model=comparison.model, mean=mean))
+        model_rows = against_cost(results.study, comparison)
+        frames.append(model_rows.assign(model=comparison.model, mean=mean))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
         ascending=[True, False, False],
@@ -155,6 +159,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "Removes": "kind",
     }
     averages = list(means(results.comparisons))
+    # a column for each kind of average (Avg, a mean loss); a row has a number in one of them
     values, low, high = (
         pd.DataFrame({name: rows[column].where(rows["mean"] == name) for name in averages})
         for column in ("avg", "low", "high")
@@ -188,8 +193,8 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """For each row of `against_cost`, the names of the costs by which it is on a front; `all` if it
-    is on all fronts."""
+    """For each row of `against_cost`, the names of the costs by which the cell is on a Pareto
+    front; `all` for a cell on all fronts."""
     texts = []
     for row in records(rows):
         costs = [name.split(" ")[0] for axis, name in AXES.items() if row[f"front_{axis}"]]
@@ -201,29 +206,31 @@ NARROWEST = 0.1
 """Smallest range of an axis, as a share of the unpruned model's cost."""
 
 _FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
+"""Style of the steps of a Pareto front."""
 _DIGIT: Any = {"color": style.INK, "markeredgewidth": 0.3}
+"""Style of the numbers of models in the legend."""
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Figure of `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
 
-    The shape of a mark gives the kind of a pruned model, its colour the recovery. Models on a front
-    are numbered, and named in the legend. A cell whose plan cannot be read has no mark. None if all
-    models have the same costs.
+    The shape of a mark shows the kind of a pruned cell, the colour shows the recovery. Cells on a
+    front have numbers, which the legend explains. A cell whose plan cannot be read has no mark.
+    None if the costs of all pruned cells are equal when rounded to per cent.
     """
     cells = against_cost(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.average)
-    pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
+    pruned = pruned.assign(recovery=pruned["recovery"].map(_recovery_in_words))
+    recoveries = names.in_order(pruned["recovery"], map(_recovery_in_words, names.RECOVERIES))
     shades = {
         recovery: style.SHADES[number % len(style.SHADES)]
-        for number, recovery in enumerate(_recoveries(pruned))
+        for number, recovery in enumerate(recoveries)
     }
-    fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values(
-        "merit", kind="stable"
-    )
+    is_on_front = pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)
+    fronts = pruned[is_on_front].sort_values("merit", kind="stable")
     numbers = {cell: number for number, cell in enumerate(fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
@@ -274,30 +281,34 @@ def _format_share_axis(axes: Axes) -> None:
     axes.grid(axis="both")
 
 
-def _recovered(recovery: str) -> str:
-    """Display name of a recovery in the legend."""
+def _recovery_in_words(recovery: str) -> str:
+    """Display name of a recovery; `not recovered` for none."""
     return names.RECOVERIES.get(recovery, recovery) or "not recovered"
 
 
-def _recoveries(pruned: pd.DataFrame) -> list[str]:
-    """Display names of the recoveries of these cells, in the order of tables."""
-    return names.in_order(pruned["recovery"], map(_recovered, names.RECOVERIES))
-
-
 def _mark(kind: str, shade: str) -> dict[str, Any]:
-    """Style of the marks of a kind of cells; hollow where whole experts are removed."""
+    """Style of the marks of cells of one kind (a key of KINDS) in the colour `shade`; marks of the
+    kind `expert` are hollow."""
     face = style.SURFACE if kind == "expert" else shade
     look = {"linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.0}
     return {**look, "marker": SHAPES[kind], "color": shade, "markerfacecolor": face}
 
 
 def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
-    """Draw pruned cells at their cost `axis` and Avg, with intervals, and lines that join the
-    ratios of a method."""
+    """Draw Avg with intervals against the cost `axis`: a mark for each row of `pruned`, and lines
+    between the ratios of a method.
+
+    shades: display name of a recovery -> colour."""
     ordered = pruned.sort_values(axis, kind="stable")
-    bars = ordered[axis], ordered["low"], ordered["high"]
+    colours = list(ordered["recovery"].map(shades))
     axes.vlines(
-        *bars, color=list(ordered["recovery"].map(shades)), linewidth=0.9, alpha=0.35, zorder=2
+        ordered[axis],
+        ordered["low"],
+        ordered["high"],
+        color=colours,
+        linewidth=0.9,
+        alpha=0.35,
+        zorder=2,
     )
     for _, cells in groups(ordered, ["method", "calibration"]):
         if len(cells) > 1:
@@ -309,8 +320,10 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str
 
 
 def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:
-    """Write the numbers of the cells on a front to the upper left of their marks, where the steps
-    of the front do not pass."""
+    """Write the numbers of the cells on a front to the upper left of the cells' marks, because the
+    steps of the front do not pass there.
+
+    front: rows of `against_cost`; axis: the cost; numbers: cell -> number."""
     for _, same_point in groups(front, [axis, "avg"]):
         text = ", ".join(str(numbers[cell]) for cell in same_point["cell"])
         point = same_point[axis].iloc[0], same_point["avg"].iloc[0]
@@ -326,11 +339,12 @@ def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[i
 BOTH = (
     f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"
 )
+"""Data that the comparisons of channels with whole experts need."""
 
 
-def both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells without recovery, if they include both channels and whole experts; otherwise
-    an empty frame."""
+def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
+    """The pruned cells without recovery, sorted by ratio. Without rows unless there are cells of
+    channels and cells of whole experts."""
     cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
     ]
@@ -347,15 +361,16 @@ def both_granularities(comparison: Comparison) -> pd.DataFrame:
 )
 def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 10: channels and whole experts at each ratio, benchmark by benchmark."""
-    for ratio, cells in by_ratio(both_granularities(comparison)):
+    for ratio, cells in by_ratio(cells_of_both_granularities(comparison)):
         yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` on `names.COMMON_SENSE` of the cells of `both_granularities`, with the
-    columns label (the method), granularity and front (whether the cell is on the Pareto front of
-    storage and score)."""
-    cells = both_granularities(comparison)
+    """`storage_points` of `cells_of_both_granularities` on `names.COMMON_SENSE`.
+
+    More columns: label (the method), granularity, and front (whether the cell is on the Pareto
+    front of storage and merit)."""
+    cells = cells_of_both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
     return points.assign(front=front(points["storage"], points["merit"]))
@@ -364,10 +379,10 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 @output("coverage.fig9", chapter="cost", needs=BOTH)
 @per_model()
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """MoE-Slimming's Figure 9: accuracy against storage of channels and whole experts, with the
-    Pareto front.
+    """MoE-Slimming's Figure 9: accuracy against storage, with the Pareto front.
 
-    A line per method over its ratios, hollow marks for whole experts.
+    A line per method over its ratios, with hollow marks for methods that remove whole experts. None
+    with fewer than two ratios, or without channels or whole experts.
     """
     points = storage_frontier(results.study, comparison).dropna(subset=["storage", "score"])
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
@@ -379,8 +394,8 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         look = style.cycled(number)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
         draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
-    best = points[points["front"]].sort_values("storage", kind="stable")
-    axes.step(best["storage"], best["score"], where="post", zorder=1, **_FRONT)
+    steps = points[points["front"]].sort_values("storage", kind="stable")
+    axes.step(steps["storage"], steps["score"], where="post", zorder=1, **_FRONT)
     axes.set_ylabel("mean of six benchmarks")
     axes.grid()
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)

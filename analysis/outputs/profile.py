@@ -18,11 +18,12 @@ from analysis.render.style import Figure
 from analysis.render.table import Table, spelled
 from analysis.stats.comparison import Comparison
 
-PROFILED = "a run with profile=true"
+PROFILE = "a run with profile=true"
+"""Data that `aimer.fig6` needs."""
 
 
 @output(
-    "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILED
+    "aimer.fig6", chapter="inside", filters="*Model|Pruned|Calibration|Criterion", needs=PROFILE
 )
 def token_variance(results: Results, name: str) -> list[Item]:
     """Token variance of hidden states by layer."""
@@ -32,30 +33,33 @@ def token_variance(results: Results, name: str) -> list[Item]:
 @per_model("pruned")
 def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The token variance by layer: a panel per ratio and calibration set, a line per method. None
-    without profiles."""
+    without profiles of pruned cells."""
     profiles = results.study.profiles.dropna(subset=["variance"])
-    by_cell = {
-        int(str(cell)): of_cell.sort_values("layer") for cell, of_cell in profiles.groupby("cell")
+    profile_of_cell = {
+        int(str(cell)): profile.sort_values("layer") for cell, profile in profiles.groupby("cell")
     }
-    panels = [panel for panel in comparison.panels if set(panel.cells.values()) & set(by_cell)]
+    panels = [
+        panel for panel in comparison.panels if set(panel.cells.values()) & set(profile_of_cell)
+    ]
     if not panels:
         return None
     lines = method_lines(comparison)
-    drawn: set[str] = set()
+    methods_with_profile: set[str] = set()
     columns = min(style.WIDE, len({panel.calibration for panel in panels}))
     drawing, grid = style.panels(len(panels), columns, 1.9, sharey="row")
     for axes, panel in zip(grid, panels, strict=True):
         for method, cell in {"none": comparison.unpruned, **panel.cells}.items():
-            if cell in by_cell:
-                drawn.add(method)
-                style.draw(axes, lines[method], by_cell[cell]["layer"], by_cell[cell]["variance"])
+            if cell in profile_of_cell:
+                methods_with_profile.add(method)
+                profile = profile_of_cell[cell]
+                style.draw(axes, lines[method], profile["layer"], profile["variance"])
         calibration = names.calibration(panel.calibration)
         axes.set_title(f"{calibration}, {panel.pruned} pruned", fontsize=7.5)
         style.layer_axis(axes)
         axes.grid(axis="y")
     for axes in grid[::columns]:
         axes.set_ylabel("token variance")
-    methods = ("none", *names.methods_in_order(drawn - {"none"}))
+    methods = ("none", *names.methods_in_order(methods_with_profile - {"none"}))
     style.legend(drawing, [lines[method] for method in methods])
     caption = (
         "Variance of the residual stream after each layer over the tokens of a text, the mean over "
@@ -66,22 +70,21 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Hidden states and routing of every layer of the profiled models, with the variance as a share
-    of the unpruned model's."""
+    """Variance of hidden states and entropies of routing: a row per cell with a profile and layer.
+
+    The column `Of the unpruned` is the variance as a share of the unpruned model's variance."""
     study = results.study
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
-        axes = comparison.cells[["model", "calibration", "method"]].assign(
+        cells = comparison.cells[["model", "calibration", "method"]].assign(
             pruned=pruned_in_words(comparison.cells)
         )
-        unpruned = profiles[profiles["cell"] == comparison.unpruned].set_index("layer")["variance"]
+        unpruned = profiles[profiles["cell"] == comparison.unpruned]
+        unpruned_variance = profiles["layer"].map(unpruned.set_index("layer")["variance"])
         if len(profiles):
-            frames.append(
-                profiles.join(axes, on="cell").assign(
-                    of_unpruned=profiles["variance"] / profiles["layer"].map(unpruned)
-                )
-            )
+            share = profiles["variance"] / unpruned_variance
+            frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
     rows = pd.concat(frames[1:] or frames, ignore_index=True)
     text = {
         "Model": "model",
@@ -92,7 +95,7 @@ def profile_table(results: Results, name: str) -> Table:
     }
     numbers = {
         "Token variance": ("variance", "{:.3f}"),
-        "Of the unpruned": ("of_unpruned", "{:.0%}"),
+        "Of the unpruned": ("unpruned_share", "{:.0%}"),
         "Router entropy": ("router_entropy", "{:.3f}"),
         "Gate entropy": ("gate_entropy", "{:.3f}"),
         "Load entropy": ("load_entropy", "{:.3f}"),
@@ -117,22 +120,23 @@ def profile_table(results: Results, name: str) -> Table:
 
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Ends of whiskers, ends of boxes, and medians of Fig. 13."""
 
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
-    """Quantiles of router entropy over tokens: model, calibration, layer and a column for each of
-    QUANTILES.
+    """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
+    and each of QUANTILES.
 
-    entropies: histograms, see `passes.router_entropies`; tokens are assumed to be spread evenly
-    within a bin."""
+    entropies: histograms, see `passes.router_entropies`. Inside a bin, tokens are assumed to have
+    evenly spread entropies. Layers without tokens are left out."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
-        cumulated = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
-        if cumulated[-1] > 0:
-            ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
-            quantile_tokens = np.array(QUANTILES) * cumulated[-1]
-            rows.append((*key.values(), *np.interp(quantile_tokens, cumulated, ends)))
+        cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
+        if cumulated_tokens[-1] > 0:
+            bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
+            quantile_tokens = np.array(QUANTILES) * cumulated_tokens[-1]
+            rows.append((*key.values(), *np.interp(quantile_tokens, cumulated_tokens, bin_ends)))
     return pd.DataFrame(rows, columns=["model", "calibration", "layer", *QUANTILES])
 
 
@@ -140,7 +144,10 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     "coverage.fig13", chapter="attribution", needs="the sums of a pass over a text in the store"
 )
 def entropy_figure(results: Results, name: str) -> Figure | None:
-    """Router entropy over tokens, by calibration set, layer and model."""
+    """Router entropy over tokens, by calibration set, layer and model.
+
+    A row of panels per model, a panel per calibration set, a box per layer. None without tokens.
+    """
     entropies = quantiles(results.study.router_entropies)
     if entropies.empty:
         return None
@@ -167,7 +174,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
 
 
 def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
-    """Draw a box for each layer: a row of `quantiles`."""
+    """Draw a box with whiskers for each layer. layers: rows of `quantiles` of one panel."""
     low, first_quartile, median, third_quartile, high = (
         layers[quantile].to_numpy(float) for quantile in QUANTILES
     )
@@ -183,7 +190,7 @@ def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
         linewidth=0.6,
     )
     axes.hlines(median, positions - 0.3, positions + 0.3, color=style.INK, linewidth=1.6)
-    step = max(1, -(-len(layers) // 12))
+    step = max(1, -(-len(layers) // 12))  # at most 12 labels
     labels = layers["layer"].iloc[::step].map(str)
     style.ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))

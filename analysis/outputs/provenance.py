@@ -13,11 +13,11 @@ from analysis.render.table import Table, spelled
 def artefact_table(results: Results, name: str) -> Table:
     """Folders of the store from which each cell's numbers come."""
     study = results.study
-    evaluations = study.results.groupby("cell")["folder"].unique()
+    evaluation_folders = study.results.groupby("cell")["folder"].unique()
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
         pruned=pruned_in_words(cells),
-        evaluations=[" ".join(evaluations.get(cell, [])) for cell in cells.index],
+        evaluations=[" ".join(evaluation_folders.get(cell, [])) for cell in cells.index],
     )
     text = {
         "Model": "model",
@@ -42,10 +42,10 @@ def artefact_table(results: Results, name: str) -> Table:
 @output("gaps", chapter="gaps")
 def gap_table(results: Results, name: str) -> Table:
     """Missing results: a row per reason, with all folders and cells to which it applies."""
-    where_by_reason: dict[str, list[str]] = {}
+    places_by_reason: dict[str, list[str]] = {}
     for gap in results.study.gaps:
-        where_by_reason.setdefault(gap.reason, []).append(gap.where)
-    rows = [(reason, len(where), "; ".join(where)) for reason, where in where_by_reason.items()]
+        places_by_reason.setdefault(gap.reason, []).append(gap.where)
+    rows = [(reason, len(places), "; ".join(places)) for reason, places in places_by_reason.items()]
     return Table(
         name=name,
         title="Gaps",

@@ -29,8 +29,7 @@ MOST_PLANS, MOST_PANELS = 40, 6
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
 def ranking(results: Results, name: str) -> list[Item]:
-    """All plans of a model and ratio by average, with intervals, compared with chance and the best
-    method."""
+    """All plans of a model and ratio by average, compared with chance and with the best method."""
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
@@ -46,8 +45,8 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """All rankings in one table: rank, average and its share of the unpruned model's, distance to
-    the best method, status."""
+    """All rankings in one table, a row per plan: rank, average, average as a share of the unpruned
+    model's average, distance to the best method, status."""
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean for ranking in rankings))
     frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True)
@@ -115,7 +114,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 
 def _rows(ranking: Ranking) -> pd.DataFrame:
-    """The rows of one ranking in the table."""
+    """The columns of text and numbers of one ranking in `ranking_table`; a row per plan."""
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
     text = {
         "Model": "model",
@@ -124,28 +123,31 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
         "Calibration": "calibration",
     }
     numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
-    score = {ranking.mean: "score", "Interval over": "over"}
-    return spelled(rows, {**text, "Rank": "rank", **score, **numbers, "Status": "status"})
+    average = {ranking.mean: "score", "Interval over": "over"}
+    return spelled(rows, {**text, "Rank": "rank", **average, **numbers, "Status": "status"})
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
-    """A figure for each model, with at most MOST_PANELS of the model's rankings."""
+    """A figure for each model. Of more than MOST_PANELS rankings of a model, every second, third
+    etc. ranking is drawn."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
     figures = []
     for model in models:
         rankings = [ranking for ranking in results.rankings if ranking.model == model]
-        drawn = rankings[:: -(-len(rankings) // MOST_PANELS)]
+        sample = rankings[:: -(-len(rankings) // MOST_PANELS)]
         notes = not_averaged(results.comparisons)
-        if len(drawn) < len(rankings):
-            notes.append(f"Drawn: {len(drawn)} of {len(rankings)} ratios.")
+        if len(sample) < len(rankings):
+            notes.append(f"Drawn: {len(sample)} of {len(rankings)} ratios.")
         file_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
-        figures.append(_figure(drawn, file_name, notes))
+        figures.append(_figure(sample, file_name, notes))
     return figures
 
 
 def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Figure:
-    """A figure with a panel for each of `rankings`, which are of one model; notes: sentences at the
-    end of its caption."""
+    """A figure with a panel for each of `rankings`, which are rankings of one model.
+
+    notes: sentences at the end of the caption."""
+    # inches for the plans of each panel
     heights = [max(0.155 * min(len(ranking.scored), MOST_PLANS), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
     grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
@@ -156,7 +158,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     first = rankings[0]
     grid[-1].set_xlabel(f"{first.mean} ({first.quantity.direction})")
     keys: list[Artist] = [style.key(f"unpruned {first.unpruned:.3f}", **style.DASHED)]
-    chance = any(ranking.chance for ranking in rankings)
+    has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
         look: dict[str, Any] = {
             "marker": "o",
@@ -164,14 +166,14 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
             "color": style.INK,
             "markersize": 4.5,
         }
-        label = "above chance" if chance else "the best method, or not separated from it"
+        label = "above chance" if has_chance else "the best method, or not separated from it"
         keys.append(style.key(label, **look))
         keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
         f"{first.mean} of every plan with its 95 % interval, best first.",
         _caption(rankings),
     ]
-    if chance:
+    if has_chance:
         keys.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
         sentences.append("Grey: within chance.")
     drawing.legend(handles=keys, loc="outside lower center", ncols=4, handlelength=1.8)
@@ -181,14 +183,14 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
 
 
 def _is_filled(row: Mapping[str, Any]) -> bool:
-    """Whether the mark of a plan is filled: the plan is above chance, or, without random plans, the
-    best method or not separated from it."""
+    """Whether the mark of a plan is filled, because the plan is above chance, is the best method,
+    or is not separated from the best method. row: a row of `Ranking.rows`."""
     return str(row["status"]).startswith((ABOVE, BEST, TIED))
 
 
 def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
-    """Draw a panel: the first MOST_PLANS plans of a ranking with their intervals, and limits of
-    chance."""
+    """Draw a panel: a mark with an interval for each of the first MOST_PLANS plans of a ranking,
+    the unpruned model as a dashed line, and bands within the limits of chance."""
     for chance in ranking.chance.values():
         low, high = chance.limits(ranking.plans_tested)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)

@@ -25,14 +25,14 @@ from analysis.stats.winners import CAPTION
 def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 
-    One block per model, ratio and calibration set: displayed columns, Avg (with 95 % intervals) and
-    Avg Rank of the unpruned model and every method, or of the methods `criteria`. Ranks are among
-    the pruned models of the block.
+    A block per model, ratio and calibration set, with a row for the unpruned model and for each of
+    the methods `criteria` (None: all methods). Columns: displayed columns and Avg, with 95 %
+    intervals, and Avg Rank, among the pruned models of the block.
     """
     comparisons = results.comparisons
     if not comparisons:
         return None
-    return _table(
+    return _table_of_panels(
         comparisons,
         criteria,
         name=name,
@@ -50,7 +50,7 @@ def loss_table(results: Results, name: str) -> Table | None:
     comparisons = results.by_answer_loss.comparisons
     if not comparisons:
         return None
-    return _table(
+    return _table_of_panels(
         comparisons,
         name=name,
         title="Loss on right answers, mean and average rank",
@@ -59,12 +59,14 @@ def loss_table(results: Results, name: str) -> Table | None:
     )
 
 
-def _table(
+def _table_of_panels(
     comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **fields: Any
 ) -> Table | None:
-    """A table with a block for each panel: displayed columns, then their mean and average rank.
+    """A table with a `rank_block` for each panel of each comparison: displayed columns, their mean,
+    and average rank. None without rows.
 
-    fields: name, title, caption etc. of the table."""
+    criteria: the methods to list, or None for all methods; fields: name, title, caption etc. of
+    the table."""
     blocks = [
         rank_block(comparison, panel, criteria)
         for comparison in comparisons
@@ -80,25 +82,26 @@ def _table(
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """A sentence for every displayed column that lacks benchmarks; several if models lack different
-    benchmarks."""
-    # column -> its benchmarks that were run, () for all of them -> models
-    models_by_run: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    """Sentences on the displayed columns of which some benchmarks were not run: a sentence per
+    column, or several if the benchmarks differ between models."""
+    # displayed column -> its benchmarks that were run, or () if all were run -> models
+    models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        partial = ranks.partial(comparison.benchmarks_of)
+        partial_columns = ranks.partial(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
-            run = benchmarks if column in partial else ()
-            models_by_run.setdefault(column, {}).setdefault(run, []).append(comparison.model)
+            some = benchmarks if column in partial_columns else ()
+            models_of_column.setdefault(column, {}).setdefault(some, []).append(comparison.model)
     sentences = []
-    for column, by_run in models_by_run.items():
+    for column, models_by_benchmarks in models_of_column.items():
         published = names.COLUMNS.get(column, ())
-        for run, models in by_run.items():
-            if run:
-                for_models = f" for {names.listing(models)}" if len(by_run) > 1 else ""
-                missing = names.not_run(name for name in published if name not in run)
+        for benchmarks, models in models_by_benchmarks.items():
+            if benchmarks:
+                subject = names.listing(models)
+                for_models = f" for {subject}" if len(models_by_benchmarks) > 1 else ""
+                gaps = names.not_run(name for name in published if name not in benchmarks)
                 sentences.append(
-                    f"{column} is the mean of {len(run)} of its {len(published)} benchmarks"
-                    f"{for_models}: {missing}."
+                    f"{column} is the mean of {len(benchmarks)} of its {len(published)} benchmarks"
+                    f"{for_models}: {gaps}."
                 )
     return sentences
 
@@ -110,29 +113,33 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     needs="three criteria with several seeds, three columns",
 )
 def rank_test_table(results: Results, name: str) -> Table:
-    """Average ranks of methods with their critical difference, over columns and over benchmarks."""
+    """Average ranks of methods with their critical difference, over columns and over benchmarks.
+
+    A row per rank test (model, ratio, calibration set; columns or benchmarks) and method.
+    """
     rows = []
-    incomplete = []
+    exclusions = []
     for comparison in results.comparisons:
         for over in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, over):
                 calibration = names.calibration(test.panel.calibration)
                 removed = test.panel.pruned
-                for (key, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
-                    differs = "best"
+                for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
+                    difference = "best"
                     if pd.notna(p):
-                        differs = "yes" if p < LEVEL else "no"
+                        difference = "yes" if p < LEVEL else "no"
                     text = (
                         comparison.model,
                         removed,
                         calibration,
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
-                        names.method(str(key)),
+                        names.method(str(method)),
                     )
-                    rows.append((*text, differs, rank, p, test.difference))
+                    rows.append((*text, difference, rank, p, test.difference))
                 if over == BENCHMARKS:
-                    incomplete += [
-                        f"{names.method(key)} ({calibration}, {removed})" for key in test.incomplete
+                    exclusions += [
+                        f"{names.method(method)} ({calibration}, {removed})"
+                        for method in test.incomplete
                     ]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]
     numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
@@ -149,8 +156,8 @@ def rank_test_table(results: Results, name: str) -> Table:
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
         optional=("p to the best",),
-        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(incomplete))}."]
-        if incomplete
+        footnotes=[f"Left out for a gap: {names.listing(dict.fromkeys(exclusions))}."]
+        if exclusions
         else [],
     )
 
@@ -158,5 +165,5 @@ def rank_test_table(results: Results, name: str) -> Table:
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
     """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
-    any_run = set(results.study.cells["method"]) & set(names.RANKED)
-    return rank_table(results, name, names.RANKED) if any_run else None
+    methods = set(results.study.cells["method"]) & set(names.RANKED)
+    return rank_table(results, name, names.RANKED) if methods else None
