@@ -91,8 +91,8 @@ def verdicts(
     failures are not.
 
     Raises Unavailable, with the first reason, as soon as more than `tolerated` prompts got no
-    score, and immediately when the endpoint refuses a request. The step can be run again with another
-    address or key, as these are not part of its identity.
+    score, and immediately when the endpoint refuses a request. A step can be run again with another
+    address or key, which are not part of its identity.
     """
     unscored: list[Verdict] = []
     stop = threading.Event()

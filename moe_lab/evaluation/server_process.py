@@ -1,5 +1,5 @@
-"""The process between moe_lab and a server: when moe_lab ends, it ends too, and with it the server
-and all child processes of the server.
+"""The process between moe_lab and a server. When moe_lab ends, this process ends the server, all
+child processes of the server, and itself.
 
     python -m moe_lab.evaluation.server_process GRACE COMMAND...
 
@@ -20,7 +20,7 @@ from contextlib import suppress
 
 
 def main(grace: float, command: Sequence[str]) -> None:
-    """Run the server until it ends, or standard input ends; then kill the whole process group."""
+    """Run the server until the server or standard input ends; then kill the whole process group."""
     # The signal is for the server, which is in the same process group.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:

@@ -25,9 +25,10 @@ from moe_lab.child_process import serve
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
 EFFECT = 1e-3
-"""Dropping half of the experts changes a log-probability of that text by more than this."""
-REPEATED = 1e-4
-"""Computing its log-probabilities again without a mask changes none by more than this."""
+"""A mask of half of the experts takes effect if it changes a log-probability of that text by more
+than this."""
+REPEAT_TOLERANCE = 1e-4
+"""Largest change of these log-probabilities when they are computed again without a mask."""
 
 
 class Engine:
@@ -69,7 +70,7 @@ class Engine:
         """
         if retained_experts and not self.masks_proved:
             self._prove_masks()
-        experts = {layer: count for layer, count, _ in self._on_workers("experts_of_layers")}
+        experts = {layer: count for layer, count, _ in self._call_workers("experts_of_layers")}
         for layer, retained in retained_experts:
             if layer not in experts or not set(retained) <= set(range(experts[layer])):
                 raise ValueError(
@@ -79,8 +80,8 @@ class Engine:
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """As `set_plan`, without checks of experts and masks."""
-        self._on_workers("set_plan", retained_experts)
+        """Do as `set_plan`, without checking experts or the effect of masks."""
+        self._call_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
                 "vLLM did not forget what it had computed of earlier prompts: are requests under "
@@ -110,7 +111,7 @@ class Engine:
             detokenize=bool(stop),
             logprobs=0,  # only of the chosen tokens
         )
-        for number, output in self._finished((ids, sampling) for ids in prompts):
+        for number, output in self._finished_outputs((ids, sampling) for ids in prompts):
             (text,) = output.outputs
             if text.finish_reason not in ("stop", "length"):
                 raise ValueError(
@@ -134,18 +135,18 @@ class Engine:
             rows_of[*row[:-1]].append(number)
         requests = []
         for read_tokens, numbers in rows_of.items():
-            # vLLM computes log-probabilities of the tokens that are read only where rows need them
-            scores_read = min(starts[number] for number in numbers) < len(read_tokens)
+            # log-probabilities of read tokens are computed only if a row needs them
+            needs_prompt = min(starts[number] for number in numbers) < len(read_tokens)
             sampling = SamplingParams(
                 temperature=0,
                 max_tokens=1,
-                prompt_logprobs=0 if scores_read else None,
+                prompt_logprobs=0 if needs_prompt else None,
                 logprob_token_ids=sorted({rows[number][-1] for number in numbers}),
                 detokenize=False,
             )
             requests.append((read_tokens, sampling))
         rows_of_request = list(rows_of.values())
-        for request, output in self._finished(requests):
+        for request, output in self._finished_outputs(requests):
             (sampled,) = output.outputs[0].token_ids
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
@@ -158,12 +159,12 @@ class Engine:
                     likeliest &= token.rank == 1
                 yield number, total, likeliest
 
-    def _on_workers(self, method: str, *arguments: Any) -> Any:
-        """Call a method on all of vLLM's workers, and return the result of the first, as all give
-        the same."""
+    def _call_workers(self, method: str, *arguments: Any) -> Any:
+        """Call a method of all of vLLM's workers, and return the result of the first worker. All
+        workers have the same result."""
         return self.llm.collective_rpc(method, args=arguments)[0]
 
-    def _finished(self, requests: Any) -> Iterator[tuple[int, Any]]:
+    def _finished_outputs(self, requests: Any) -> Iterator[tuple[int, Any]]:
         """Yield (index, output) of each of the `requests` (token ids, sampling) when it is
         finished."""
         engine = self.llm.llm_engine
@@ -175,12 +176,12 @@ class Engine:
                     yield int(output.request_id), output
 
     def _prove_masks(self) -> None:
-        """ValueError if dropping half of the experts does not change the log-probabilities of a
-        text, or if they stay changed after the mask is removed."""
+        """Raise ValueError if a mask of half of the experts does not change the log-probabilities
+        of a text, or if these stay changed after the mask is removed."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
-        for layer, count, top_k in self._on_workers("experts_of_layers"):
+        for layer, count, top_k in self._call_workers("experts_of_layers"):
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:
@@ -198,7 +199,7 @@ class Engine:
                 f"{EFFECT} without half of the experts: expected backend=hf, or backend=server, "
                 "which exports each plan"
             )
-        if not _difference(before, after) <= REPEATED:
+        if not _difference(before, after) <= REPEAT_TOLERANCE:
             raise ValueError(
                 "a mask has an effect on this engine after it was taken away: expected backend=hf"
             )
@@ -220,8 +221,8 @@ def _difference(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _add_to_search_path(folder: str) -> None:
-    """Let processes that vLLM starts import this moe_lab, by a link in `folder`, and no other
-    package of the environment that has it."""
+    """Let processes that vLLM starts import this moe_lab, by a link in `folder`, but no other
+    package of moe_lab's environment."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     search = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(search)  # for programs

@@ -3,7 +3,8 @@ all routers a mask.
 
 A mask is added to the logits of a router: it is 0 for retained experts and minus infinity for
 dropped ones. Routers get their mask when they are built, as a compiled engine ignores attributes
-that are added later; afterwards its numbers are changed in place, which takes about a millisecond.
+that are added later; afterwards the numbers in a mask are changed in place, which takes about a
+millisecond.
 vLLM imports this module in each of its workers before it builds the model, since `PlanWorker`
 extends the workers.
 
@@ -25,11 +26,11 @@ def mask_routers() -> None:
     """Give every router that is built from now on a mask; a second call changes nothing."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    replace_method(BaseRouter, "__init__", _with_mask)
-    replace_method(BaseRouter, "_select_experts", _masked)
+    replace_method(BaseRouter, "__init__", _init_with_mask)
+    replace_method(BaseRouter, "_select_experts", _select_with_mask)
 
 
-def _with_mask(original: Any) -> Any:
+def _init_with_mask(original: Any) -> Any:
     """The `__init__` of routers that have a mask."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
@@ -39,7 +40,7 @@ def _with_mask(original: Any) -> Any:
     return __init__
 
 
-def _masked(original: Any) -> Any:
+def _select_with_mask(original: Any) -> Any:
     """The `_select_experts` of routers that add their mask to the logits."""
 
     def _select_experts(
@@ -72,8 +73,8 @@ class PlanWorker:
         """Mask all experts of each layer in `retained_experts` (layer, experts) but those listed;
         other layers retain all experts.
 
-        A correction bias is added after the logits have become scores, so it must be minus infinity
-        too.
+        A router adds its correction bias after the logits have become scores. So the bias of a
+        dropped expert becomes minus infinity too.
         """
         by_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):

@@ -9,9 +9,9 @@ vLLM's classes read one number of experts and one width for all layers. moe_lab 
 exports under a model type of their own. `parse` gives vLLM the configuration of the family instead,
 with the largest number of experts and the largest width, and with the architecture
 `Pruned<Stock>ForCausalLM`. This module has a class of that name for every architecture <Stock> of
-vLLM. It sets the fields of each layer while that layer is built, so that no code is needed per
-family, and compares the experts in the files with those that it built, since vLLM notices neither
-missing nor surplus experts.
+vLLM. The class sets the fields of each layer while the layer is built, so that no code is needed
+per family. It also compares the experts in the files with the experts that were built, since vLLM
+notices neither missing nor surplus experts.
 
 Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the
 modules of models, utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its
@@ -34,18 +34,20 @@ import torch
 PREFIX = "Pruned"
 """Prefix of the names of this module's classes; the name of a class of vLLM follows."""
 FIELD = "pruned"
-"""Field of config.json with the shapes of an uneven export; moe_lab/pruning/export/config.py writes
-it."""
+"""Field of config.json with the shapes of an uneven export, written by
+moe_lab/pruning/export/config.py."""
 FORMAT = 2
-"""The format of that field that this module reads."""
+"""The format of the field `FIELD` that this module reads."""
 LAYERS = "moe_lab_layers"
 """Attribute of a configuration: layer -> field -> value, for the fields that differ between
 layers."""
+# Names of the fields with the number of routed experts, and with their width.
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
-SHARED = ("n_shared_experts", "moe_num_shared_experts")
-"""Fields with a number of shared experts, whose width vLLM derives from that of routed experts."""
-WITHOUT_LAYERS = ("GptOssForCausalLM",)
+SHARED_COUNTS = ("n_shared_experts", "moe_num_shared_experts")
+"""Fields with the number of shared experts, whose width vLLM derives from the width of routed
+experts."""
+UNIFORM_ARCHITECTURES = ("GptOssForCausalLM",)
 """Architectures of vLLM that read weights with the same number of experts for all layers."""
 EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.(\d+)\.(.+)$")
 """Name of an expert's tensor: layer, expert, and name of the tensor in the expert."""
@@ -71,7 +73,7 @@ def __getattr__(name: str) -> type:
     """The class of an architecture whose name begins with `PREFIX`."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return _uneven(name.removeprefix(PREFIX))
+    return _uneven_class(name.removeprefix(PREFIX))
 
 
 def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
@@ -84,8 +86,8 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of an export in the form of its family, with the attribute `LAYERS`; a
-    config.json of other models is unchanged.
+    """The config.json of an export in the form of its family, with the field `LAYERS`. The
+    config.json of another model is unchanged.
 
     ValueError for an export that this module cannot read.
     """
@@ -112,7 +114,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
         if "width" in layer:
             fields[index][width] = layer["width"]
     names = {name for layer_fields in fields.values() for name in layer_fields}
-    default_fields = {name: config[name] for name in names}  # those of unpruned layers
+    default_fields = {name: config[name] for name in names}  # fields of unpruned layers
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
     largest = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
@@ -143,7 +145,7 @@ def _read_exports() -> None:
 
 
 @cache
-def _uneven(name: str) -> type:
+def _uneven_class(name: str) -> type:
     """The class of vLLM called `name`, for a model whose layers differ."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
@@ -159,7 +161,7 @@ def _uneven(name: str) -> type:
 
         def make(n_layers: int, layer_fn: Any, prefix: str) -> Any:
             def build(prefix: str) -> Any:
-                with _fields(config, layers.get(extract_layer_index(prefix), {})):
+                with _field_values(config, layers.get(extract_layer_index(prefix), {})):
                     return layer_fn(prefix=prefix)
 
             return make_layers(n_layers, build, prefix=prefix)
@@ -190,17 +192,17 @@ def _uneven(name: str) -> type:
 
 
 def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
-    """ValueError for an architecture, widths or settings with which vLLM would serve the export
-    wrongly."""
+    """Raise ValueError for an architecture, widths or settings with which vLLM would serve the
+    export wrongly."""
     import vllm
 
-    if name in WITHOUT_LAYERS or not hasattr(module, "make_layers"):
+    if name in UNIFORM_ARCHITECTURES or not hasattr(module, "make_layers"):
         raise ValueError(
             f"{name}: vLLM {vllm.__version__} reads one number of experts for all layers: export "
             "with export=masked"
         )
     config = vllm_config.model_config.hf_text_config
-    shared = [field for field in SHARED if getattr(config, field, None)]
+    shared = [field for field in SHARED_COUNTS if getattr(config, field, None)]
     widths = {fields[width] for fields in layers.values() for width in WIDTHS if width in fields}
     if shared and len(widths) > 1:
         raise ValueError(
@@ -215,9 +217,9 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
 
 
 @contextmanager
-def _fields(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which fields of a configuration have other `values`. They are set in place, as
-    some classes of vLLM keep a reference to the configuration."""
+def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which fields of a configuration have the `values` of one layer. The fields are
+    set in place, as some classes of vLLM keep a reference to the configuration."""
     original = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -241,8 +243,8 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 def _record_experts(
     weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `weights` unchanged, and add to `experts` (layer, name in the expert) -> the experts
-    that have this tensor."""
+    """Yield `weights` unchanged, and record in `experts`: (layer, name of a tensor in an expert) ->
+    the experts that have this tensor."""
     for name, tensor in weights:
         if match := EXPERT.search(name):
             experts[int(match[1]), match[3]].add(int(match[2]))
@@ -250,8 +252,8 @@ def _record_experts(
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """ValueError when the files have other experts than the layers that were built (layer ->
-    number of experts); vLLM itself would serve such files."""
+    """Raise ValueError when the files have other experts than the layers that were built. `counts`:
+    layer -> number of experts that were built. vLLM itself would serve such files."""
     for (layer, name), numbers in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and numbers != expected:
@@ -291,8 +293,8 @@ def _repair_bias() -> None:
             self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any
         ) -> Any:
             bias = self.e_score_correction_bias
-            plain = self.custom_routing_function is None and self.scoring_func == "softmax"
-            if bias is None or self.use_grouped_topk or not plain:
+            is_softmax = self.custom_routing_function is None and self.scoring_func == "softmax"
+            if bias is None or self.use_grouped_topk or not is_softmax:
                 return original(self, hidden_states, router_logits, indices_type, **named)
             scores = torch.softmax(router_logits.float(), dim=-1)
             index = (scores + bias).topk(self.top_k, dim=-1)[1]

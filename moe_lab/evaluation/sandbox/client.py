@@ -53,6 +53,7 @@ class NoNamespaces(RunnerError):
 
 
 _STATM = Path("/proc/self/statm")
+"""A file whose first number is that of the pages that this process has mapped (Linux)."""
 STARTS = 3
 """Tries to start a runner: at one moment, memory or processes may be short."""
 PAUSE = 0.5
@@ -96,8 +97,8 @@ Process = TypeVar("Process", bound=Child)
 
 
 class Pool(Generic[Process]):
-    """Processes for several threads: each request has a process while it is under way. Idle
-    processes are used again; `start` starts more."""
+    """Processes for several threads. Each request has a process of its own while it is under way.
+    Idle processes are used again; if no process is idle, `start` starts another."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -106,7 +107,7 @@ class Pool(Generic[Process]):
 
     @contextmanager
     def process(self) -> Iterator[Process]:
-        """A context with a process, which is ended if the context raises."""
+        """A context that has a process to itself. The process is ended if the context raises."""
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -116,7 +117,7 @@ class Pool(Generic[Process]):
             yield process
         except BaseException:
             process.close()
-            with suppress(ValueError):  # `close` has removed it
+            with suppress(ValueError):  # `close` may have removed the process
                 self._all.remove(process)
             raise
         self._idle.put(process)
@@ -136,9 +137,9 @@ class Runners(Pool[Runner]):
         self._confined = confined
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program that ends its runner twice counts as crashed.
-        RunnerError when no runner can start, or when two confined runners end, which no program can
-        cause."""
+        """Run one program. An unconfined program counts as crashed if two runners end while they
+        run it. RunnerError when no runner can start, or when two confined runners end, which no
+        program can cause."""
         # Two tries: the first runner may have been ended by an earlier unconfined program.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
@@ -152,7 +153,7 @@ class Runners(Pool[Runner]):
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise the error of `start` when no confined runner starts. A success is cached."""
+    """Raise the error of `start` when no confined runner starts. Only success is cached."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
@@ -160,8 +161,8 @@ def check_namespaces() -> None:
 
 class LimitedCalls(Pool[Child]):
     """Calls trusted functions of one module on texts of a model, from several threads. A text may
-    make a function take hours or gigabytes, or end its process, so each call has a separate process
-    while it runs. Arguments and results are JSON.
+    make a function take hours or gigabytes, or end its process, so each call runs in a separate
+    process. Arguments and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
@@ -170,10 +171,10 @@ class LimitedCalls(Pool[Child]):
         self._environment = environment
 
     def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
-        """The result of a function, or None if it took too much time or memory, or failed.
+        """The result of a function; None if the function took too much time or memory, or failed.
 
-        `seconds`: CPU limit; `memory`: bytes in addition to those that the process has mapped
-        before (Linux). Raises RunnerError when no process can be started.
+        `seconds`: CPU limit; `memory`: limit on bytes beyond those that the process has mapped
+        before the call (Linux). Raises RunnerError when no process can be started.
         """
         try:
             with self.process() as child:
@@ -188,6 +189,7 @@ class LimitedCalls(Pool[Child]):
             return None
 
     def _child(self) -> Child:
+        """A new process that has imported the module."""
         child = Child(command("moe_lab.child_process", __name__), self._environment, Path("/"))
         try:
             child.call("load", module=self._module)
@@ -201,15 +203,15 @@ class LimitedCalls(Pool[Child]):
 
 
 def load(module: str) -> None:
-    """Import a module whose functions are to be called."""
+    """Import a module, whose functions `call` calls later."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     importlib.import_module(module)
 
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
-    """Call a function within `limits`: CPU seconds, and bytes of memory in addition to those that
-    are mapped."""
+    """Call a function of an imported module. `limits`: CPU seconds, and bytes of memory beyond
+    those that are mapped now."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():

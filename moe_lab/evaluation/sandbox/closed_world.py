@@ -1,9 +1,9 @@
 """Check that a program cannot reach outside itself: no import, no private attribute, no builtin
 that opens anything.
 
-Used where programs of a shipped model run without namespaces. Everything that is not listed as
-allowed is refused. It is a second barrier in addition to the limits of the subprocess, not a
-sandbox for programs of unknown models.
+The check is used where programs of a shipped model run without namespaces. Everything that is not
+listed as allowed is refused. The check is a second barrier in addition to the limits of the
+subprocess, not a sandbox for programs of unknown models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MatchAs MatchOr expr_context boolop operator unaryop cmpop
 _SYNTAX = tuple(getattr(ast, name) for name in _NODES.split())
 """Allowed syntax. Class patterns are refused, because they read attributes by name:
 `case int(__reduce_ex__=r)`."""
+# Allowed attributes: public methods of base types, except those that format.
 _ATTRIBUTES = frozenset(
     name
     for kind in (str, list, tuple, dict, set, frozenset, int, float, bytes)
@@ -46,7 +47,7 @@ def leaves_closed_world(program: str) -> str | None:
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # it will fail when it is run, which is the right verdict
+        return None  # the program will fail when it is run, which is the right verdict
     return next(filter(None, map(_forbidden_part, ast.walk(tree))), None)
 
 

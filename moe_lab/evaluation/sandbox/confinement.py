@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+# Constants of Linux: flags of unshare(2) and clone(2), flags of mount(2), a flag of umount2(2),
+# options of prctl(2), and the id of the user `nobody`.
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
     1 << bit for bit in (17, 26, 27, 28, 29, 30)
 )
@@ -89,7 +91,7 @@ def _visible_paths() -> list[str]:
     """Paths that programs can read: system libraries, the interpreter and its packages. No path is
     inside another."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
-    # the links and their targets, since `_bind` copies a link and nothing behind it
+    # targets of links too, since `_bind` copies a link without its target
     paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     visible: list[str] = []
@@ -135,7 +137,7 @@ def _replace_root(hidden: Iterable[str]) -> None:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
-        if number not in mounts_before:  # mounts from above, and those within recursive binds
+        if number not in mounts_before:  # made above, or part of a recursive bind
             flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
             _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
@@ -145,7 +147,8 @@ def _replace_root(hidden: Iterable[str]) -> None:
 
 
 def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    """Give up all capabilities of this process; see capset(2)."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     nothing = (ctypes.c_uint32 * 6)()
     _call("capset", header, nothing)
 
@@ -153,9 +156,9 @@ def _drop_capabilities() -> None:
 def _refuse_calls() -> None:
     """Install a seccomp filter for this process and all it starts.
 
-    The calls of `_REFUSED_CALLS` fail with EPERM, and making any socket but a pair of local ones
-    with EAFNOSUPPORT. It replaces the limits of the IPC namespace, which an unprivileged user
-    cannot set.
+    The calls of `_REFUSED_CALLS` fail with EPERM. Making a socket fails with EAFNOSUPPORT, except
+    for a pair of local sockets. The filter replaces the limits of the IPC namespace, which an
+    unprivileged user cannot set.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
@@ -188,9 +191,10 @@ def _refuse_calls() -> None:
     steps.append((result, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
-    _call("prctl", _FILTER_CALLS, 2, program, 0, 0)
+    _call("prctl", _FILTER_CALLS, 2, program, 0, 0)  # 2: SECCOMP_MODE_FILTER
 
 
+# Errors of a kernel that never allows namespaces, and the kinds of namespaces that `enter` makes.
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS)
 _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
@@ -198,7 +202,7 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 def is_refusal(error: OSError) -> bool:
     """Whether an error of `enter` means that this machine can never confine processes, not only at
     this moment."""
-    # no namespace left: either none is allowed at all, or all that are allowed are in use
+    # the limit of namespaces is reached, which means a refusal only if the limit is 0
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
@@ -249,12 +253,12 @@ def die_with_parent() -> None:
 
 
 def fork_process_tree() -> int:
-    """As os.fork, but the child is process 1 of a new process tree: it sees no other processes, and
-    the tree dies with it. Raises OSError when the kernel refuses that.
+    """As os.fork, but the child is process 1 of a new process tree: the child sees no other
+    processes, and the tree dies with the child. Raises OSError when the kernel refuses the clone.
 
-    A single clone takes half the time of a fork that leaves its namespaces and forks again. It
-    bypasses the C library, which caches the number of the thread. That number stays right if this
-    process has no other thread and is process 1 of its own tree, as after `enter`.
+    One clone takes half the time of a fork whose child changes its namespaces and forks again. The
+    clone bypasses the C library, which caches the id of the thread. The cached id is right in the
+    child if this process has no other thread and is process 1 of its own tree, as after `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
     nothing = ctypes.c_long(0)  # without a stack of its own, the child continues as a fork

@@ -1,8 +1,8 @@
 """Python values as JSON, so that values which a program returned can be read without running or
 unpickling anything.
 
-Plain values stay as they are; others become {"kind": ..., "value": ...}. A value that cannot be
-represented (a function, an object of the program's own class) becomes an `Opaque`, which equals
+Plain values stay as they are; other values become {"kind": ..., "value": ...}. A value that cannot
+be represented (a function, an object of the program's own class) becomes an `Opaque`, which equals
 nothing, as such an object would. A value with more than `HUGE` parts (some published tests return
 hundreds of millions) becomes a hash, by which it can be compared.
 """
@@ -19,8 +19,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 HUGE = 50_000
+"""Most parts of a value that is sent as a whole; see `_remaining` for what counts as parts."""
 _PLAIN = (type(None), bool, float, str)
-_SHORT_INTEGER = 1 << 512  # longer ones would meet Python's limit on decimal digits
+_SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
 
 
 class Opaque:
@@ -34,6 +35,7 @@ class Huge:
     fingerprint: int
 
     def __iter__(self) -> Iterator[Any]:
+        """The value itself, so that comparisons of the items of equal values agree."""
         return iter([self])
 
 
@@ -59,7 +61,7 @@ class _Form(NamedTuple):
     """Functions between values of a type and JSON."""
 
     to_json: Callable[[Any], Any]
-    """Uses methods of the base type, not of a subclass."""
+    """This function uses methods of the base type, not of a subclass."""
     from_json: Callable[[Any], Any]
 
 
@@ -123,7 +125,7 @@ def _fingerprint(value: Any) -> int:
         )
     if isinstance(value, (list, tuple)):
         try:
-            # the same as below if all items can be hashed, and faster
+            # faster than the line below, with the same result if all items can be hashed
             return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
@@ -131,8 +133,8 @@ def _fingerprint(value: Any) -> int:
 
 
 def encode(value: Any) -> Any:
-    """`value` in a form that json.dumps accepts. Deeply nested values raise RecursionError, as
-    comparing them would."""
+    """`value` in a form that json.dumps accepts. A deeply nested value raises RecursionError, as
+    its comparison would."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -149,6 +151,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode_subclass(base: type, value: Any) -> Any:
+    """Encode a value that equals a value of the type `base`, but has another type."""
     return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
 
 
@@ -180,7 +183,8 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` encoded, or one that stands for it."""
+    """The value that `encode` encoded, or a stand-in: an Opaque, Huge, Stream, Fraction or instance
+    of a class of `_SUBCLASSES`."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):
@@ -205,8 +209,8 @@ def decode(encoded: Any) -> Any:
 
 
 def decode_text(text: str) -> Any:
-    """The value whose encoding is the JSON `text`. Raises ValueError for anything `encode` cannot
-    have written, however deeply nested it is."""
+    """The value whose encoding is the JSON `text`. Raises ValueError for a text, however
+    deeply nested, that `encode` cannot have written."""
     try:
         return decode(json.loads(text))
     except (

@@ -38,8 +38,9 @@ from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
 NO_NAMESPACES = "no namespaces"
-"""Beginning of the last line of a runner on a machine that cannot confine it."""
+"""Beginning of the last line that a runner writes on a machine without namespaces."""
 
+# Modules that a runner imports, so that programs which import them start faster.
 _USUAL_IMPORTS = (
     "bisect",
     "collections",
@@ -79,10 +80,10 @@ class Request:
     output: int
     """Limit on the encoded results that the program sends, in bytes."""
     parts: int = HUGE
-    """Values with more parts than this come back as a hash."""
+    """Largest number of parts of a value that comes back as a whole, not as a hash."""
     processes: int = 2
-    """Limit on threads and processes of the program, itself included. Memory is limited for each of
-    them."""
+    """Limit on threads and processes of the program, including its first. `memory` limits each
+    process."""
 
 
 def main(confined: bool, hidden: list[str]) -> None:
@@ -143,6 +144,7 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
 
 
 def _kill(child: int) -> None:
+    """Kill the child and its process group, and wait for its end."""
     for target in (-child, child):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(target, signal.SIGKILL)
@@ -150,8 +152,8 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU seconds of another process: a limit on them gives the same verdict on a busy machine.
-    Wall-clock seconds where the system is not Linux."""
+    """CPU seconds of another process, as a limit on CPU seconds gives the same verdict on a busy
+    machine. On systems other than Linux, wall-clock seconds."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
@@ -159,8 +161,8 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _wall_limit(seconds: float) -> float:
-    """Wall-clock limit for a CPU limit: generous, as machines may be busy, but it ends programs
-    that sleep."""
+    """The wall-clock limit for a CPU limit. It is generous, as machines may be busy, but ends
+    programs that sleep."""
     return 4 * seconds + 1
 
 
@@ -186,8 +188,8 @@ class _Watch:
         self.wall_end = self.call_wall_start + _wall_limit(request.total_seconds)
 
     def seconds_remaining(self) -> float:
-        """Seconds until the next limit: of the current call or of the whole program, in CPU or
-        wall-clock time."""
+        """Seconds until the first of four limits: the CPU and wall-clock limits of the current call
+        and of the whole program."""
         used = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
         cpu_of_call = self.call_start + limit - used
@@ -270,6 +272,7 @@ def _call_program(request: Request) -> None:
 
 
 def _send(line: str) -> None:
+    """Write a line to the pipe of results, which is file 3."""
     data = line.encode("utf-8", "replace") + b"\n"
     while data:
         data = data[os.write(3, data) :]
