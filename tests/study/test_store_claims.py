@@ -268,6 +268,13 @@ def test_a_heartbeat_renews_a_claim(folder: Path, fast: None) -> None:
         until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
 
 
+def test_an_old_claim_is_stale_unless_its_job_is_in_the_queue(folder: Path) -> None:
+    path = foreign(folder, 25 * HOUR, job="7")
+    assert not Claims(folder, lambda *job: job == ("7", os.getuid())).is_stale(path)
+    assert Claims(folder, lambda *job: False).is_stale(path)
+    assert Claims(folder).is_stale(path)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 class TestAnotherMachine:
