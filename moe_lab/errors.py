@@ -20,32 +20,32 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. The message is one sentence: field, value, expectation,
-    nearest choice. Secrets of the environment are masked in it."""
+    """A mistake that the user can correct. The message is one sentence with field, value,
+    expectation and nearest choice. Secrets of the environment are masked in the message."""
 
     code = 2
     """Exit code of a command that ends with this error."""
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
-        self.sentences = [str(self)]
+        self.sentences = [str(self)]  # SettingsError has several
 
 
 class Unavailable(UserError):
     """Something outside moe_lab, such as the hub or an endpoint, is not available now. The next run
-    tries again."""
+    tries the failed step again."""
 
     code = 3
 
 
 def nearest(value: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `value`, or None when nothing is close."""
+    """The name in `known` that is closest to `value`, or None when no name is close."""
     matches = get_close_matches(str(value), list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name, with the nearest known name and a list of all."""
+    """The error for an unknown name, with the nearest known name and a list of all known names."""
     names = sorted(known)
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
@@ -66,8 +66,8 @@ def check_installed(package: str, extra: str, reason: str) -> None:
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """Call `check` with `arguments`; yield the sentences of its iterator, if it returns one, and
-    the sentence of the UserError that it raises, if any."""
+    """The sentences of the mistakes that a check finds when it is called with `arguments`. `check`:
+    a function that returns an iterator of sentences or anything else, and may raise UserError."""
     try:
         result = check(*arguments)
         if isinstance(result, Iterator):
@@ -77,8 +77,9 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit code. The code is 130 after Ctrl-C, and 141
-    when the reader of the output has closed it, as `head` does, without a stack trace."""
+    """Run a command and end the process with the command's exit code. Two exceptions end the
+    process without a stack trace: Ctrl-C with the code 130, and a closed output (as by `head`) with
+    the code 141."""
     try:
         try:
             os.getcwd()
@@ -92,7 +93,7 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
-        # at exit Python flushes both streams again, which would raise again
+        # at exit Python flushes both streams, which would raise again without a new target
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
@@ -114,32 +115,36 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 MASK = "***"
 SHORTEST = 8
-"""Fewest characters of a value that is masked; shorter values also occur in ordinary text."""
-_NAME = re.compile(
-    r"(?!(bos|eos|pad|unk|sep|cls|mask|image|stop)_)"  # tokens of a tokenizer
+"""Minimum number of characters of a value that is masked; shorter values also occur in ordinary
+text."""
+_SETTING = re.compile(
+    r"(?!(bos|eos|pad|unk|sep|cls|mask|image|stop)_)"  # not settings such as eos_token
     r"(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)",
     re.IGNORECASE,
 )
-_TEXT = re.compile(
+"""Pattern of the name of a setting whose value is a secret."""
+_SECRET = re.compile(
     r"""://[^/\s]*@                                                # a URL with a user or a password
     | \bBearer\s+[^\s$]
     | --[\w-]*(?:key|token|secret|password)[=\s]+["']?[^\s"'$-]      # an option of a command line
     | \b\w*(?:KEY|TOKEN|SECRET|PASSWORD)=["']?[^\s"'$]             # an assignment in a shell
-    | \b(?:hf_|sk-|ghp_|github_pat_)\w{12,}                      # as services write their keys
+    | \b(?:hf_|sk-|ghp_|github_pat_)\w{12,}                      # a key in the form of a service
     """,
     re.VERBOSE,
 )
+"""Pattern of a text that contains a secret."""
 _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)", re.IGNORECASE)
+"""Pattern of the name of an environment variable whose value is a secret."""
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """A sentence if `value`, of the setting with the dotted name `setting`, is a text that looks
-    like a secret or contains a secret of the environment."""
+    """A sentence if the value of a setting is a text that looks like a secret, or that contains a
+    secret of the environment; else nothing. `setting`: dotted name."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)
         and value
-        and (_TEXT.search(value) or _NAME.fullmatch(name) or mask(value) != value)
+        and (_SECRET.search(value) or _SETTING.fullmatch(name) or mask(value) != value)
     ):
         yield (
             f"{setting} has a secret in it, which would be shown with the results: expected none, "
@@ -149,7 +154,7 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
 
 
 def mask(text: str) -> str:
-    """`text` with *** in place of the values of environment variables that are named like
+    """The text with *** in place of the values of environment variables whose names are those of
     secrets."""
     values = {
         value

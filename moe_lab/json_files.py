@@ -1,8 +1,8 @@
-"""Write JSON files atomically, read them with a check of their shape, and cache results of batches
-in them.
+"""Write JSON files atomically, read JSON files and check their shape, and cache results of batches
+in files.
 
-The documents of a store are sealed: the sha256 of their text is their last key, so that readers
-notice a changed byte.
+The documents of a store are sealed: the last key of a document has the sha256 of the text before
+it, by which readers notice any changed byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 
 
 class Damaged(ValueError):
-    """A file does not hold the expected document."""
+    """A file does not contain the expected document."""
 
 
 def canonical(document: Any) -> str:
@@ -34,16 +34,13 @@ def digest(document: Any) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write `document` with indentation, as `write_text` does."""
+    """Write a document as indented JSON, atomically."""
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
-    """Write a file atomically: a reader sees the old file or the whole new one. After an error
-    nothing remains.
-
-    `mode`: permissions of the file; None: by the umask.
-    """
+    """Write a file atomically: a reader sees the whole old file or the whole new file. An error
+    leaves the old file. `mode`: permissions of the file; None: those of the umask."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_text(text)
@@ -56,13 +53,14 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits
-    `shape`."""
+    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless the
+    document fits `shape` (see `fits`)."""
     return parse(_content(path), shape, str(path))
 
 
 def _content(path: Path) -> bytes:
-    """The content of a file. Raises FileNotFoundError without it, and Damaged for a folder."""
+    """The content of a file. Raises FileNotFoundError without the file, and Damaged for a
+    folder."""
     try:
         with path.open("rb", buffering=0) as file:  # fewer system calls than with a buffer
             return file.read()
@@ -73,7 +71,8 @@ def _content(path: Path) -> bytes:
 
 
 def parse(content: bytes, shape: Any, name: str) -> Any:
-    """The document in the content of the file `name`. Raises Damaged unless it fits `shape`."""
+    """The document in `content`. Raises Damaged unless the document fits `shape` (see `fits`).
+    `name`: the name of the file, for messages."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
@@ -84,20 +83,21 @@ def parse(content: bytes, shape: Any, name: str) -> Any:
 
 
 DIGEST = ',"digest":"'
-"""Text before the sha256 in a sealed document. The hashed text ends before it, plus a closing
-brace."""
+"""Text before the sha256 in a sealed document. The hashed text is the text before DIGEST, followed
+by a closing brace."""
 
 
 def sealed(text: str) -> str:
-    """The JSON text of an object that is not empty, with the sha256 of this text as the last key,
-    `digest`."""
+    """A JSON text with one more key at its end, `digest`, whose value is the sha256 of the text.
+    `text`: JSON text of an object that is not empty."""
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
 def write_sealed(
     path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
 ) -> None:
-    """Write a sealed document, as `write_text` does."""
+    """Seal a document, and write it atomically. `indent`: as in `json.dumps`. `mode`: as in
+    `write_text`."""
     text = json.dumps(
         document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
     )
@@ -105,13 +105,14 @@ def write_sealed(
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
-    """As `read_json`, for a sealed document, which is returned without its digest. Raises Damaged
-    also when any byte has changed."""
+    """The sealed document in a file, without its digest. Raises FileNotFoundError without the file,
+    and Damaged unless the digest is right and the document fits `shape` (see `fits`)."""
     return parse_sealed(_content(path), shape, str(path))
 
 
 def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
-    """As `read_sealed`, for the content of the file `name`."""
+    """The sealed document in `content`, without its digest. Raises Damaged unless the digest is
+    right and the document fits `shape` (see `fits`). `name`: name of the file, for messages."""
     text, separator, ending = content.rpartition(DIGEST.encode())
     if not separator:
         raise Damaged(f"{name} is damaged, or of an older moe_lab: it has no digest")
@@ -122,10 +123,14 @@ def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
 
 
 def fits(document: Any, shape: Any) -> bool:
-    """Whether a JSON document has a shape.
+    """Whether a JSON document has a shape. Shapes, and the documents that have them:
 
-    {"a": int, "b": str | None}: an object with at least the key a, and b a string, null or missing;
-    {str: int}: an object with any keys; [int]: a list of any length; (int, str): a list of two.
+    {"a": int, "b": str | None}   an object whose value under a is an integer, and whose value under
+                                  b is a string, null or missing
+    {str: int}                    an object with any keys, whose values are integers
+    [int]                         a list of any number of integers
+    (int, str)                    a list of an integer and a string
+
     True and False are not numbers.
     """
     if isinstance(shape, Mapping):
@@ -145,28 +150,29 @@ def fits(document: Any, shape: Any) -> bool:
 
 
 class ResultCache:
-    """Results of batches, each appended to a file as soon as it is computed.
+    """Cache of the results of batches. Each result is appended to a file as soon as it is computed.
 
-    After a kill, the next process reads them from the file and computes only the other batches.
-    Batches do not depend on the content of the file, so that results have the same bits whether a
-    process was killed or not.
+    After a process was killed, the next process reads results from the file, and computes only the
+    other batches. Since the division into batches does not depend on the file, results have the
+    same bits whether a process was killed or not.
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Read the results in `file`, if it exists; None keeps results in memory alone."""
+        """Read the results in `file`, if it exists. None: results are only kept in memory."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
         if file is None or not file.exists():
             return
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            # a killed process may have written a part of a line
+            # a line may be incomplete, if a process was killed while it wrote the line
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _digest(key, result):
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of a batch, from the file or else from `compute`. Both must fit into JSON."""
+        """The result of a batch, read from the file or else computed by `compute`. The batch and
+        the result must be JSON documents."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
@@ -180,4 +186,5 @@ class ResultCache:
 
 
 def _digest(key: str, result: Any) -> str:
+    """sha256 of a line of a cache."""
     return sha256(json.dumps([key, result]).encode()).hexdigest()

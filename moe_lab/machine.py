@@ -1,5 +1,5 @@
-"""The machine: processors, GPUs and main memory that this process may use, Python interpreters and
-their packages. No torch."""
+"""The processors, the GPUs and the main memory that this process may use, and the Python
+interpreters of this machine with their packages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from moe_lab.errors import UserError
 _ROOT = Path(__file__).resolve().parents[1]
 CPUINFO = Path("/proc/cpuinfo")
 CONTROL_GROUPS = Path("/proc/self/cgroup")
+"""File that lists the control groups of this process."""
 LIMITS = Path("/sys/fs/cgroup")
+"""Folder with the limits of all control groups."""
 WORKERS = "MOE_LAB_WORKERS"
-"""Environment variable with the number of processes that share the memory of this one."""
+"""Environment variable with the number of worker processes that share main memory, this process
+included."""
 
 
 def processor() -> str:
@@ -36,12 +39,12 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Number of processors that this process may use: those that it is bound to, or fewer by the
-    limits of its control group or its Slurm job."""
+    """Number of processors that this process may use: the least of the number to which the process
+    is bound, the limits of its control groups, and the request of its Slurm job."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # quota and period in microseconds: one file in version 2, a file for each in version 1
+    # (quota, period) in microseconds: in one file in version 2, in two files in version 1
     limit_pairs: list[Sequence[str]] = [
         text.split() for text in _group_limits("cpu", "cpu.max", "")
     ]
@@ -58,21 +61,22 @@ def cores() -> int:
 
 
 def main_memory() -> float:
-    """Most bytes of main memory that this process may use: the least of the machine's memory, the
-    limits of its control groups and the request of its Slurm job, divided by the number of workers
-    (WORKERS)."""
+    """Bytes of main memory that this process may use: the least of the machine's memory, the limits
+    of the process's control groups and the request of its Slurm job, divided by the number of
+    workers (WORKERS)."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
             limits.append(float(text))
+    # clusters may not limit the control group to what the job has requested
     requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB; 0 for all
-    if requested.strip("0").isdigit():  # clusters may not limit the control group
+    if requested.strip("0").isdigit():
         limits.append(2.0**20 * int(requested))
     return min(limits) / int(os.environ.get(WORKERS, "1"))
 
 
 def release_memory() -> None:
-    """Free objects without references, and GPU memory that torch has cached."""
+    """Free unreachable objects, and GPU memory that torch has cached."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -80,8 +84,8 @@ def release_memory() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES, one for each GPU (of NVIDIA or AMD) that torch finds in this
-    process."""
+    """Ids of the GPUs (NVIDIA or AMD) that torch finds in this process, in the form for
+    CUDA_VISIBLE_DEVICES."""
     count = gpu_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ids.split(",")[:count] if ids else [str(number) for number in range(count)]
@@ -90,7 +94,7 @@ def visible_gpus() -> list[str]:
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
     """Number of GPUs that torch finds with the environment of this process. Torch is imported in
-    another process, because that takes seconds, and only if it is built for GPUs."""
+    another process, because the import takes seconds, and only if torch is built for GPUs."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -99,20 +103,21 @@ def gpu_count() -> int:
         return 0
     program = "import torch; print(torch.cuda.device_count())"
     completed = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True)
-    return int(completed.stdout or 0)  # a step that needs torch reports that it is broken
+    # 0 if torch is broken, which a step that needs torch reports
+    return int(completed.stdout or 0)
 
 
-def _group_limits(controller: str, file_in_2: str, file_in_1: str) -> Iterator[str]:
-    """Values of a limit in the control groups of this process and the groups around them. The limit
-    is in `file_in_2` of groups of version 2, and in `file_in_1` of groups of version 1, where each
-    controller has groups of its own."""
+def _group_limits(controller: str, file_v2: str, file_v1: str) -> Iterator[str]:
+    """Values of a limit in the control groups of this process, and in the groups that contain them.
+    `file_v2`: name of the file with the limit in groups of version 2. `file_v1`: the same for
+    version 1, where each controller (cpu or memory) has groups of its own."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)  # no controllers: version 2
         if controllers and controller not in controllers.split(","):
             continue
         group = LIMITS / controllers / path.lstrip("/")
         for folder in (group, *group.parents):
-            file = folder / (file_in_1 if controllers else file_in_2)
+            file = folder / (file_v1 if controllers else file_v2)
             if file.is_file():
                 yield file.read_text().strip()
             if folder == LIMITS:
@@ -121,8 +126,8 @@ def _group_limits(controller: str, file_in_2: str, file_in_1: str) -> Iterator[s
 
 @cache
 def package_version(package: str) -> str | None:
-    """The version of `package`, None if it is not installed. Cached, because reading metadata takes
-    milliseconds."""
+    """The version of an installed package; None if the package is not installed. Cached, because
+    reading metadata takes milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -130,10 +135,11 @@ def package_version(package: str) -> str | None:
 
 
 def interpreter(module: str, path: str | None, user: str) -> str:
-    """The Python that has `module`: `path` (of interpreters.MODULE), the one that `make MODULE`
-    installs, or the one of this process.
+    """Path of a Python interpreter that has `module`: `path`, the value of interpreters.MODULE; or
+    else the interpreter that `make MODULE` installs; or else the interpreter of this process.
 
-    Raises UserError when none has it; `user` is the setting that needs it.
+    Raises UserError when no interpreter has the module. `user`: the setting that needs the module,
+    for the message.
     """
     if path is not None:
         python = Path(path).expanduser()
@@ -156,15 +162,15 @@ def interpreter(module: str, path: str | None, user: str) -> str:
 
 @lru_cache(maxsize=8)
 def package_version_in(python: str, package: str) -> str | None:
-    """The version of `package` in the interpreter `python`; None without the package or the
-    interpreter."""
+    """The version of a package in the interpreter `python`; None if the package or the interpreter
+    is missing."""
     program = f"from importlib.metadata import version; print(version({package!r}))"
     return _output(python, program) or None
 
 
 def check_has(module: str, python: str) -> None:
-    """Raise UserError when the interpreter `python` does not exist or has no `module`."""
-    # asks for the module, since the packages of vLLM's builds have several names
+    """Raise UserError when the interpreter `python` does not exist or does not have `module`."""
+    # the module and not the package is looked up, since builds of vLLM have several package names
     program = f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
     if not _output(python, program):
         raise UserError(
@@ -173,8 +179,8 @@ def check_has(module: str, python: str) -> None:
 
 
 def _output(python: str, program: str) -> str:
-    """Text that a program prints in another interpreter; "" if it fails, or if there is no such
-    interpreter."""
+    """Output of a program that the interpreter `python` runs; "" if the program fails, or if there
+    is no such interpreter."""
     command = [python, "-I", "-c", program]
     try:
         return subprocess.run(command, capture_output=True, text=True, env={}).stdout.strip()

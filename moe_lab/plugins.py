@@ -1,5 +1,5 @@
-"""Load plugins: modules outside this repository with criteria or allocations, named by
-`plugins=[...]` or an entry point."""
+"""Load plugins. A plugin is a module outside this repository that defines criteria or allocations.
+It is named by `plugins=[...]` or an entry point."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import the modules of all entry points, and `modules`, and return the names of all. Raises
-    UserError for a module that cannot be imported, registers nothing, or registers a name that is
-    taken."""
+    """Import `modules` and the modules of all entry points, and return the names of all these
+    modules. Raises UserError for a module that cannot be imported, that registers nothing, or that
+    registers a name that is taken."""
     names = list(
         dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
     )
@@ -56,8 +56,8 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """Files of each plugin's top package, or its single module file: path below a folder of
-    sys.path -> file."""
+    """Path relative to a folder of sys.path -> file, for all files in the top packages of plugins.
+    If a plugin's top module is no package, this is the file of the module."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
@@ -67,17 +67,17 @@ def sources(modules: Iterable[str]) -> dict[Path, Path]:
 
 
 def module_location(function: Callable[..., object]) -> dict[str, str]:
-    """The module of a function as `import_modules_at` needs it: its name, the folder from which it
-    is imported, and the digest of its code."""
+    """The module of a function, for `import_modules_at`: `module` (name), `folder` (the folder of
+    sys.path from which the module is imported), and `source` (digest of the module's code)."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": source_of(function)}
 
 
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
-    """Import modules from locations given by `module_location`. Their folders come last on
-    sys.path, so that they shadow nothing. UserError for a module whose code has changed since its
-    location was taken, because ids of steps include the digest of that time."""
+    """Import modules at locations that `module_location` has returned. Folders are appended to
+    sys.path, where they shadow no other module. UserError for a module whose code has changed since
+    then, because ids of steps include the old digest."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:
