@@ -32,6 +32,7 @@ from moe_lab.evaluation.engines import (
     Likelihood,
     Prompt,
     Row,
+    last_lines,
 )
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
@@ -351,6 +352,24 @@ def test_text_that_vllm_cut_off_is_an_error(reason: str, monkeypatch: pytest.Mon
     )
     with broken:
         assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
+
+
+CAUSE = "ValueError: no memory"
+CONSEQUENCE = "RuntimeError: the engine failed, see root cause above"
+
+
+@pytest.mark.parametrize(
+    ("lines", "quoted"),
+    [
+        ([CAUSE, "KeyError: 1", "end"], "KeyError: 1; end"),
+        ([f"(Engine) ERROR 1 [a.py:1] {CAUSE}", CONSEQUENCE, "end"], f"{CAUSE}; end"),
+        ([CONSEQUENCE], CONSEQUENCE),
+        (["begin", "middle", "end"], "middle; end"),
+        ([], "its log is empty"),
+    ],
+)
+def test_a_log_is_quoted_by_its_last_cause_and_line(lines: list[str], quoted: str) -> None:
+    assert last_lines("\n".join(lines)) == quoted
 
 
 def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:
