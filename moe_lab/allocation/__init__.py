@@ -159,7 +159,7 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
     """Raise UserError unless the allocation exists, can allocate the `granularity` that the
-    criterion scores, and every field and parameter belongs to it and has a valid value."""
+    criterion scores, and reads every field and parameter that is set, each with a valid value."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
         allocated = next(iter(allocation.functions))

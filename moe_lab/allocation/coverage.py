@@ -261,7 +261,7 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     """
     aligned = {}
     for layer, budget in budgets.items():
-        aligned[layer] = _aligned(budget, scores[layer], alignment)
+        aligned[layer] = _align_layer(budget, scores[layer], alignment)
         if budget.any() and not aligned[layer].any():
             raise RatioTooLarge(
                 f"allocation.parameters.align (block={alignment.block}, "
@@ -271,7 +271,7 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     return aligned
 
 
-def _aligned(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
+def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
     """The budgets (E,) of one layer in whole blocks. `scores`: (E, I)."""
     block = alignment.block
     active = (budgets >= alignment.fewest) & (budgets > 0)

@@ -273,8 +273,10 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         count = int(facts["n_experts"])
         top_k = int(facts["top_k"])
         n_group = int(facts["n_group"])
-        groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
-        fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
+        protected_counts = Counter(
+            expert * n_group // count for expert in facts.get("protected", ())
+        )
+        fewest = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
         if fewest_experts(facts) > count:
             raise UserError(
                 f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"

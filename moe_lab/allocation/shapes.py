@@ -189,7 +189,7 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 
 def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """The step that measures the layer losses of loss_based."""
+    """Name of the step that measures the layer losses of loss_based, as a tuple of one name."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
     return (step,)
 

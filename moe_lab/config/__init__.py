@@ -88,7 +88,7 @@ def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     or an abbreviation of one."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     for name in options.keys() - {"gpus"}:
-        # sbatch accepts abbreviated names
+        # sbatch accepts abbreviated names; gpus is a name of its own, not short for gpus-per-node
         owned = next((option for option in OWNED if option.startswith(name)), None)
         if owned is not None:
             option = name if name == owned else f"{name}, short for {owned},"

@@ -63,7 +63,7 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """Field -> the text under it in the source of its class."""
+    """Field -> the text under the field in the source of the class `kind`."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     meanings = {}

@@ -75,7 +75,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     mean of the norms.
 
     UserError unless `projection` is down, gate, up or mean, and if the experts lack a projection
-    that it names."""
+    that `projection` names."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)

@@ -154,8 +154,8 @@ def post_expert_norm(module: Any) -> nn.Module | None:
 
 
 def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when weights of the layer are offloaded: accelerate loads them only while
-    their module runs."""
+    """Raise UserError when weights of the layer are offloaded, because accelerate loads such
+    weights only while their module runs."""
     if any(weight.is_meta for weight in layer.block.parameters()):
         raise UserError(
             f"{layer.name}: weights are offloaded, so they cannot be read: load the model without "

@@ -111,8 +111,8 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
         if expert < n_experts:
             token = rows.token[part]
             outputs[token, rows.column[part]] = wide(layer.expert_output(hidden[token], expert))
-    picked = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
-    return torch.bmm(picked.to(outputs.dtype), outputs)
+    chosen_gates = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
+    return torch.bmm(chosen_gates.to(outputs.dtype), outputs)
 
 
 def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:

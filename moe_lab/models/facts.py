@@ -32,8 +32,8 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 
 
 def _build(folder: Path, settings: ModelConfig) -> Any:
-    """The model of a folder on the meta device, with model.top_k. UserError if it differs from
-    `model.expected`."""
+    """The model of a folder on the meta device, with model.top_k. UserError if the model differs
+    from `model.expected`."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
@@ -140,7 +140,7 @@ def _router(layer: MoELayer, config: Any) -> str:
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
-    """Part of the model -> its number of parameters, for the parts that it has."""
+    """Part of the model -> its number of parameters; parts without parameters are left out."""
     routers = {id(part.tensor) for layer in layers for part in layer.routing}
     counts = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
     labels = {"experts": "routed experts", "shared_experts": "shared experts"}

@@ -142,7 +142,7 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
         tensor = tensor.swapaxes(-1, -2)
-    hidden = () if axes.is_bias else (slice(None),)
+    hidden_axis = () if axes.is_bias else (slice(None),)
     count = len(axes.roles)
     size = tensor.shape[-1 if axes.is_bias else -2] // count
     views = {}
@@ -152,7 +152,7 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
             if axes.interleaved
             else slice(number * size, (number + 1) * size)
         )
-        views[role] = tensor[(..., part, *hidden)]
+        views[role] = tensor[(..., part, *hidden_axis)]
     return views
 
 
@@ -308,8 +308,8 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """The prefixes that `prediction_prefixes` gives, if a tensor with such a prefix is of experts;
-    otherwise ()."""
+    """The prefixes that `prediction_prefixes` gives, if a tensor with such a prefix belongs to an
+    expert; otherwise ()."""
     names = list(names)
     extra = prediction_prefixes(names)
     have_experts = any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)

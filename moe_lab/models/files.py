@@ -215,8 +215,8 @@ def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def local_folder(settings: ModelConfig) -> Path:
-    """The folder of a model, downloaded from the hub if its path is a hub id; checked as `check`
-    does."""
+    """The folder of a model, which is checked by `check`, and downloaded from the hub if its path
+    is a hub id."""
     check(settings)
     path = local_path(settings.path)
     if not path.is_dir():

@@ -80,7 +80,7 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
         return True
     with ExitStack() as files:
         slices = checkpoint.slices(checkpoint.tensors, files)
-        for name, weights in _as_stored(model, checkpoint):
+        for name, weights in _stored_layout(model, checkpoint):
             if weights is None:
                 return False
             if weights.is_meta or not weights.dim():
@@ -93,9 +93,9 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
     return True
 
 
-def _as_stored(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor that
-    is read from the checkpoint; None in place of the tensor if `model` does not have the expert."""
+    is read from the checkpoint; None in place of a tensor whose expert `model` does not have."""
     state = model.state_dict()
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
@@ -141,8 +141,8 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> (its id, whether it was added: texts are searched for added tokens before they are
-    split)."""
+    """Token -> (id, whether the token is an added token, which is found in a text before the text
+    is split into tokens)."""
     added = tokenizer.added_tokens_decoder
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 

@@ -360,7 +360,7 @@ def resolve_device(settings: ModelConfig) -> str:
 
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the loaded weights; "auto" stands for the checkpoint's."""
+    """The dtype of the loaded weights; "auto" is the dtype of the checkpoint."""
     if settings.dtype == "auto":
         return torch.float32 if resolve_device(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]

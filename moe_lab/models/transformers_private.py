@@ -56,7 +56,7 @@ def activation(experts: Any) -> Activation:
 
 
 def with_activation(experts: Any, function: Activation) -> AbstractContextManager[Any]:
-    """Make gated `experts` use `function` between their projections while open, in every experts
+    """A context in which gated `experts` use `function` between their projections, in every experts
     implementation."""
     return patch.object(experts, "_apply_gate", function)
 

@@ -36,7 +36,7 @@ def cost(
     pruned: PreTrainedModel,
     row: Mapping[str, float],
     routing: Routing,
-    **stored: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Parameters, bytes and FLOPs of `pruned`, made from `model` (or `model` itself), as JSON data:
     the fields of `size`, and
@@ -46,7 +46,7 @@ def cost(
     flops_per_token_unpruned         of the unpruned model in a row of the same length
     flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
 
-    `row` and `routing` as in `flops_per_token`, other arguments as in `size`.
+    `row` and `routing` as in `flops_per_token`; `options`: further arguments of `size`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), row, routing)
@@ -57,7 +57,7 @@ def cost(
         assert unpruned is not None  # experts of unequal width cannot be pruned
         before = sum(flops_per_token(layers, layers, row, unpruned).values())
     return {
-        **size(model, pruned, **stored),
+        **size(model, pruned, **options),
         "flops_per_token": total,
         "flops_by_part": parts,
         "flops_per_token_unpruned": before,
@@ -257,8 +257,8 @@ def layered_routing(
     batches: Sequence[Batch],
     **options: Any,
 ) -> Routing:
-    """Measure the routing as `measured_routing` does, of a `StreamedModel`, with one decoder layer
-    of the checkpoint in memory. `options`: further arguments of `stream`."""
+    """Measure the routing of a `StreamedModel`, like `measured_routing`, with one decoder layer of
+    the checkpoint in memory. `options`: further arguments of `stream`."""
     from moe_lab.statistics.streaming import stream  # imported late, as few costs need it
 
     if plan is not None:

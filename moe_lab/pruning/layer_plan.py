@@ -138,7 +138,8 @@ class LayerPlan:
 
     @cached_property
     def null_experts(self) -> list[int]:
-        """Ids of the retained experts that have no channel and no other owner, ascending."""
+        """Ids of the retained experts that have no channels and are not merged into another expert,
+        ascending."""
         if self.channels is None:
             return []
         widths = self.channels.sum(1)

@@ -228,7 +228,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan. UserError when it is missing, damaged or of another schema."""
+        """Read a plan. UserError when the plan is missing, damaged or of another schema."""
         files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
         return cls.read(lambda ending: files[ending].read_bytes(), str(path))
 

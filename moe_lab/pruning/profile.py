@@ -42,7 +42,8 @@ def profile(
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """MoE layer -> output_loss (see `results.PROFILES`) of `plan` in that layer alone."""
+    """MoE layer -> its output_loss (see `results.PROFILES`) if `plan` is applied to no other
+    layer."""
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:

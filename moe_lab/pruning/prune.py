@@ -37,10 +37,10 @@ def prune(model: Model, plan: Plan) -> Model:
     layers = moe_layers(model)
     plan.check_model(layers)
     plan.check_aligned()
-    on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(
+    is_on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(
         model, "_hf_hook"
     )
-    if not on_meta:  # offloaded weights are on meta too, but accelerate (_hf_hook) loads them
+    if not is_on_meta:  # offloaded weights are on meta too, but accelerate (_hf_hook) loads them
         for layer in layers:
             check_in_memory(layer)
     element_size = cast(torch.Tensor, layers[0].experts.down_proj).element_size()

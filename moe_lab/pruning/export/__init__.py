@@ -76,7 +76,7 @@ def export(
     content = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
-        (work / "plan.npz").unlink(missing_ok=True)  # of its plan, if `source` is an export too
+        (work / "plan.npz").unlink(missing_ok=True)  # the plan of `source`, if that is an export
         for name, document in documents.items():
             write_json(work / name, document)
         for name, text in code.items():

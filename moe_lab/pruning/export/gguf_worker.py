@@ -11,7 +11,8 @@ from typing import Any
 
 def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
     """Run the converter's main function with these arguments. `pre`: the converter's name for the
-    model's pre-tokenizer, used if it does not recognise the vocabulary; None if unknown."""
+    model's pre-tokenizer, used if the converter does not recognise the vocabulary; None if
+    unknown."""
     sys.path[:0] = [str(Path(converter).parent), str(Path(converter).parent / "gguf-py")]
     script = importlib.import_module(Path(converter).stem)
     # No code of a checkpoint is run; transformers would wait 15 s for a user to allow it.

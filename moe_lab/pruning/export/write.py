@@ -97,17 +97,18 @@ def copy_others(folder: Path, target: Path) -> None:
             and not file.name.startswith(".")
             and not file.name.endswith(".index.json")
         ):
-            copied = target / file.relative_to(folder)
-            copied.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copied)
+            destination = target / file.relative_to(folder)
+            destination.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, destination)
 
 
 def header_bytes(fields: Mapping[str, Any], least: int = 0) -> bytes:
-    """The beginning of a safetensors file with this header, at least `least` bytes long, after
-    which data are aligned."""
+    """The beginning of a safetensors file with the header `fields`, at least `least` bytes long,
+    and padded so that the data after it are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     size = max(least, 8 + len(text))
     size += -size % ALIGNMENT
+    # the first 8 bytes are the length of the others
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
