@@ -1,5 +1,5 @@
-"""Scores of selected cells on the papers' averages with intervals; differences between cells and
-their significance."""
+"""Scores of selected cells on the papers' averages, differences between cells, and the intervals
+and significance of both."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
-"""Entry of a list of columns that stands for the mean of the list's benchmarks."""
+"""Entry of a list of columns that stands for the mean of the benchmarks in this list."""
 COMMON = "CSQA Avg"
 """Entry of a list of columns that stands for the mean of `names.COMMON_SENSE`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers of cells, indexed by cell, with the ends of 95 % intervals for the columns that have
+    """Numbers of cells (rows), with the ends of 95 % intervals for the columns that have
     intervals."""
 
     frame: pd.DataFrame
     low: pd.DataFrame
     high: pd.DataFrame
     best: dict[str, str] = field(default_factory=dict)
-    """Displayed name of a column of scores -> `max` or `min`: the best score is the largest, or the
-    smallest."""
+    """Displayed name of a column -> `max` or `min`, whichever number in it is the best."""
 
 
 def means_in_words(comparisons: Iterable[Comparison]) -> str:
-    """Sentences that define the mean over displayed columns: `Avg: mean of the displayed columns
+    """Sentences that define each mean over displayed columns: `Avg: mean of the displayed columns
     (more is better).`"""
     sentences = []
     for quantity in means(comparisons).values():
@@ -69,8 +68,8 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """The target for a mean of `benchmarks`: those on which at least one of these cells was
-    evaluated, and of these, those in which more is better (see `Comparison.averaged`)."""
+    """The benchmarks among `benchmarks` whose mean is taken: those on which at least one of these
+    cells was evaluated, in the direction that `Comparison.averaged` chooses."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     return comparison.averaged(name for name in benchmarks if run.get(name, False))
 
@@ -87,9 +86,11 @@ def averaged(target: Target, benchmarks: Sequence[str]) -> str:
 def column_targets(
     comparison: Comparison, cells: Sequence[int], columns: Sequence[str]
 ) -> dict[str, Target]:
-    """Display name -> target, for those of `columns` on which these cells were evaluated.
+    """Display name -> target, for the entries of `columns` on which at least one of these cells was
+    evaluated.
 
-    columns: names of benchmarks, of displayed columns, of GROUPS, COMMON or MEAN."""
+    columns: names of benchmarks, displayed columns or GROUPS, COMMON, or MEAN.
+    """
     run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
         COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
@@ -104,8 +105,8 @@ def column_targets(
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
-    """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks
-    a benchmark."""
+    """Displayed scores of `cells` (rows) on `targets` (columns) with intervals; NaN where a cell
+    lacks a benchmark of the target."""
     index = list(cells)
     numbers = Numbers(
         frame=pd.DataFrame(index=index),
@@ -121,9 +122,9 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
     """Score of each cell minus the score of its reference cell, paired by seed and item.
 
-    against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not
-    corrected); all but the difference are NaN where outcomes are missing. Differences are in the
-    unit of displayed scores.
+    against: cell -> its reference cell. Columns, in the unit of displayed scores: difference, and
+    low and high end of the 95 % interval; and p, two-sided and not corrected. Where outcomes are
+    missing, low, high and p are NaN.
     """
     score = comparison.score(target)
     quantity = comparison.quantity(target)
@@ -140,23 +141,24 @@ def differences(comparison: Comparison, target: Target, against: Mapping[int, in
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """Number of pairs (cell, other), and their mean difference in score, paired by seed and item.
+    """(number of pairs, mean over pairs of the difference in score): score of a pair's first cell
+    minus that of the second, paired by seed and item.
 
-    groups: lists of pairs; each list has the same weight. A pair with a missing result is left out
-    and not counted.
+    groups: lists of pairs of cells; each list has the same weight in the mean. A pair with a
+    missing result is left out and not counted.
     """
     score = comparison.score(target)
-    complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
-    complete = [pairs for pairs in complete if pairs]
-    if not complete:
+    with_scores = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
+    with_scores = [pairs for pairs in with_scores if pairs]
+    if not with_scores:
         return 0, Estimate(np.nan)
     weights: dict[int, float] = {}
-    for pairs in complete:
-        share = 1 / len(pairs) / len(complete)
+    for pairs in with_scores:
+        share = 1 / len(pairs) / len(with_scores)
         for cell, other in pairs:
             weights[cell] = weights.get(cell, 0.0) + share
             weights[other] = weights.get(other, 0.0) - share
-    return sum(map(len, complete)), comparison.estimate(target, weights)
+    return sum(map(len, with_scores)), comparison.estimate(target, weights)
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
@@ -168,10 +170,12 @@ def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
-    """A block of Table 1: the unpruned model and the methods of a panel (those of `criteria` only)
-    on all displayed columns, with their mean and average rank.
+    """A block of Table 1: scores of the unpruned model and of a panel's methods on all displayed
+    columns, with mean and average rank.
 
-    The columns Model, Pruned, Calibration and Criterion come last."""
+    criteria: keys of the methods in the block, by default all. The columns Model, Pruned,
+    Calibration and Criterion come last.
+    """
     cells = {
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
     }
@@ -195,7 +199,7 @@ def rank_block(
 
 
 def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
-    """(ratio, gate) -> domain -> the first panel whose calibration set is of this domain."""
+    """(ratio, gate) -> domain -> the first panel whose calibration set has this domain."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -207,10 +211,13 @@ def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
-    """A block of Table 2 with intervals, indexed by method: the unpruned model first, then the
-    methods (those of `criteria` only) that were calibrated on both code and math.
+    """A block of Table 2, indexed by method: scores and average ranks of the methods that were
+    calibrated on both code and math, after the unpruned model.
 
-    domains: domain -> its panel."""
+    Columns of code have the scores of the plan calibrated on code, columns of math those of the
+    plan calibrated on math. domains: domain -> panel; criteria: keys of the methods in the block,
+    None for all.
+    """
     code = domains["code"].cells
     math = domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
@@ -218,8 +225,8 @@ def task_block(
     panels = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        """A frame (methods, columns) of `values(column)`, numbers by cell; NaN where a column was
-        not run."""
+        """A frame (methods, columns) with each method's number in `values(column)`, which is
+        indexed by cell; NaN for a column that was not run."""
         gathered = pd.DataFrame(
             np.nan, (["none"] if unpruned else []) + competing, list(panels), dtype=float
         )

@@ -1,4 +1,5 @@
-"""Chance: the scores that random plans of a model reach, and whether other plans are above them."""
+"""Chance: the distribution of the scores of a model's random plans, with which the scores of other
+plans are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Chance:
 
     mean: float
     spread: float
-    """Standard deviation: of the random plans of this model, or pooled over `models`."""
+    """Standard deviation of the scores of this model's random plans, or pooled over `models`."""
     plans: int
     """Number of this model's random plans."""
     degrees_of_freedom: float
@@ -28,15 +29,16 @@ class Chance:
     models: int = 1
     """Number of models over which `spread` is pooled."""
     spreads_differ: bool = False
-    """Whether `spread` is not pooled because Bartlett's test finds that the spreads of models
-    differ."""
+    """Whether Bartlett's test finds that the spreads of models differ, so that `spread` is not
+    pooled."""
 
     def margin(self, plans: int) -> float:
-        """Distance from the mean that the best of `plans` further random plans exceeds with at most
-        5 % probability, and likewise the worst of them.
+        """Distance above the mean that the best of `plans` further random plans exceeds with at
+        most 5 % probability; by symmetry, also the distance below the mean for the worst.
 
-        t(1 - .05 / plans) sd sqrt(1 + 1/n) for n random plans, t the quantile of Student's
-        distribution (Bonferroni's correction)."""
+        It is t(1 - .05 / plans) sd sqrt(1 + 1/n), where n is the number of random plans, t the
+        quantile of Student's distribution, and the division by `plans` Bonferroni's correction.
+        """
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
 
     def limits(self, plans: int) -> tuple[float, float]:
@@ -50,9 +52,9 @@ class Chance:
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, plans: int) -> int | None:
-        """The fewest random plans of each model with which `score` would be beyond
-        `limits(plans)`, if mean and spread stayed the same; None if more than MOST_PLANS are
-        needed."""
+        """The smallest number of random plans of each model for which `score` would be outside
+        `limits(plans)`, if mean and spread stayed the same; None if the number is above
+        MOST_PLANS."""
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
             if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(
@@ -63,8 +65,8 @@ class Chance:
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance from the mean of `plans` normal values that a further value exceeds, on one side,
-    with probability `tail`."""
+    """Distance above the mean of `plans` normal values that a further value exceeds with
+    probability `tail`."""
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
@@ -74,10 +76,11 @@ def chance_of(scores: np.ndarray) -> Chance:
 
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
-    """The chance of each model. The spread is pooled over models if Bartlett's test finds no
-    difference between their spreads.
+    """Model -> its `Chance`. The spread is pooled over models if Bartlett's test finds no
+    difference between the models' spreads.
 
-    scores: model -> the scores of its random plans."""
+    scores: model -> scores of the model's random plans.
+    """
     by_model = {model: chance_of(of_model) for model, of_model in scores.items()}
     if len(by_model) < 2:
         return by_model
@@ -96,8 +99,11 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
 
 
 def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
-    """Whether Bartlett's test finds no difference between variances (models,); the same test as
-    scipy's `bartlett`. freedoms (models,): degrees of freedom; pooled: the pooled variance."""
+    """Whether Bartlett's test finds no difference between `variances` (models,); the same test as
+    scipy's `bartlett`.
+
+    freedoms: degrees of freedom (models,) of the variances; pooled: the pooled variance.
+    """
     ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
     return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)

@@ -1,8 +1,8 @@
 """Compare all cells of one model: scores and their intervals, and paired tests between cells.
 
-Plans that differ in the seed alone are replicates of one method. They are one cell of a comparison,
-whose score is the mean of theirs. Intervals and tests are over seeds and items together; with one
-seed they are over items, for this plan.
+Plans that differ in the seed alone are replicates of one method. All replicates together are one
+cell of a comparison, whose score is the mean of the replicates' scores. Intervals and tests are
+over seeds and items together; with one seed they are over items, and hold for this plan only.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import RANDOM
 
 Target = tuple[str, ...]
-"""The displayed columns or benchmarks over which a score is averaged, often only one."""
+"""The displayed columns and benchmarks over which a score is averaged, often only one name."""
 
 Kind = tuple[str, str]
-"""Granularity and recovery of a plan: random plans are compared with plans of their kind."""
+"""Granularity and recovery of a plan. Plans are compared with random plans of the same kind."""
 _NORMAL = 1.96
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
-"""Plans of one model with equal values on these axes are replicates."""
+"""Axes that replicates share: plans of one model with equal values on these axes are replicates."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The methods of one model, ratio, gate and calibration set, which are compared with each
-    other.
-
-    Methods that read no data are in the panels of all calibration sets. `cells` maps a method's key
-    to its cell, in the order of tables.
+    """Methods that are compared with each other: those of one model, ratio, gate and calibration
+    set, and those that read no data.
     """
 
     model: str
@@ -47,6 +44,7 @@ class Panel:
     gate: str
     calibration: str
     cells: dict[str, int]
+    """Key of a method -> cell of the method, in the order of tables."""
     pruned: str = ""
     """Text with the removed share, and with the gate when the model's cells have several gates:
     `50 %, gate other`."""
@@ -57,12 +55,12 @@ class Panel:
         return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
-        """Displayed columns on which at least one cell of the panel was evaluated; all displayed
-        columns when every cell failed."""
+        """The displayed columns on which at least one cell of the panel was evaluated; all
+        displayed columns of the comparison if no cell of the panel has a score."""
         return comparison.evaluated(self.cells.values()) or tuple(map(str, comparison.columns))
 
     def averaged(self, comparison: Comparison) -> Target:
-        """The columns over which Avg is the mean: see `Comparison.averaged`."""
+        """The columns of the panel whose mean is Avg, see `Comparison.averaged`."""
         return comparison.averaged(self.columns(comparison))
 
 
@@ -73,24 +71,25 @@ class Comparison:
 
     model: str
     all_cells: pd.DataFrame
-    """The plans: the rows of `Study.cells` for this model, replicates included."""
+    """The plans: the rows of `Study.cells` for this model, with all replicates."""
     results: pd.DataFrame
-    """Scores (plans, benchmarks); of a perplexity, the loss; NaN is a gap."""
+    """Scores (plans, benchmarks); losses in place of perplexities; NaN is a gap."""
     benchmarks_of: dict[str, tuple[str, ...]]
     """Displayed column -> its benchmarks."""
     quantities: Mapping[str, Quantity]
-    """Benchmark -> the kind of its numbers; a benchmark that is missing here has scores."""
+    """Benchmark -> kind of the benchmark's numbers; the kind is score for other benchmarks."""
     outcomes: dict[str, np.ndarray]
-    """Benchmark -> outcomes (plans, items), NaN where a plan did not get an item. Only benchmarks
-    whose scores are the means of outcomes."""
+    """Benchmark -> outcomes (plans, items), NaN where a plan was not asked an item; for benchmarks
+    whose scores are means of outcomes."""
     standard_errors: pd.DataFrame
     """Standard errors (plans, benchmarks) as the harness reported them."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> weights (items,); without benchmarks whose items have equal weights."""
+    """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
 
     @cached_property
     def _representative(self) -> pd.Series:
-        """Plan -> its replicate with the lowest seed, which is the cell of all its replicates."""
+        """Plan -> the plan with the lowest seed among its replicates, whose number is the number of
+        their cell."""
         ordered = self.all_cells.sort_values("seed", kind="stable")
         labels = pd.Series(ordered.index, ordered.index)
         replicates = labels.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
@@ -98,12 +97,13 @@ class Comparison:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The cells that are compared, one for each group of replicates; without column seed."""
+        """The cells that are compared, one for each group of replicates, without the column
+        seed."""
         return self.all_cells[self._representative == self.all_cells.index].drop(columns="seed")
 
     @cached_property
     def plans_by_seed(self) -> dict[int, dict[int, int]]:
-        """Cell of `cells` -> seed -> the plan with this seed."""
+        """Cell -> seed -> the cell's plan with this seed."""
         replicates: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
         for plan, cell, seed in zip(
             self.all_cells.index, self._representative, self.all_cells["seed"], strict=True
@@ -112,26 +112,26 @@ class Comparison:
         return replicates
 
     def have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these cells has several seeds; differences are tested only between such
-        cells."""
+        """Whether each of these cells has plans of several seeds, as tests of differences need."""
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
-    def _over_seeds(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Average numbers of plans (rows) over the plans of each cell; missing ones are skipped."""
+    def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Average the rows of `frame`, which are plans, over the plans of each cell; missing
+        numbers are skipped."""
         return frame.groupby(self._representative, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmarks(self) -> pd.DataFrame:
-        """Scores (cells, benchmarks), the mean over the seeds with a result; NaN is a gap."""
-        return self._over_seeds(self.results)
+        """Scores (cells, benchmarks), each the mean over the seeds with a result; NaN is a gap."""
+        return self._seed_means(self.results)
 
     @cached_property
     def columns(self) -> pd.DataFrame:
-        """Scores (cells, displayed columns), the mean over the seeds with a result."""
-        return self._over_seeds(ranks.component_columns(self.results, self.benchmarks_of))
+        """Scores (cells, displayed columns), each the mean over the seeds with a result."""
+        return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed(self, ratio: float) -> str:
-        """Text with the share that the cells of a requested ratio remove."""
+        """Text with the shares that the cells with this requested ratio remove."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
     def evaluated(self, cells: Iterable[int]) -> Target:
@@ -146,8 +146,12 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
-        """Those of `columns` in which more is better, or, if there are none, those in which less is
-        better: a mean over both directions would be meaningless."""
+        """The columns in which more is better; if there are none, the columns in which less is
+        better. A mean over both directions would be meaningless.
+
+        columns: displayed columns or benchmarks. A column with benchmarks of both directions is
+        left out.
+        """
         losses = []
         scores = []
         for column in columns:
@@ -168,29 +172,29 @@ class Comparison:
 
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
-        """Columns and benchmarks where less is better."""
+        """Displayed columns and benchmarks in which less is better."""
         columns = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
         return tuple(name for name in columns if self.quantity((name,)).lower_is_better)
 
     def plan_scores(self, target: Target) -> pd.Series:
-        """Score of each plan: the mean of the target's columns; NaN when a column is a gap or the
-        target is empty."""
+        """Score of each plan, the mean of its scores in the target's columns; NaN when a column is
+        a gap or the target is empty."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
         return (self.results[list(weights)] * pd.Series(weights)).sum(axis=1, skipna=False)
 
-    # cached, as many tables and figures use the same targets
+    # Cached for each target, because many tables and figures use the same targets.
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Function of a target: the score of every cell, the mean of `plan_scores` over the seeds
-        with a score."""
+        """Function of a target that returns the score of every cell, the mean of `plan_scores` over
+        the seeds with a score."""
         return cache(
-            lambda target: self._over_seeds(self.plan_scores(target).to_frame("score"))["score"]
+            lambda target: self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
         )
 
     def displayed(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
-        """Score, low and high end of the interval of every cell, in the unit of tables and
+        """(score, low end, high end) of every cell's score and interval, in the unit of tables and
         figures."""
         display = self.quantity(target).displayed
         low, high = self.interval(target)
@@ -198,20 +202,23 @@ class Comparison:
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
-        """Function of a target: low and high ends of the 95 % interval of every cell's score.
+        """Function of a target that returns the low and the high ends of the 95 % intervals of all
+        cells' scores.
 
-        For one plan on a benchmark of right-or-wrong items it is Wilson's interval; otherwise the
-        interval of `estimate`, over seeds and items; for cells without outcomes, it is computed
-        from the reported standard error."""
+        The interval of one plan on a benchmark of right-or-wrong items is Wilson's. The interval of
+        any other cell with outcomes is that of `estimate`, over seeds and items. The interval of a
+        cell without outcomes is computed from the reported standard errors.
+        """
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
+        """Compute the ends that `interval` returns; those of scores are clipped to 0..1."""
         cells = list(self.plans_by_seed)
         from_items = [self._interval_from_items(target, cell) for cell in cells]
         ends = pd.DataFrame(from_items, cells, dtype=float)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
-        errors = self._over_seeds(self.standard_errors[list(weights.index)]) * weights
+        errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
         reach = _NORMAL * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
         low = ends[0].fillna(score - reach)
         high = ends[1].fillna(score + reach)
@@ -221,7 +228,7 @@ class Comparison:
 
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
         """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
-        answers = self._right_or_wrong(target)
+        answers = self._binary_outcomes(target)
         plans = [self._row_number[plan] for plan in self.plans_by_seed[cell].values()]
         if answers is None or np.isnan(answers[plans]).all():
             return self.estimate(target, {cell: 1.0}).interval
@@ -234,13 +241,13 @@ class Comparison:
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
-        """Weighted sum of cells' scores, on the items that all of these cells got, with its
-        standard error over seeds and items.
+        """Weighted sum of cells' scores, on the items that all of these cells were asked, with the
+        sum's standard error over seeds and items.
 
-        weights: cell -> its weight, such as 1 and -1 for a difference. Plans of different cells are
-        matched by seed; the plan of a cell with one seed is matched with all seeds. Without
-        outcomes only the value is known."""
-        rows = self._replicates(target, list(weights))
+        weights: cell -> weight of its score, such as 1 and -1 for a difference. Plans of different
+        cells are matched as `_matched_rows` says. Without outcomes, the error is NaN.
+        """
+        rows = self._matched_rows(target, list(weights))
         factors = np.array(list(weights.values()))
         strata = self._strata(target, rows, factors) if rows.size else []
         if strata:
@@ -248,17 +255,19 @@ class Comparison:
         scores = self.score(target)[list(weights)].to_numpy(float)
         return Estimate(float(scores @ factors))
 
-    def _replicates(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells) of matched plans; of size 0 if a cell has no result.
+    def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
+        """Row numbers (replicates, cells) of plans: each row has one plan of each cell, which are
+        compared with each other. The array has size 0 if a cell has no result.
 
-        If the cells with several plans share at least two seeds, plans are matched by seed;
-        otherwise by position. The plan of a cell with one plan is repeated.
+        If the cells with several plans have at least two seeds in common, the plans in a row have
+        the same seed; otherwise they have the same position among the plans of their cells. A cell
+        with only one plan has this plan in all rows.
         """
-        scored = self._scored(target)
+        has_score = self._has_score(target)
         rows_by_seed = []
         for cell in cells:
             rows = {seed: self._row_number[plan] for seed, plan in self.plans_by_seed[cell].items()}
-            rows_by_seed.append({seed: row for seed, row in rows.items() if scored[row]})
+            rows_by_seed.append({seed: row for seed, row in rows.items() if has_score[row]})
         seeds_of_cells = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []
@@ -277,27 +286,28 @@ class Comparison:
         return {int(str(cell)): row for row, cell in enumerate(self.all_cells.index)}
 
     @cached_property
-    def _scored(self) -> Callable[[Target], np.ndarray]:
-        """Function of a target: booleans (plans,), whether a plan has a score."""
+    def _has_score(self) -> Callable[[Target], np.ndarray]:
+        """Function of a target that returns booleans (plans,): whether a plan has a score."""
         return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
     def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
-        """A stratum with the weighted outcomes of each benchmark of a target.
+        """A stratum for each benchmark of a target, with weighted sums of plans' outcomes.
 
-        rows: row numbers (replicates, cells) of plans; factors (cells,): the weights of cells.
-        Empty when a benchmark has no outcomes, or no item that all plans got. Benchmarks that grade
-        the same answers (HumanEval and HumanEval+) share a stratum."""
+        rows: row numbers (replicates, cells) of plans; factors: weights (cells,) of the plans in a
+        row. Empty when a benchmark has no outcomes, or no item that all these plans were asked.
+        Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum.
+        """
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
             if benchmark not in self.outcomes:
                 return []
             values = np.tensordot(self.outcomes[benchmark][rows], factors, (1, 0))
-            shared = np.asarray(np.isfinite(values).all(axis=0))
-            if not shared.any():
+            is_common = np.asarray(np.isfinite(values).all(axis=0))
+            if not is_common.any():
                 return []
-            units = self.units.get(benchmark, np.ones(len(shared)))[shared]
+            units = self.units.get(benchmark, np.ones(len(is_common)))[is_common]
             shares = units / units.sum()
-            stratum = Stratum(values[:, shared] * shares * weight, shares)
+            stratum = Stratum(values[:, is_common] * shares * weight, shares)
             name = names.SAME_ITEMS.get(benchmark, benchmark)
             if name in strata and len(strata[name].shares) == len(shares):
                 stratum = replace(
@@ -309,12 +319,13 @@ class Comparison:
         return list(strata.values())
 
     def difference(self, target: Target, cell: int, other: int) -> Estimate:
-        """Score of `cell` minus that of `other`, paired by seed and item: see `estimate`.
+        """Score of `cell` minus score of `other`, paired by seed and item, see `estimate`.
 
-        Between two plans on one benchmark of right-or-wrong items, p is that of McNemar's exact
-        test."""
+        The difference between two single plans on one benchmark of right-or-wrong items has the p
+        of McNemar's exact test.
+        """
         estimate = self.estimate(target, {cell: 1.0, other: -1.0})
-        answers = self._right_or_wrong(target)
+        answers = self._binary_outcomes(target)
         if (
             answers is None
             or max(len(self.plans_by_seed[cell]), len(self.plans_by_seed[other])) > 1
@@ -327,13 +338,13 @@ class Comparison:
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
         """The plans of a cell that have a score."""
-        scored = self._scored(target)
+        has_score = self._has_score(target)
         plans = self.plans_by_seed[cell].values()
-        return [plan for plan in plans if scored[self._row_number[plan]]]
+        return [plan for plan in plans if has_score[self._row_number[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
-        """Score of `cells[0]`, which is the best of `cells`, minus the score of each other cell:
-        see `uncertainty.best_of_many`. Scores are on the items that all of `cells` got."""
+        """Score of `cells[0]`, which is the best of `cells`, minus the score of each other cell,
+        see `uncertainty.best_of_many`. Scores are on the items that all these cells were asked."""
         rows = []
         methods = []
         for number, cell in enumerate(cells):
@@ -345,39 +356,41 @@ class Comparison:
         return uncertainty.best_of_many(pairs, strata, np.array(methods))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> its weight in the target. The columns of a target have equal weights, and
-        the benchmarks of a column too."""
+        """Benchmark -> weight in the mean over the target. All columns of the target have equal
+        weights, and so have all benchmarks of a column."""
         weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
             weights |= dict.fromkeys(benchmarks, 1 / len(benchmarks) / len(target))
         return weights
 
-    def _right_or_wrong(self, target: Target) -> np.ndarray | None:
-        """Outcomes (plans, items) of a target that is one benchmark in `_binary`; None for other
-        targets."""
+    def _binary_outcomes(self, target: Target) -> np.ndarray | None:
+        """Outcomes (plans, items) if the target is a single benchmark in `_binary_benchmarks`; None
+        for other targets."""
         benchmarks = list(self.weights(target))
-        if len(benchmarks) == 1 and benchmarks[0] in self._binary:
+        if len(benchmarks) == 1 and benchmarks[0] in self._binary_benchmarks:
             return self.outcomes[benchmarks[0]]
         return None
 
     @cached_property
-    def _binary(self) -> set[str]:
+    def _binary_benchmarks(self) -> set[str]:
         """Benchmarks whose items are right or wrong and have equal weights."""
         equal_weights = self.outcomes.keys() - self.units.keys()
         return {name for name in equal_weights if evaluations.binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """Panels in the order of ratio and calibration set."""
+        """Panels of this model, ordered by ratio, gate and calibration set."""
         return list(_panels(self.model, self.cells[self.cells["criterion"] != "none"]))
 
 
 def compare(
     cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> list[Comparison]:
-    """Make one comparison per model, in the order of the study. Frames are as in `Study`; gaps go
-    to its reader."""
+    """Make one comparison for each model, in the order of `cells`.
+
+    cells, results, samples, reader: as in `Study`; the reader records gaps.
+    """
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
         of_model = cells[cells["model"] == model]
@@ -390,12 +403,12 @@ def compare(
 def _comparison(
     model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
-    """The comparison of one model, from its rows of the frames of a study."""
+    """The comparison of one model, from the rows of this model in the frames of a study."""
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
         for row in records(results.drop_duplicates("benchmark"))
     }
-    results = _losses(results)
+    results = _replace_perplexities(results)
     order = names.in_order(results["benchmark"].astype(str), names.BENCHMARKS)
     scores = results.pivot(index="cell", columns="benchmark", values="score").reindex(
         index=cells.index, columns=order
@@ -421,9 +434,9 @@ def _comparison(
     )
 
 
-def _losses(results: pd.DataFrame) -> pd.DataFrame:
-    """The results with each perplexity replaced by its loss, log(perplexity), and the standard
-    error by that of the loss."""
+def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
+    """Replace each perplexity in the results by its loss, log(perplexity), and its standard error
+    by that of the loss, to first order."""
     is_perplexity = results["scale"] == "perplexity"
     scores = results["score"].astype(float).where(is_perplexity, 1.0)
     return results.assign(
@@ -450,8 +463,8 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name -> target of the papers' averages on which these cells were evaluated: MC Avg, Code,
-    Math, WildBench, and last the mean of `overall`.
+    """Name -> target, for those of the papers' averages on which these cells were evaluated: MC
+    Avg, Code, Math, WildBench, and last the mean over `overall`.
 
     Code and Math are each the mean of two displayed columns.
     """
@@ -467,14 +480,13 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """The displayed columns of these cells over which Avg is the mean: see
-    `Comparison.averaged`."""
+    """The displayed columns of these cells whose mean is Avg, see `Comparison.averaged`."""
     return comparison.averaged(comparison.evaluated(cells))
 
 
 def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
-    """Name of the mean over displayed columns -> its kind; several when models were measured by
-    scores and by losses."""
+    """Name of the mean over displayed columns -> kind of the mean. There are several if some models
+    were measured by scores and others by losses."""
     quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
     return {quantity.mean: quantity for quantity in quantities}
 
@@ -482,8 +494,8 @@ def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
 def random_scores(
     comparison: Comparison, cells: pd.DataFrame, target: Target
 ) -> dict[Kind, np.ndarray]:
-    """Kind -> scores (plans,) of the random plans among `cells`, for kinds with at least two such
-    plans. If a kind has several cells, the cell with most seeds counts."""
+    """Kind -> scores (plans,) of the random plans among `cells`, for kinds with at least two scores
+    that differ. If several cells of a kind are random, the cell with most seeds counts."""
     plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
     random = cells[cells["criterion"].isin(RANDOM)]
@@ -493,6 +505,6 @@ def random_scores(
             for cell in of_kind.index
         ]
         most = max(scores_of_cells, key=len)
-        if len(most) > 1 and np.ptp(most) > 0:  # equal scores do not say how much plans differ
+        if len(most) > 1 and np.ptp(most) > 0:  # equal scores do not tell how plans vary
             scores[str(granularity), str(recovery)] = most
     return scores

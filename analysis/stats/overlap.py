@@ -1,11 +1,9 @@
-"""Overlap of the experts to prune across calibration sets, and between proxy scores and exact
-damage.
+"""Overlap of the experts to prune between calibration sets, and between proxy scores and exact
+damage: Figures 3 to 5 of Unified Expert Pruning.
 
-Figures 3 to 5 of Unified Expert Pruning.
-
-The bottom set of a layer is the r = int(n x ratio) experts with the lowest scores, ties by expert
-index, as in plans. Three definitions of overlap are reported, each with the value expected for
-random sets.
+The bottom set of a layer with n experts is the int(n x ratio) experts with the lowest scores; among
+equal scores, those with a lower index, as in plans. Overlap has three definitions, see `agreement`,
+each with the value expected for random sets.
 """
 
 from __future__ import annotations
@@ -25,34 +23,40 @@ RATIOS = (0.25, 0.5)
 VARIANT = ["b", "alpha", "beta"]
 """Parameters of a member S(b, alpha, beta) of the S family."""
 DEGENERATE = (1, 0, 0)
-"""The variant N^-1 times N, which has the same score for every expert and is displayed as N/A."""
+"""The variant (b, alpha, beta) whose score N^-1 N is the same for every expert; displayed as
+N/A."""
 
 MEASURES = {
     "triple": "in all sets",
     "pairwise": "in pairs of sets",
     "jaccard": "intersection over union",
 }
-"""Definition of overlap -> its description; see `agreement`."""
+"""Name of a definition of overlap -> description; see `agreement`."""
 
 
 def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Mark the int(n x ratio) lowest scores (..., experts) as booleans (..., experts), ties by
-    index."""
+    """Booleans (..., experts) that mark the int(n x ratio) lowest of n `scores` (..., experts); of
+    equal scores, those with a lower index."""
     count = int(scores.shape[-1] * ratio)
     order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
-    lowest = np.zeros(scores.shape, bool)
-    np.put_along_axis(lowest, order, True, axis=-1)
-    return lowest
+    is_lowest = np.zeros(scores.shape, bool)
+    np.put_along_axis(is_lowest, order, True, axis=-1)
+    return is_lowest
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets of equal size (calibration sets, layers, experts), averaged over
-    layers.
+    """Overlap of bottom sets, by each of MEASURES, averaged over layers.
 
-    triple: share of a bottom set that is in the bottom sets of all calibration sets; pairwise:
-    share that two calibration sets have in common, the mean over pairs; jaccard: intersection over
-    union of all. `chance_*`: expectation for random sets (Jaccard: ratio of expectations). NaN when
-    the sets are empty."""
+    sets: booleans (calibration sets, layers, experts), bottom sets of equal size. NaN when the sets
+    are empty. The returned values:
+
+    - triple: share of a bottom set that is in the bottom sets of all calibration sets
+    - pairwise: share of a bottom set that is in the bottom set of another calibration set, averaged
+      over pairs of calibration sets
+    - jaccard: size of the intersection of all bottom sets / size of their union
+    - chance_<measure>: expectation of the measure for random sets; for jaccard, the ratio of the
+      expected sizes
+    """
     size = int(sets[0, 0].sum())
     experts = sets.shape[-1]
     if size == 0:
@@ -72,11 +76,11 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap across calibration sets of every S(b, alpha, beta): one row per model, ratio and
-    variant.
+    """Overlap between calibration sets for every S(b, alpha, beta), one row per model, ratio and
+    variant; columns model, ratio, VARIANT and the values of `agreement`.
 
-    family: model, calibration, layer, expert, b, alpha, beta, score. (1, 0, 0) has NaN. Models with
-    fewer than two calibration sets have no rows.
+    family: see `Study.family`. MEASURES of DEGENERATE are NaN. Models with fewer than two
+    calibration sets have no rows.
     """
     rows = []
     for model, scores in groups(family, ["model"]):
@@ -85,17 +89,17 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
         for variant in sorted(set().union(*layers)):
             for ratio in ratios:
-                by_layer = _mean_agreement(
+                overlap = _mean_agreement(
                     [layer[variant] for layer in layers if variant in layer], ratio
                 )
                 if variant == DEGENERATE:
-                    by_layer |= {name: float("nan") for name in MEASURES}
+                    overlap |= {name: float("nan") for name in MEASURES}
                 rows.append(
                     {
                         **model,
                         "ratio": ratio,
                         **dict(zip(VARIANT, variant, strict=True)),
-                        **by_layer,
+                        **overlap,
                     }
                 )
     return pd.DataFrame(rows)
@@ -109,13 +113,17 @@ def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, float]:
-    """Agreement averaged over layers, which may have different numbers of experts."""
+    """`agreement` at a ratio averaged over layers, which may have different numbers of experts.
+
+    layers: for each layer, scores (calibration sets, experts).
+    """
     measured = [agreement(bottom(scores, ratio)[:, None, :]) for scores in layers]
     return {name: float(np.mean([layer[name] for layer in measured])) for name in measured[0]}
 
 
 def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean over models (Fig. 4): one row per ratio and variant."""
+    """Means over models of the values of `calibration_overlap` (Fig. 4), one row per ratio and
+    variant."""
     return (
         overlaps.drop(columns="model")
         .groupby(["ratio", *VARIANT], as_index=False, sort=True)
@@ -124,10 +132,12 @@ def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean overlap of all variants with the same level of one component: component, level, ratio,
-    overlap.
+    """Mean overlap of all variants with the same value of one parameter, one row per parameter,
+    value and ratio.
 
-    Variants without an overlap are left out."""
+    Columns: component (a parameter in VARIANT), level (its value), ratio, and overlap, the mean of
+    `triple`. Variants without an overlap are left out.
+    """
     levels = overlaps.dropna(subset=["triple"]).melt(
         id_vars=["ratio", "triple"], value_vars=VARIANT, var_name="component", value_name="level"
     )
@@ -138,11 +148,11 @@ def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
 def proxy_overlap(
     family: pd.DataFrame, damage: pd.DataFrame, ratios: Sequence[float] = RATIOS
 ) -> pd.DataFrame:
-    """Fig. 3: share of the experts in the bottom set of exact damage that are also in the bottom
-    set of the proxy S(0,1,1).
+    """Share of the bottom set of exact damage that is also in the bottom set of the proxy S(0,1,1)
+    (Fig. 3), one row per model, calibration set and ratio.
 
-    Columns: model, calibration, ratio, overlap (mean over layers), lowest (of all layers), chance
-    (expectation for random sets).
+    Columns: model, calibration, ratio, overlap (mean of the share over layers), lowest (smallest
+    share of a layer), chance (expected share for random sets).
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]

@@ -1,7 +1,7 @@
-"""Kinds of numbers of a benchmark or a mean over benchmarks (score, loss, perplexity), with their
+"""The kind of a benchmark's numbers, or of a mean over benchmarks: score, loss or perplexity, with
 name, unit and direction.
 
-Perplexities are displayed, but averaged and tested as losses; `Quantity` converts between the two.
+Perplexities are displayed, but averaged and tested as losses; `Quantity` converts between them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ AVG = "Avg"
 
 @dataclass(frozen=True)
 class Quantity:
-    """A score, a loss in some unit, or the perplexity of a loss.
+    """A kind of numbers: scores, losses in some unit, or perplexities of losses.
 
-    Means, intervals and differences of perplexities are computed on their losses, which are means
-    over items."""
+    Means, intervals and differences of perplexities are computed from the logarithms, which are
+    losses, because losses are means over items.
+    """
 
     scale: Scale = "score"
     unit: str = ""
@@ -37,13 +38,13 @@ class Quantity:
 
     @property
     def sign(self) -> int:
-        """1 where more is better, -1 where less is better; sign * number is higher for a better
+        """1 if more is better, -1 if less is better, so that sign * number is higher for a better
         number."""
         return -1 if self.lower_is_better else 1
 
     @property
     def best(self) -> str:
-        """`min` or `max`: the best of several numbers is the smallest, or the largest."""
+        """`min` if the smallest of several numbers is the best, `max` if the largest is."""
         return "min" if self.lower_is_better else "max"
 
     def best_first(self, numbers: pd.Series) -> pd.Series:
@@ -59,43 +60,44 @@ class Quantity:
 
     @property
     def name(self) -> str:
-        """`score`, `perplexity`, or `loss (nats per token)`."""
+        """Name of the kind: `score`, `perplexity`, or `loss (nats per token)`."""
         return f"loss ({self.unit})" if self.scale == "loss" and self.unit else self.scale
 
     @property
     def mean(self) -> str:
-        """Name of a mean: `Avg`, `Mean perplexity`, or `Loss (nats per token)`."""
+        """Name of a mean of such numbers: `Avg`, `Mean perplexity`, or `Loss (nats per token)`."""
         if self.scale == "perplexity":
             return "Mean perplexity"
         return AVG if self.scale == "score" else names.capitalised(self.name)
 
     def described(self, metric: str) -> str:
-        """A metric with unit and direction: `acc`, `loss (nats per token, less is better)`."""
+        """The name of a metric, with unit and direction if less is better: `acc`, `loss (nats per
+        token, less is better)`."""
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
         return f"{metric} ({', '.join(filter(None, (unit, self.direction)))})"
 
     def computed(self, displayed: Any) -> Any:
-        """Convert displayed numbers to those that are averaged and tested: perplexities to
-        losses."""
+        """Convert displayed numbers to computed ones, which are averaged and tested: perplexities
+        become losses, other numbers stay the same."""
         return np.log(displayed) if self.scale == "perplexity" else displayed
 
     def displayed(self, computed: Any) -> Any:
-        """Convert computed numbers to those that are displayed: the inverse of `computed`."""
+        """Convert computed numbers to displayed ones; the inverse of `computed`."""
         return np.exp(computed) if self.scale == "perplexity" else computed
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
-        """Convert a computed difference to the computed number `reference` to the unit of displayed
-        numbers."""
+        """Convert a difference of computed numbers, `reference + difference` minus `reference`, to
+        the difference of the displayed numbers."""
         if self.scale != "perplexity":
             return difference
         return self.displayed(reference + difference) - self.displayed(reference)
 
 
 def common(quantities: Iterable[Quantity]) -> Quantity:
-    """The kind of a mean over numbers of these kinds: their kind if all are equal, a loss if less
-    is better for all, otherwise a score."""
+    """The kind of a mean over numbers of these kinds: the same kind if all are equal, a loss if
+    less is better for all, otherwise a score."""
     distinct = list(dict.fromkeys(quantities))
     if len(distinct) == 1:
         return distinct[0]

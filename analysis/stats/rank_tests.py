@@ -1,10 +1,11 @@
-"""Critical differences of average ranks: the distance from which the ranks of two methods differ
-significantly.
+"""Critical differences of average ranks: the smallest distance at which the ranks of two methods
+differ significantly.
 
-Methods with several seeds are ranked in blocks, displayed columns or benchmarks, once for each
-seed. A seed moves the ranks of a method in all blocks together, so Friedman's test and Nemenyi's
-critical difference (Demšar 2006, JMLR 7), which take blocks for independent, would find plans to
-differ, not methods. Here seeds and blocks are crossed random effects (`uncertainty.best_of_many`).
+Methods with several seeds are ranked in each block, a displayed column or benchmark, once for each
+seed. A seed moves the ranks of a method in all blocks together. Friedman's test and Nemenyi's
+critical difference (Demšar 2006, JMLR 7) take blocks for independent, so they would find
+differences of plans, not of methods. Here seeds and blocks are crossed random effects
+(`uncertainty.best_of_many`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
-"""Kinds of blocks in which methods are ranked. Columns give the papers' Avg Rank; benchmarks are
-more blocks, and so give the test more power."""
+"""Kinds of blocks in which methods are ranked. Columns give the papers' Avg Rank; benchmarks give
+more blocks, and so a test with more power."""
 FEWEST = 3
-"""Least number of methods, and of blocks, for a test."""
+"""Smallest number of methods, and of blocks, for a test."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +38,16 @@ class RankTest:
     blocks: int
     """Number of blocks."""
     seeds: int
-    """Number of seeds of each method that are ranked."""
+    """Number of seeds for which each method is ranked."""
     ranks: pd.Series
     """Method's key -> average rank over blocks and seeds, best first."""
     p_to_best: pd.Series
-    """Method's key -> p of its difference to the best method; NaN for the best method."""
+    """Method's key -> p-value of the method's difference to the best method; NaN for the best."""
     difference: float
-    """Critical difference: average ranks that are further apart differ at the 5 % level,
+    """Critical difference: average ranks that are further apart than this differ at the 5 % level,
     simultaneously for all pairs of methods."""
     incomplete: tuple[str, ...]
-    """Keys of methods without a result in some block, which are not ranked."""
+    """Keys of methods that are not ranked, because a result is missing in some block."""
 
     @property
     def significant(self) -> bool:
@@ -55,11 +56,11 @@ class RankTest:
 
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of the methods of one panel that have several seeds and a result in
-    every block; None with fewer than three such methods or three blocks. Random plans are left out.
+    """Test the average ranks of a panel's methods that have several seeds and a result in every
+    block; None with fewer than FEWEST such methods or blocks. Random plans are left out.
 
-    Scores are ranked as for Avg Rank: rounded to three decimals, ties sharing the mean of their
-    ranks.
+    Scores are ranked as for Avg Rank: they are rounded to three decimals, and equal scores get the
+    mean of their ranks. over: COLUMNS or BENCHMARKS.
     """
     criteria = comparison.cells["criterion"]
     plans = {
@@ -86,7 +87,7 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
     average = pd.Series(table.mean(axis=(0, 2)), complete).sort_values(kind="stable")
     order = [complete.index(key) for key in average.index]
-    # pairs have no error of their own, so that the critical difference is the same for all pairs
+    # With an own error of 0 for each pair, the critical difference is the same for all pairs.
     leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
@@ -101,8 +102,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
 
 
 def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Displayed scores (plans, blocks). Benchmarks that grade the same answers form one block with
-    their mean."""
+    """Displayed scores (plans, blocks). Benchmarks that grade the same answers form one block,
+    whose score is their mean."""
     if over == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
@@ -120,6 +121,6 @@ def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFra
 
 
 def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
-    """The tests of all panels that have enough methods and blocks: see `rank_test`."""
+    """The `rank_test` of every panel that has enough methods and blocks."""
     tests = (rank_test(comparison, panel, over) for panel in comparison.panels)
     return [test for test in tests if test is not None]

@@ -1,10 +1,11 @@
 """Rank the plans of each model, ratio and gate by their average, with intervals, a comparison with
 random plans, and verdicts on methods that have several seeds.
 
-A plan is listed once, also if it competes in the panels of several calibration sets. A plan is
-above chance if the best of as many random plans is hardly ever that good (`analysis.stats.chance`).
-The best of the methods is compared with all other methods at once (`uncertainty.best_of_many`). A
-method with one seed gets no verdict: its plan says nothing about the next seed.
+A plan is listed once, even if it competes in the panels of several calibration sets. A plan is
+above chance if, among as many random plans as there are plans, the best one is hardly ever that
+good (`analysis.stats.chance`). The best method is compared with all other methods at once
+(`uncertainty.best_of_many`). A method with one seed gets no verdict, because its plan says nothing
+about plans of other seeds.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from moe_lab.results import RANDOM
 
 ALL_MODELS = "all models"
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
-"""Verdicts on methods with several seeds, by comparison with the best of them."""
+"""Verdicts on methods with several seeds, from their comparison with the best such method."""
 ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
-"""A plan compared with random plans; above is better, also of a loss."""
+"""Results of comparing a plan with random plans. ABOVE means better, also for losses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """The plans of one model, ratio and gate, best first, then those without a score."""
+    """The plans of one model, ratio and gate, from the best to the worst, then plans without a
+    score."""
 
     model: str
     request: tuple[float, str]
@@ -49,13 +51,15 @@ class Ranking:
 
     - criterion, method, calibration; for a single model also granularity and recovery
     - seeds: number of seeds
-    - score, low, high; over: `items` or `3 seeds and items`, over which the interval is
-    - rank: equal for scores that are equal when printed
-    - spread: standard deviation of the scores of the seeds
-    - share: of the unpruned model's score
-    - behind, behind_low, behind_high, p: how much worse than the best method
+    - score, low, high: displayed score and the ends of its interval
+    - over: text that names what the interval is over, `items` or `3 seeds and items`
+    - rank: 1 for the best; plans whose scores are equal when printed have the same rank
+    - spread: standard deviation of the scores of the plan's seeds
+    - share: score as a share of the unpruned model's score
+    - behind, behind_low, behind_high, p: how much worse than the best method, with the ends of the
+      interval and the p-value
     - chance: ABOVE, WITHIN or BELOW, "" if unknown
-    - verdict: "" with one seed
+    - verdict: BEST, TIED, SEPARATED or UNTESTED, "" for a method with one seed
     - status: chance, then the verdict unless the plan is within or below chance
     """
     unpruned: float
@@ -63,7 +67,7 @@ class Ranking:
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
     chance: dict[Kind, Chance] = field(default_factory=dict)
-    """Kind of plan -> chance, for kinds with random plans of two seeds."""
+    """Kind of plan -> chance, for kinds with random plans of at least two seeds."""
 
     @property
     def mean(self) -> str:
@@ -109,14 +113,15 @@ class _Group:
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
-    """The rankings of all models by ratio and gate, then those of all models together."""
+    """A ranking for each model, ratio and gate, then a ranking over models for each ratio and
+    gate."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
     of_models = [_ranking(group, groups) for group in groups]
-    return [*of_models, *_over_models(of_models)]
+    return [*of_models, *_rankings_over_models(of_models)]
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
-    """Yield the groups of a model that have at least one score."""
+    """Yield the groups of a model's pruned cells, one for each ratio and gate with a score."""
     pruned = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
@@ -130,8 +135,8 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     """The ranking of the plans of `group`.
 
-    groups: those of all models; random plans of groups with the same ratio and gate can share their
-    spread."""
+    groups: the groups of all models, for the comparison with chance (see `_chance`).
+    """
     comparison = group.comparison
     target = group.target
     quantity = group.quantity
@@ -160,11 +165,11 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
     chance = _chance(group, groups)
     rows["chance"] = [
-        _compared_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
+        _compare_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
     ]
     methods = _comparable_methods(rows)
     leads = comparison.leads(target, methods) if len(methods) > 1 else []
-    rows = _with_status(_with_verdicts(rows, methods, leads, quantity))
+    rows = _add_status(_add_verdicts(rows, methods, leads, quantity))
     return Ranking(
         comparison.model,
         group.request,
@@ -178,27 +183,28 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
 
 
 def _comparable_methods(rows: pd.DataFrame) -> list[int]:
-    """Index of the rows that can be compared with each other, best first: methods with several
-    seeds and a score, without random plans."""
+    """Labels of the rows that can be compared with each other, best first: methods with several
+    seeds and a score that are not random."""
     return list(
         rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
     )
 
 
-def _with_verdicts(
+def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add rank, verdict, and how far `methods` are behind the best of them; convert computed scores
-    to displayed ones.
+    """Add the columns rank, verdict, behind, behind_low, behind_high and p, and convert computed
+    scores to displayed ones.
 
-    methods: index of comparable rows, best first; leads: computed score of the best method minus
-    that of each other method."""
+    methods: labels of comparable rows, best first; leads: computed score of the first method minus
+    the score of each other method.
+    """
     displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
     printed = displayed["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
-        # positive for a method that is worse than the best, also when less is better
+        # gap_to_best is positive for a method that is worse than the best, even if less is better.
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
@@ -217,19 +223,21 @@ def _with_verdicts(
     )
 
 
-def _verdict(gap_to_best: Estimate, printed_equal: bool) -> str:
-    """Verdict on a method by its gap to the best one; printed_equal: whether the two scores are
-    equal when printed."""
-    if printed_equal:
+def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
+    """Verdict on a method from its gap to the best method.
+
+    is_printed_equal: whether the scores of the two methods are equal when printed.
+    """
+    if is_printed_equal:
         return BEST
     if np.isnan(gap_to_best.p):
         return UNTESTED
     return SEPARATED if gap_to_best.p < LEVEL else TIED
 
 
-def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the column status: the comparison with chance, followed by the verdict unless the plan is
-    within or below chance; `random plans` for random plans."""
+def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add the column status: `random plans` for random plans; for other plans the comparison with
+    chance, followed by the verdict unless the plan is within or below chance."""
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -242,12 +250,15 @@ def _with_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> chance in this group. The spread of random plans can be pooled over the
-    models with the same ratio, gate and average (see `chances`)."""
+    """Kind of plan -> chance in this group.
+
+    The spread of random plans can be pooled with other models' groups that have the same ratio,
+    gate and average (see `chances`).
+    """
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
-    matched = (group.request, group.target, group.quantity)
+    key = (group.request, group.target, group.quantity)
     for other in groups:
-        if (other.request, other.target, other.quantity) == matched:
+        if (other.request, other.target, other.quantity) == key:
             for kind, scores in random_scores(other.comparison, other.cells, other.target).items():
                 scores_by_kind.setdefault(kind, {})[other.comparison.model] = scores
     model = group.comparison.model
@@ -256,11 +267,13 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
     }
 
 
-def _compared_with_chance(
+def _compare_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """Compare a plan with random plans of its kind: ABOVE, WITHIN or BELOW; "" for a random plan, a
-    plan without a score, and a kind without random plans."""
+    """Compare a plan with the random plans of its kind; returns ABOVE, WITHIN or BELOW.
+
+    "" for a random plan, for a plan without a score, and for a kind without random plans.
+    """
     of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))
     if of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
@@ -272,12 +285,13 @@ def _compared_with_chance(
     return BELOW if lead < -margin else WITHIN
 
 
-def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Yield rankings by the mean over models, with models as random effects: one per ratio and gate
-    that several models have.
+def _rankings_over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
+    """Yield a ranking by the mean over models, with models as random effects, for each ratio and
+    gate that several models have.
 
-    A ranking has the plans that all of these models have. There is none if the models are ranked by
-    different quantities."""
+    The ranking contains the plans that all these models have. There is no ranking of a ratio and
+    gate for which models have different quantities, or fewer than two common plans.
+    """
     models = {ranking.model for ranking in of_models}
     for request in dict.fromkeys(ranking.request for ranking in of_models):
         pooled = [ranking for ranking in of_models if ranking.request == request]
@@ -293,16 +307,17 @@ def _over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
             if len(pooled) < len(models):
                 label = names.listing(ranking.model for ranking in pooled)
             computed = pooled[0].quantity.computed(scores)
-            yield _of_models(pooled, computed, seeds.min(axis=1), label)
+            yield _ranking_over_models(pooled, computed, seeds.min(axis=1), label)
 
 
-def _of_models(
+def _ranking_over_models(
     pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
 ) -> Ranking:
-    """The ranking of plans by the mean over models, named `label`.
+    """The ranking of plans by the mean of their scores over models.
 
-    pooled: the rankings of the models; table: computed scores (plans, models); seeds: number of
-    seeds of each plan, in the model where it has the fewest."""
+    pooled: rankings of the models; table: computed scores (plans, models); seeds: for each plan,
+    the smallest number of seeds in a model; label: name of the models together.
+    """
     quantity = pooled[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
     unpruned = float(
@@ -327,7 +342,7 @@ def _of_models(
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
     leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
-    rows = _with_status(_with_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
+    rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in pooled))
     return Ranking(label, pooled[0].request, pruned, quantity, rows, unpruned)
 
@@ -341,22 +356,23 @@ def plan_name(row: Mapping[str, object]) -> str:
 
 
 PLANS_IN_SENTENCE = 4
-"""Most plans that a sentence names."""
+"""Largest number of plans that a sentence names."""
 MOST_LISTED = 8
-"""Most plans of a ranking in a terminal, and most rankings in a terminal and in headlines."""
+"""Largest number of plans of a ranking in a terminal, and of rankings in a terminal and in
+headlines."""
 
 
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
-    """The sentences of the overview, and a headline of each ranking; of the rankings after the
-    first MOST_LISTED, only their number."""
+    """The sentences of the overview, then a headline for each of the first MOST_LISTED rankings,
+    and a sentence with the number of further rankings."""
     unlisted = len(rankings) - MOST_LISTED
     more = [f"The table has {unlisted} more rankings."] if unlisted > 0 else []
     return [*overview(rankings), *map(headline, rankings[:MOST_LISTED]), *more]
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """Sentences on all rankings together: on how many models some plan is above chance, and, if
-    there are methods with one seed, that they get no verdict."""
+    """Sentences on all rankings together: the number of models on which some plan is above chance,
+    and that methods with one seed get no verdict, if there are such methods."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     above = {ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()}
     sentences = []
@@ -380,7 +396,7 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def headline(ranking: Ranking) -> str:
-    """Summary of a ranking in a few sentences: the best plans with their score, then `remarks`."""
+    """Summary of a ranking in a few sentences: the best plans and their score, then `remarks`."""
     extreme = (
         f"lowest mean {ranking.quantity.name}"
         if ranking.quantity.lower_is_better
@@ -407,15 +423,18 @@ def _plan_names(plans: Sequence[dict[str, object]]) -> str:
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences that compare the plans of a ranking with chance, and the methods that have several
-    seeds."""
+    """Sentences that compare the plans of a ranking with chance, and one sentence that compares the
+    methods with several seeds with each other."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
     return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """A sentence on how many plans of a kind are above chance; if none is, with the number of
-    random plans with which the best plan would be."""
+    """Text with the number of plans of a kind that are above chance. If no plan is above chance, a
+    second sentence says with how many random plans the best plan would be.
+
+    "" if the ranking has no plans of this kind besides random ones.
+    """
     granularity, recovery = kind
     rows = ranking.competing
     rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
@@ -454,8 +473,8 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
 
 
 def _verdict_sentence(ranking: Ranking) -> str:
-    """A sentence with the verdicts on the methods with several seeds; "" for fewer than two such
-    methods."""
+    """A sentence with the verdicts on the methods with several seeds; "" if fewer than two methods
+    have several seeds."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     stated = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
@@ -470,8 +489,8 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, then the first plans and the remarks of
-    each ranking."""
+    """The rankings as text for a terminal: the overview, then for each ranking a line for each of
+    the first MOST_LISTED plans, and the remarks."""
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
     for ranking in rankings[:MOST_LISTED]:
         quantity = f"{ranking.mean}, {ranking.quantity.direction}"

@@ -1,11 +1,11 @@
-"""The papers' averages: displayed columns from benchmarks, their mean, and the average rank.
+"""The papers' averages: displayed columns from benchmarks, the average rank, and correlations.
 
-The averages and ranks printed in Table 1 of Unified Expert Pruning follow from its printed
-benchmarks by these rules, up to their rounding:
+Table 1 of Unified Expert Pruning prints averages and ranks that follow from its printed benchmarks
+by these rules, up to rounding:
 
-- Avg: mean of the six displayed columns;
-- Avg Rank: the pruned criteria are ranked in each column (1 = best) on values rounded to three
-  decimals, ties share their mean rank, and the mean of these ranks is taken.
+- Avg: mean of the six displayed columns.
+- Avg Rank: mean over columns of a criterion's rank among the pruned criteria (1 = best). Scores are
+  ranked after rounding to three decimals, and equal scores get the mean of their ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from analysis.names import COLUMNS
 
 
 def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
-    """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`.
+    """Pearson's correlation (`linear`) and Spearman's correlation (`rank`) of two columns over
+    `experts`.
 
-    NaN when fewer than three experts have both, or when a measure is the same for all."""
+    NaN when fewer than three experts have both values, or when a column is constant.
+    """
     pairs = experts[[measure, truth]].dropna().astype(float)
     return {"linear": _correlation(pairs), "rank": _correlation(pairs.rank())}
 
@@ -35,8 +37,8 @@ def _correlation(pairs: pd.DataFrame) -> float:
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left
-    out."""
+    """Mean over layers of Spearman's correlation within a layer; layers where the correlation is
+    NaN are left out."""
     pairs = experts[["layer", measure, truth]].dropna().astype(float)
     ranked = pairs.groupby("layer").rank().groupby(pairs["layer"], sort=False)
     by_layer = [_correlation(layer) for _, layer in ranked]
@@ -45,15 +47,14 @@ def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -
 
 
 PRINTED_DECIMALS = 3
-"""Published scores have three decimals; ranks are computed from these."""
+"""Number of decimals of published scores, to which scores are rounded before they are ranked."""
 
 
 def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Displayed column -> its benchmarks among `available`; a benchmark that is in no column of
-    `names.COLUMNS` is a column itself.
+    """Displayed column -> the column's benchmarks among `available`, the benchmarks that were run.
+    A benchmark that is in no column of `names.COLUMNS` is a column itself.
 
-    A column is the mean of those of its benchmarks that were run; `partial` lists the columns that
-    lack benchmarks.
+    `partial` lists the columns of which benchmarks are missing.
     """
     columns = {}
     remaining = dict.fromkeys(available)
@@ -67,8 +68,8 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column -> number of missing benchmarks, for columns that lack benchmarks of their
-    published definition."""
+    """Displayed column -> number of missing benchmarks of its published definition, for columns
+    that lack some."""
     missing = {
         name: len(COLUMNS[name]) - len(run) for name, run in columns.items() if name in COLUMNS
     }
@@ -78,9 +79,11 @@ def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
 def component_columns(
     scores: pd.DataFrame, columns: Mapping[str, Sequence[str]] | None = None
 ) -> pd.DataFrame:
-    """Average `scores` (rows, benchmarks) to (rows, displayed columns).
+    """Average `scores` (rows, benchmarks) over the benchmarks of each displayed column; returns
+    (rows, displayed columns).
 
-    A row that lacks a benchmark of a column has NaN there, never a mean over the other benchmarks.
+    A row that lacks a benchmark of a column has NaN in this column, never a mean over the other
+    benchmarks. columns: see `displayed`, which gives the default.
     """
     if columns is None:
         columns = displayed([str(name) for name in scores.columns])
@@ -89,8 +92,8 @@ def component_columns(
 
 
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
-    """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not
-    ranked."""
+    """Rank of each row in each column: 1 is the best, equal numbers get the mean of their ranks,
+    and the rank of NaN is NaN."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
     return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 

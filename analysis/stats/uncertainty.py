@@ -1,7 +1,7 @@
 """Confidence intervals, paired tests, the best of many methods, and Holm's correction.
 
-Scores are means over items. They also vary with the seed: plans of one method that differ in the
-seed alone are replicates. All replicates answer the same items, so seeds and items are crossed
+Scores are means over items, and they also vary with the seed. Plans of one method that differ in
+the seed alone are replicates. All replicates answer the same items, so seeds and items are crossed
 random effects.
 """
 
@@ -17,15 +17,15 @@ from scipy.special import bdtr, gammaincinv, ndtr, ndtri, stdtr, stdtrit
 CONFIDENCE = 0.95
 """Confidence level of intervals."""
 POWER = 0.8
-"""Probability with which a study finds a difference of the size `Estimate.detectable`."""
+"""Probability with which a study detects a true difference of the size `Estimate.detectable`."""
 LEVEL = 0.05
 """Significance level of corrected p-values."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated score or difference with its standard error and degrees of freedom; unknown ones
-    are NaN."""
+    """An estimated score or difference with its standard error and degrees of freedom. Unknown
+    numbers are NaN."""
 
     value: float
     error: float = np.nan
@@ -33,14 +33,15 @@ class Estimate:
     freedom: float = np.nan
     """Degrees of freedom of `error`."""
     exact: float = np.nan
-    """Exact p-value, which replaces the p-value of the t-test."""
+    """p-value of an exact test, which replaces the p-value of the t-test."""
     methods: int = 2
-    """Number of methods among which the data chose the two that `value` compares: intervals and p
-    are then those of the studentised range. 2 for any other estimate, with Student's t."""
+    """Number of methods from which the data chose the two that `value` compares. With more than 2,
+    interval and p come from the studentised range, otherwise from Student's t."""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Low and high end of the 95 % interval, simultaneous for all pairs of the methods."""
+        """Low and high end of the 95 % interval; with several methods, simultaneous for all
+        pairs."""
         if self.methods > 2:
             half_width = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
         else:
@@ -49,11 +50,11 @@ class Estimate:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the hypothesis that the true value is 0, or that all methods are
-        equal."""
+        """Two-sided p-value of the hypothesis that the true value is 0; with several methods, of
+        the hypothesis that all methods are equal."""
         if not np.isnan(self.exact):
             return self.exact
-        if self.error <= 1e-9:  # all replicates and items agree
+        if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
             return float(abs(self.value) <= 1e-9)
         ratio = abs(self.value) / self.error
         if self.methods > 2:
@@ -64,31 +65,32 @@ class Estimate:
 
     @property
     def detectable(self) -> float:
-        """The true value for which a study with this standard error finds a significant difference
-        from 0 with probability POWER."""
+        """The true value that a study with this standard error finds to differ significantly from 0
+        with probability POWER."""
         quantiles = stdtrit(self.freedom, (1 + CONFIDENCE) / 2) + stdtrit(self.freedom, POWER)
         return float(quantiles * self.error)
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Items that were drawn together, such as those of one benchmark."""
+    """Contributions of items that were drawn together, such as the items of one benchmark."""
 
     contributions: np.ndarray
-    """(replicates, items). The sum of a replicate's contributions over the items of all strata is
-    its score."""
+    """(replicates, items): contributions of items to the score of each replicate, which is the sum
+    of its contributions in all strata."""
     shares: np.ndarray
-    """(items,) weights of the items, positive with sum 1, such as shares of all tokens."""
+    """(items,): weights of the items, such as shares of all tokens; positive, with sum 1."""
 
 
 def crossed(strata: Sequence[Stratum]) -> Estimate:
     """Mean score of the replicates, with the standard error of crossed random effects of seeds and
     items.
 
-    The variance of the mean is V(seeds) + V(items) - V(seed x item), each term from its mean
-    square; degrees of freedom are Satterthwaite's, and at least 1. With one replicate it is
-    V(items), the variance for this plan rather than for its method. Items are weighted by their
-    shares, as in a ratio estimator. The error is NaN if a stratum has one item.
+    The variance of the mean is V(seeds) + V(items) - V(seed x item), where each term is estimated
+    from its mean square. With one replicate, the variance is V(items), which holds for this plan
+    rather than for its method. The degrees of freedom are Satterthwaite's, but at least 1. Items
+    are weighted by their shares, as in a ratio estimator. The error is NaN if a stratum has only
+    one item.
     """
     totals = [stratum.contributions.sum(axis=1) for stratum in strata]
     scores = np.sum(totals, axis=0)
@@ -97,7 +99,8 @@ def crossed(strata: Sequence[Stratum]) -> Estimate:
     seed_variance = ((scores - value) ** 2).sum() / (seeds - 1) / seeds if seeds > 1 else 0.0
     item_variance = 0.0
     interaction = 0.0
-    squares = 0.0  # sum of squared terms, each divided by its degrees of freedom (Satterthwaite)
+    # Sum of the squared terms, each divided by the term's degrees of freedom (Satterthwaite).
+    squares = 0.0
     for stratum, total in zip(strata, totals, strict=True):
         items = len(stratum.shares)
         if items < 2:
@@ -113,15 +116,15 @@ def crossed(strata: Sequence[Stratum]) -> Estimate:
             squares = squares + interaction_part**2 / (items - 1) / (seeds - 1)
     squares += seed_variance**2 / (seeds - 1) if seeds > 1 else 0.0
     difference = seed_variance + item_variance - interaction
-    # a variance of effects cannot be negative
+    # A variance of effects cannot be negative, so the total is at least each single term.
     variance = max(difference, seed_variance, item_variance)
     freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
     return Estimate(value, float(np.sqrt(variance)), float(freedom))
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of independent values, such as differences in several models, with n - 1 degrees of
-    freedom."""
+    """Mean of n independent values, such as differences of several models, with its standard error
+    and n - 1 degrees of freedom."""
     numbers = np.asarray(values, float)
     if len(numbers) < 2:
         return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
@@ -133,24 +136,24 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 def best_of_many(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:
-    """Lead of the best method over each other method, where the best one was picked by the same
-    data.
+    """Lead of the best method over each other method, where the same data decided which method is
+    the best.
 
-    pairs: for each other method, the difference estimated from the plans of the two methods alone.
-    strata: outcomes of the plans of all methods, one replicate per plan. methods (replicates,): the
-    number of each plan's method; 0 is the best method.
+    pairs: for each other method, the lead as estimated from the plans of the two methods alone.
+    strata: outcomes of the plans of all methods, one replicate for each plan. methods: the number
+    of each plan's method (replicates,); 0 is the best method.
 
-    The error of a lead is the larger of two: the error in `pairs`, and one from variances that are
-    pooled over all methods, as the range of many means needs more degrees of freedom than two
-    methods have. p is from the studentised range (Tukey's procedure for all pairs), so that the
-    best may be picked from the data. Without strata, error and p are NaN.
+    The error of a lead is the larger of the error in `pairs` and an error from variances that are
+    pooled over all methods. Pooled variances have the degrees of freedom that the range of many
+    means needs. p is from the studentised range (Tukey's procedure for all pairs), which accounts
+    for choosing the best method by the data. Without strata, error and p are NaN.
     """
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
     counts = np.bincount(methods)
     average = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
     means = average @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    variances, freedom = _pooled(strata, methods, average)
+    variances, freedom = _pooled_variances(strata, methods, average)
     errors = np.sqrt(variances[0] + variances[1:])
     return [
         Estimate(
@@ -161,32 +164,37 @@ def best_of_many(
 
 
 def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """Lead of the first method, which is the best one, over each other method: `best_of_many` of
-    numbers (seeds, methods, blocks), whose mean over blocks is the score."""
+    """Lead of the first method, which is the best one, over each other method, see `best_of_many`.
+
+    table: numbers (seeds, methods, blocks), whose mean over blocks is the score; pairs: see
+    `best_of_many`.
+    """
     seeds, methods, blocks = table.shape
     by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
     stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
     return best_of_many(pairs, [stratum], np.repeat(np.arange(methods), seeds))
 
 
-def _pooled(
+def _pooled_variances(
     strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Variance of each method's mean score (methods,), from terms that are pooled over all methods,
-    and its degrees of freedom.
+    """(variances, degrees of freedom) of the methods' mean scores, from terms that are pooled over
+    all methods.
 
-    As in `crossed` it is V(seeds) + V(method x item) - V(seed x item). methods (plans,): the number
-    of each plan's method; average (methods, plans): the weights of plans in the mean of their
-    method."""
+    Similar to `crossed`, a variance is V(seeds) + V(method x item) - V(seed x item). methods: the
+    number of each plan's method (plans,); average: weights of plans in the mean score of each
+    method (methods, plans). variances has shape (methods,).
+    """
     method_freedom = len(average) - 1
     seed_freedom = len(methods) - len(average)
-    shares = (average**2).sum(axis=1)  # 1 / number of seeds
+    shares = (average**2).sum(axis=1)  # (methods,) 1 / number of seeds
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     deviations = scores - (average @ scores)[methods]
     seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * shares
     item_variance = 0.0
     residual = 0.0
-    squares = 0.0  # sum of squared terms, each divided by its degrees of freedom (Satterthwaite)
+    # Sum of the squared terms, each divided by the term's degrees of freedom (Satterthwaite).
+    squares = 0.0
     for stratum in strata:
         items = len(stratum.shares)
         scale = items / (items - 1)
@@ -206,8 +214,8 @@ def _pooled(
 
 @cache
 def range_quantile(methods: int, freedom: float = np.inf) -> float:
-    """The value that the studentised range of `methods` equal means exceeds with probability
-    LEVEL."""
+    """The value that the studentised range of `methods` means exceeds with probability LEVEL if the
+    true means are equal."""
     low = 0.0
     high = 1e3
     while high - low > 1e-9 * high:
@@ -225,15 +233,17 @@ _WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
 
 
 def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf) -> np.ndarray:
-    """Probability that a studentised range exceeds each of `values`, with the shape of `values`.
+    """For each of `values`, the probability that a studentised range exceeds the value; has the
+    shape of `values`.
 
     A studentised range is the range of `methods` normal deviates, divided by a standard deviation
-    that was estimated with `freedom` degrees of freedom (at least two). Equal to scipy's
-    `studentized_range.sf(values, methods, freedom)`; scipy.stats takes half a second to import.
-    Sums over equal steps are exact to many decimals, as the integrand and its derivatives vanish at
-    both ends."""
+    that was estimated with `freedom` degrees of freedom (at least two). The result equals scipy's
+    `studentized_range.sf(values, methods, freedom)`, but scipy.stats takes half a second to import.
+    Integrals are sums over equal steps, which are exact to many decimals because the integrand and
+    its derivatives vanish at both ends.
+    """
     if np.isinf(freedom):
-        # probability that a further deviate lies below the largest one, and at most `values` below
+        # For each deviate: probability that another deviate lies below it, by at most `values`.
         within = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
         return np.asarray(1 - methods * (_WEIGHTS * within ** (methods - 1)).sum(axis=-1))
     half = freedom / 2
@@ -248,8 +258,8 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lower and upper ends of the 95 % Wilson interval of successes / items (arrays of one shape).
 
-    Equal to statsmodels' `proportion_confint(successes, items, method="wilson")`, which imports all
-    of scipy.stats: a twentieth of the time of a report.
+    The result equals statsmodels' `proportion_confint(successes, items, method="wilson")`, but that
+    function imports all of scipy.stats, which takes a twentieth of a report's time.
     """
     share = successes / items
     z = ndtri((1 + CONFIDENCE) / 2)
@@ -257,17 +267,18 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     half_width = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
     low = (centre - half_width) / (1 + z**2 / items)
     high = (centre + half_width) / (1 + z**2 / items)
-    # exactly 0 and 1, without rounding errors
+    # The ends of these intervals are exactly 0 and 1, without rounding errors.
     low = np.where((items > 0) & (successes == 0), 0.0, low)
     high = np.where((items > 0) & (successes == items), 1.0, high)
     return low, high
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:
-    """Adjust a family of p-values by Holm's step-down method; NaN stays NaN and is not counted.
+    """Adjust a family of p-values by Holm's step-down method. NaN stays NaN and does not count as a
+    member of the family.
 
-    Equal to statsmodels' `multipletests(p_values, method="holm")`, which is slower: it runs the
-    garbage collector at every call.
+    The result equals statsmodels' `multipletests(p_values, method="holm")`, which is slower because
+    it runs the garbage collector at every call.
     """
     p_values = np.asarray(p_values, float)
     order = np.argsort(p_values)[: np.count_nonzero(~np.isnan(p_values))]  # NaN sorts last
@@ -278,11 +289,12 @@ def holm(p_values: np.ndarray) -> np.ndarray:
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Exact two-sided McNemar p-values (...) for the 0/1 outcomes (..., items) of two plans on the
-    same items.
+    """Two-sided p-values (...) of McNemar's exact test, from the 0/1 outcomes (..., items) of two
+    plans on the same items.
 
-    Equal to statsmodels' `mcnemar(table, exact=True)`, for many pairs at once. Under the null
-    hypothesis, each discordant item favours either plan with probability 1/2.
+    The result equals statsmodels' `mcnemar(table, exact=True)`, for many pairs of plans at once.
+    Under the null hypothesis, an item that only one plan has right favours either plan with
+    probability 1/2.
     """
     only_first = ((first == 1) & (second == 0)).sum(axis=-1)
     only_second = ((first == 0) & (second == 1)).sum(axis=-1)

@@ -1,12 +1,11 @@
-"""The winner map: the best method in each displayed column for each calibration set.
+"""The winner map: the best method in each displayed column for each calibration set (Figure 2 of
+Unified Expert Pruning).
 
-Figure 2 of Unified Expert Pruning.
-
-The winner is tested against all other methods if all methods have several seeds: its p-value is the
-largest of the tests, and Holm's correction covers all cells of one map. No further correction is
-needed for picking the winner from the data, since it must be significantly ahead of every other
-method. Methods whose scores are equal when printed (three decimals) share the first place, and none
-of them wins.
+If all methods have several seeds, the winner is tested against each other method. The p-value of
+the winner is the largest p-value of these tests, and Holm's correction covers all cells of one map.
+Choosing the winner by the data needs no further correction, because a winner must be significantly
+ahead of every other method. Methods whose scores are equal when printed (three decimals) share the
+first place, and their win is not tested.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from analysis.stats.uncertainty import LEVEL
 from moe_lab.results import RANDOM
 
 SETTINGS = ["model", "ratio", "gate"]
-"""Axes with one map per combination of values. The rows of a map are displayed columns, its columns
-are calibration sets."""
-
+"""Axes that identify a map. The rows of a map are displayed columns, its columns are calibration
+sets."""
 
 _BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 """Columns of `winner_map` that `_best` computes."""
@@ -40,10 +38,14 @@ def winner_map(
 ) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
-    criteria: keys of the methods that compete, by default all methods. Returned columns: SETTINGS,
-    pruned (text with the ratio), calibration, column, winners (tuple of methods' keys, several when
-    tied), score, runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm
-    and proved. p is NaN where a method has one seed.
+    criteria: keys of the methods that compete, by default all methods. Columns:
+
+    - SETTINGS, calibration, column; pruned: text with the removed share
+    - winners: tuple of the keys of the methods on the first place; score: their score
+    - runner_up, runner_up_score: key and score of the best other method
+    - lead, lead_low, lead_high: first score minus runner_up_score, and its 95 % interval
+    - p: p-value of the winner, NaN when several methods win or a method has one seed
+    - p_holm: p with Holm's correction; proved: whether p_holm is below LEVEL
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -62,6 +64,7 @@ def winner_map(
 
 
 def _settings(panel: Panel) -> dict[str, object]:
+    """The columns SETTINGS, pruned and calibration for a panel."""
     return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
 
@@ -98,21 +101,22 @@ def _best(
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
-    """The largest p of the tests of the winner, `cells[0]`, against each other cell without random
-    plans; NaN if the winner is random, or if a cell has one seed."""
+    """The largest p-value of the tests of the winner, `cells[0]`, against each other cell. Random
+    plans are left out. NaN if the winner is random, or if a cell has one seed."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
     if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
         return np.nan
     leads = comparison.leads((column,), methods)
-    # methods=2: Student's t in place of the studentised range; NaN if any p is NaN
+    # With methods=2, p is from Student's t and not the studentised range. The largest p is NaN if
+    # any p is NaN.
     return float(np.max([replace(lead, methods=2).p for lead in leads]))
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """The text in one cell of the map: the winner, or all methods that share the first place;
-    `all 0` for a shared score of 0, `gap` without winners."""
+    """Text of one cell of the map: names of the methods on the first place, `all 0` if several
+    share it with a score of 0, or `gap` if no method has a score."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
@@ -121,13 +125,13 @@ def label(winners: Sequence[str], score: float) -> str:
 
 
 METRIC = "answer_loss"
-"""Column of samples with the loss on right answers; also the name of the metric."""
+"""Column of `Study.samples` with the loss on right answers, and name of the metric."""
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
 
 
 def study_of_losses(study: Study) -> Study:
-    """The study with losses on right answers in place of scores, in results and samples;
-    benchmarks without such losses are left out."""
+    """The study with losses on right answers in place of scores, in `results` and `samples`;
+    benchmarks for which no such losses were measured are left out."""
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
     samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
     summary = (
