@@ -23,12 +23,13 @@ from analysis.render.style import Figure
 from analysis.stats.comparison import Comparison
 from analysis.stats.ranks import correlations
 
-RANKED = {"gate": "mean router weight", "tokens": "tokens"}
+ROUTING_MEASURES = {"gate": "mean router weight", "tokens": "tokens"}
 """Routing measure of an expert -> its name in Fig. 2."""
 TOP = 50
-"""Number of experts in Fig. 2."""
+"""Number of experts in a panel of Fig. 2."""
 GAIN, HARM = "#2277bb", "#ee7733"
-"""Colours of bars for experts whose removal raises, and lowers, the loss."""
+"""Colours of bars: of experts whose removal raises the loss, and of experts whose removal lowers
+the loss."""
 LOSS = "rise of the loss (nats per token)"
 SOURCES = {
     "weight": "a criterion that reads weights of experts, such as magnitude",
@@ -38,36 +39,40 @@ SOURCES = {
 """Raw statistic -> what a run must include for it."""
 
 
-def first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The experts of `model` with an ablation, of the first calibration set (in the papers' order)
-    with ablations."""
-    ablated = experts[(experts["model"] == model) & experts["ablation"].notna()]
-    sets = names.calibrations_in_order(ablated["calibration"])
-    return ablated[ablated["calibration"] == sets[0]] if sets else ablated
+def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
+    """The rows of `experts` of one model and calibration set that have an ablation loss. The set is
+    the first with ablation losses, in the papers' order."""
+    rows = experts[(experts["model"] == model) & experts["ablation"].notna()]
+    sets = names.calibrations_in_order(rows["calibration"])
+    return rows[rows["calibration"] == sets[0]] if sets else rows
 
 
 def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
     """The TOP experts by `measure`, highest first."""
-    measured = experts.dropna(subset=[measure])
-    return measured.sort_values(measure, ascending=False, kind="stable").head(TOP)
+    experts = experts.dropna(subset=[measure])
+    return experts.sort_values(measure, ascending=False, kind="stable").head(TOP)
 
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Ablation losses of the experts that routers rank highest."""
-    experts = first_set(results.study.experts, comparison.model)
+    """Ablation losses of the experts that routers rank highest.
+
+    A panel per routing measure, with a bar (ablation loss) and a point (measure) for each of
+    `top_experts`. None without ablation losses.
+    """
+    experts = experts_of_first_set(results.study.experts, comparison.model)
     if experts.empty:
         return None
     drawing = style.drawing(style.PAGE, 4.6)
-    panels = zip("ab", drawing.subplots(2, 1), RANKED.items(), strict=True)
+    panels = zip("ab", drawing.subplots(2, 1), ROUTING_MEASURES.items(), strict=True)
     for letter, axes, (measure, label) in panels:
         top = top_experts(experts, measure)
         positions = np.arange(len(top))
         _draw_loss_bars(axes, top["ablation"])
         labels = [f"{expert.layer}.{expert.expert}" for expert in top.itertuples()]
         style.ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
-        _second_axis(axes, label).plot(
+        _add_right_axis(axes, label).plot(
             positions, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9
         )
         rank = correlations(experts, measure, "ablation")["rank"]
@@ -84,18 +89,19 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
-        f"{_texts(experts)}"
+        f"{_calibrations(experts)}"
     )
     return Figure(name, title, caption, drawing)
 
 
-def _texts(experts: pd.DataFrame) -> str:
-    """Display names of the calibration sets of these experts."""
+def _calibrations(experts: pd.DataFrame) -> str:
+    """List of the display names of the calibration sets in the column calibration."""
     return names.listing(map(names.calibration, experts["calibration"].unique()))
 
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
-    """Draw a bar per expert: the rise of the loss without it."""
+    """Draw a bar for each of `losses`, the rise of the model's loss without an expert; bars below 0
+    have the colour HARM."""
     shades = [GAIN if loss >= 0 else HARM for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
@@ -104,8 +110,8 @@ def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
     style.scientific(axes.yaxis)
 
 
-def _second_axis(axes: Axes, label: str = "") -> Axes:
-    """Add a y axis on the right of a panel; returns axes that draw on it."""
+def _add_right_axis(axes: Axes, label: str = "") -> Axes:
+    """Add a second y axis on the right of a panel; returns the axes that use the second y axis."""
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
@@ -113,25 +119,28 @@ def _second_axis(axes: Axes, label: str = "") -> Axes:
     return right
 
 
-def _keys(line: str) -> list[Artist]:
-    """Legend entries of bars, and of a line with this label."""
+def _keys(line_label: str) -> list[Artist]:
+    """Legend entries of the two colours of bars, and of a line with the label `line_label`."""
     return [
         Patch(facecolor=GAIN, label="the loss rises without it"),
         Patch(facecolor=HARM, label="the loss falls without it"),
-        style.key(line, color=style.INK, marker=".", linewidth=0.9),
+        style.key(line_label, color=style.INK, marker=".", linewidth=0.9),
     ]
 
 
 def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
-    """One raw statistic pooled by layer: layer, mean and std over all weights or channels of the
-    layer's experts, and ablation, the mean over its experts."""
+    """Pool one raw statistic by layer; a row per layer.
+
+    Columns: layer, mean and std (over all weights or channels of the layer's experts), ablation
+    (mean over the layer's experts). statistics: an expert per row, with the columns layer, count
+    (of weights or channels), mean, std and ablation."""
     rows = []
-    for key, of_layer in groups(statistics.sort_values("layer"), ["layer"]):
-        share = of_layer["count"] / of_layer["count"].sum()
-        mean = float((share * of_layer["mean"]).sum())
-        mean_square = float((share * (of_layer["std"] ** 2 + of_layer["mean"] ** 2)).sum())
+    for key, experts in groups(statistics.sort_values("layer"), ["layer"]):
+        share = experts["count"] / experts["count"].sum()
+        mean = float((share * experts["mean"]).sum())
+        mean_square = float((share * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
         std = max(mean_square - mean**2, 0.0) ** 0.5
-        rows.append((key["layer"], mean, std, of_layer["ablation"].mean()))
+        rows.append((key["layer"], mean, std, experts["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
 
@@ -144,21 +153,24 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 )
 @per_model("pruned")
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Weights, activations and gradients of experts with their ablation losses, by depth and in one
-    layer."""
-    experts = first_set(results.study.raw_statistics, comparison.model)
-    measured = [statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()]
-    if not measured:
+    """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
+
+    A column of panels per raw statistic; above: `by_layer`, below: the experts of the middle layer.
+    None without raw statistics of experts that have an ablation loss.
+    """
+    experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
+    available = [name for name in STATISTICS if (experts["statistic"] == name).any()]
+    if not available:
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
     drawing = style.drawing(style.PAGE, 4.4)
-    upper, lower = drawing.subplots(2, len(measured), squeeze=False)
-    for above, below, statistic in zip(upper, lower, measured, strict=True):
+    upper, lower = drawing.subplots(2, len(available), squeeze=False)
+    for above, below, statistic in zip(upper, lower, available, strict=True):
         label = STATISTICS[statistic]
-        of_statistic = experts[experts["statistic"] == statistic]
-        _draw_over_depth(above, by_layer(of_statistic), label)
-        _draw_over_experts(below, of_statistic[of_statistic["layer"] == middle], label)
+        rows = experts[experts["statistic"] == statistic]
+        _draw_over_depth(above, by_layer(rows), label)
+        _draw_over_experts(below, rows[rows["layer"] == middle], label)
         above.set_title(f"(a) {label}", fontsize=7.5)
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
     for axes in (*upper[1:], *lower[1:]):
@@ -170,7 +182,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     missing = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
-        if statistic not in measured
+        if statistic not in available
     ]
     absent = f" Not in this store: {names.listing(missing)}." if missing else ""
     caption = (
@@ -181,17 +193,20 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         f"{middle} by the rise of the loss without them (bars).{absent} Based on "
         f"{pass_setup(results.study)}"
     )
-    title = f"Raw statistics across layers and experts: {comparison.model}, {_texts(experts)}"
+    title = (
+        f"Raw statistics across layers and experts: {comparison.model}, {_calibrations(experts)}"
+    )
     return Figure(name, title, caption, drawing)
 
 
 def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
-    """Draw a panel (a): rows of `by_layer` against the layer."""
+    """Draw a panel (a): the columns of `by_layer` against the layer. Points are ablation losses; a
+    line within a band, on the right axis, is the statistic's mean ± standard deviation."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
     style.scientific(axes.yaxis)
     style.layer_axis(axes)
-    right = _second_axis(axes)
+    right = _add_right_axis(axes)
     low = layers["mean"] - layers["std"]
     high = layers["mean"] + layers["std"]
     right.fill_between(layers["layer"], low, high, color=style.MUTED, alpha=0.2, linewidth=0)
@@ -201,7 +216,9 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
 
 
 def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
-    """Draw a panel (b): the statistic of each expert of a layer, with its ablation."""
+    """Draw a panel (b): for each expert of a layer, a bar (ablation loss) and, on the right axis, a
+    point with an error bar (mean ± standard deviation of the statistic). The highest ablation loss
+    comes first."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _draw_loss_bars(axes, ordered["ablation"])
     style.ticks(axes.xaxis, [], [])
@@ -213,7 +230,7 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
         "linewidth": 0,
         "elinewidth": 0.6,
     }
-    _second_axis(axes).errorbar(
+    _add_right_axis(axes).errorbar(
         np.arange(len(ordered)), ordered["mean"], ordered["std"], label=label, **look
     )
 
@@ -221,7 +238,10 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
 @per_model("pruned")
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Activation magnitudes of experts in three layers, by calibration set."""
+    """Activation magnitudes of experts in three layers, by calibration set.
+
+    A panel per layer (shallow, middle, deep), a box per calibration set. None without magnitudes.
+    """
     experts = results.study.experts
     experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
     layers = shallow_middle_deep(list(experts["layer"]))
@@ -230,7 +250,7 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     sets = names.calibrations_in_order(experts["calibration"])
     drawing = style.drawing(style.PAGE, 2.6)
     for axes, layer in zip(drawing.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
-        _draw_distributions(axes, activations_of(experts, layer, sets))
+        _draw_distributions(axes, magnitudes_by_set(experts, layer, sets))
         axes.set_title(f"Layer {layer}")
         labels = map(names.calibration, sets)
         style.ticks(axes.xaxis, range(len(sets)), labels, labelrotation=0 if len(sets) < 4 else 30)
@@ -245,30 +265,31 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     return Figure(name, title, caption, drawing)
 
 
-def activations_of(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
-    """For each calibration set, a list of the activation magnitudes of the experts of a layer."""
-    of_layer = experts[experts["layer"] == layer]
+def magnitudes_by_set(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
+    """For each of `sets`, a list of the activation magnitudes of the experts of one layer."""
+    layer_experts = experts[experts["layer"] == layer]
     return [
-        of_layer.loc[of_layer["calibration"] == calibration, "size"].tolist()
+        layer_experts.loc[layer_experts["calibration"] == calibration, "size"].tolist()
         for calibration in sets
     ]
 
 
-def _draw_distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
-    """Draw a box for each list of activation magnitudes, and a point for each expert."""
+def _draw_distributions(axes: Axes, magnitudes: Sequence[Sequence[float]]) -> None:
+    """Draw a box for each list of activation magnitudes, and a point for each magnitude."""
     line = {"color": style.INK, "linewidth": 0.9}
     looks: Any = {
         "medianprops": {**line, "linewidth": 1.6},
         **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line),
     }
     axes.boxplot(
-        sizes,
-        positions=range(len(sizes)),
+        magnitudes,
+        positions=range(len(magnitudes)),
         widths=0.5,
         showfliers=False,
         manage_ticks=False,
         **looks,
     )
-    for position, values in enumerate(sizes):
+    for position, values in enumerate(magnitudes):
+        # points are spread at random, so that they hide each other less
         x = position + np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(x, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)

@@ -34,20 +34,20 @@ from analysis.render.table import Table
 from analysis.stats.cell_scores import MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
-PLAIN = "16 bits"
+NO_RECOVERY = "16 bits"
 """Label of models that were neither quantised nor fine-tuned."""
-SWEPT = ["criterion", "allocation", "calibration", "gate"]
+SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 """Cells with equal values in these columns form one sweep over ratios and recoveries."""
 
 
-def recovery(name: str) -> str:
-    """Display name of a recovery, `16 bits` for none."""
-    return names.RECOVERIES.get(name, name) or PLAIN
+def recovery_in_words(recovery: str) -> str:
+    """Display name of a recovery; NO_RECOVERY for none."""
+    return names.RECOVERIES.get(recovery, recovery) or NO_RECOVERY
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """The sweeps with several recoveries. A sweep has the cells of one method (ratio 0 included),
-    sorted by ratio and recovery."""
+    """Sweeps with several recoveries; a sweep is a frame of cells that are equal in SWEEP_COLUMNS,
+    sorted by ratio and recovery. Cells of ratio 0 are included, the unpruned model is not."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = names.in_order(cells["recovery"], names.RECOVERIES)
     position = cells["recovery"].map(order.index)
@@ -56,22 +56,22 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
         .sort_values(["ratio", "position"], kind="stable")
         .drop(columns="position")
     )
-    return [sweep for _, sweep in groups(cells, SWEPT) if sweep["recovery"].nunique() > 1]
+    return [sweep for _, sweep in groups(cells, SWEEP_COLUMNS) if sweep["recovery"].nunique() > 1]
 
 
 def labels(comparison: Comparison) -> pd.Series:
-    """Label of each cell of `sweeps`: its recovery; if there are several sweeps, its method and
-    recovery."""
+    """Label of each cell of `sweeps`: the display name of the recovery, preceded by the method if
+    there are several sweeps."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
-    recoveries = cells["recovery"].map(recovery)
+    recoveries = cells["recovery"].map(recovery_in_words)
     if len(all_sweeps) > 1:
-        return cells["method"].map(_unrecovered) + ", " + recoveries
+        return cells["method"].map(_method_without_recovery) + ", " + recoveries
     return recoveries
 
 
-def _unrecovered(method: str) -> str:
-    """Display name of a method without its recovery."""
+def _method_without_recovery(method: str) -> str:
+    """Display name of a method, without the recovery that `method` may include."""
     criterion, allocation, _ = names.parts(method)
     return names.method(names.key(criterion, allocation))
 
@@ -85,13 +85,15 @@ def _unrecovered(method: str) -> str:
     costs=STORED,
 )
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """MoE-Slimming's Table 11: every ratio with every recovery; differences are to 16 bits at the
-    same ratio."""
+    """MoE-Slimming's Table 11: every ratio with every recovery.
+
+    Differences are to the cell without recovery at the same ratio.
+    """
     label_of_cell = labels(comparison)
-    for cells in sweeps(comparison):
-        for ratio, rows in by_ratio(cells):
-            base = only_cell(rows[rows["recovery"] == "none"])
-            yield ratio_block(comparison, ratio, label_of_cell[rows.index], base)
+    for sweep in sweeps(comparison):
+        for ratio, cells in by_ratio(sweep):
+            base = only_cell(cells[cells["recovery"] == "none"])
+            yield ratio_block(comparison, ratio, label_of_cell[cells.index], base)
 
 
 @output("coverage.fig8", chapter="recovery", needs=f"cells with recovery=nf4, and {SLIMMING}")
@@ -99,8 +101,9 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy against the storage of pruned and quantised models.
 
-    Scores with intervals against bytes on a logarithmic axis; points are labelled with the removed
-    share. None if no recovery changes the size of a model.
+    Scores of `sweeps` with intervals against storage on a logarithmic axis, a line per label;
+    points are labelled with the removed share. None without scores, or if no recovery changes the
+    storage of a model.
     """
     label_of_cell = labels(comparison)
     points = storage_points(
@@ -108,12 +111,12 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     )
     if not points[["storage", "score"]].notna().all(axis=1).any():
         return None
-    sizes = (
-        points.join(comparison.cells[SWEPT])
-        .groupby([*SWEPT, "ratio"], sort=False)["storage"]
+    size_counts = (
+        points.join(comparison.cells[SWEEP_COLUMNS])
+        .groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["storage"]
         .nunique()
     )
-    if (sizes < 2).all():
+    if (size_counts < 2).all():
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
@@ -137,20 +140,20 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the removed share next to points. Of several points with the same ratio and about the
-    same storage, only the first gets a label."""
-    labelled = points.assign(log_storage=np.log2(points["storage"]).round(1))
-    labelled = labelled.dropna(subset=["storage", "score"])
-    labelled = labelled.drop_duplicates(["ratio", "log_storage"])
+    """Write the removed share next to points: rows of `storage_points`. Of several points with the
+    same ratio and nearly the same storage, only the first gets a label."""
+    points = points.assign(log_storage=np.log2(points["storage"]).round(1))
+    points = points.dropna(subset=["storage", "score"])
+    points = points.drop_duplicates(["ratio", "log_storage"])
     look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
-    for point in records(labelled):
+    for point in records(points):
         position = (point["storage"], point["score"])
         axes.annotate(comparison.removed(point["ratio"]), position, xytext=(5, -9), **look)
 
 
-def recovered(comparison: Comparison) -> Iterator[Block]:
-    """Blocks of pruned models with and without recovery: one for each ratio at which a model has a
-    recovery."""
+def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
+    """Blocks of all pruned cells of a ratio, with and without recovery, sorted by method. Ratios
+    without a cell that has a recovery are left out."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             order = names.methods_in_order(cells["method"])
@@ -158,7 +161,7 @@ def recovered(comparison: Comparison) -> Iterator[Block]:
             yield ratio_block(comparison, ratio, settings.method_labels(cells)[position.index])
 
 
-_RECOVERED = (
+_RECOVERY_CAPTION = (
     "Mean: of the benchmarks before it. Storage: weights on disk, with the scales of quantised "
     "ones."
 )
@@ -170,18 +173,23 @@ _RECOVERED = (
     also=("coverage.table5",),
 )
 @score_table(
-    "Pruned and recovered: general benchmarks", (*names.GENERAL, MEAN), _RECOVERED, costs=STORED
+    "Pruned and recovered: general benchmarks",
+    (*names.GENERAL, MEAN),
+    _RECOVERY_CAPTION,
+    costs=STORED,
 )
 def recovered_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Pruned and recovered models on general benchmarks."""
-    return recovered(comparison)
+    return recovery_blocks(comparison)
 
 
 @output("coverage.table4", needs="cells with a recovery, and reasoning benchmarks, such as gsm8k")
-@score_table("Pruned and recovered: reasoning", (*names.REASONING, MEAN), _RECOVERED, costs=STORED)
+@score_table(
+    "Pruned and recovered: reasoning", (*names.REASONING, MEAN), _RECOVERY_CAPTION, costs=STORED
+)
 def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Pruned and recovered models on reasoning benchmarks."""
-    return recovered(comparison)
+    return recovery_blocks(comparison)
 
 
 @output(
@@ -191,15 +199,18 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
     also=("coverage.table19",),
 )
 def top_k_table(results: Results, name: str) -> Table | None:
-    """Pruned models with fewer experts per token, compared with the number they were trained
-    with."""
+    """Pruned models with several numbers of experts per token.
+
+    A block per model, number of experts per token and ratio. None unless a model was run with two
+    such numbers.
+    """
     study = results.study
     blocks = []
     for family in _families(study, results.comparisons):
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
-            for ratio, same_ratio in by_ratio(cells):
-                labels = settings.method_labels(same_ratio) + f", top-{top_k}"
+            for ratio, ratio_cells in by_ratio(cells):
+                labels = settings.method_labels(ratio_cells) + f", top-{top_k}"
                 blocks.append(ratio_block(comparison, ratio, labels))
     return block_table(
         study,
@@ -215,17 +226,17 @@ def top_k_table(results: Results, name: str) -> Table | None:
 def _families(
     study: Study, comparisons: Sequence[Comparison]
 ) -> list[list[tuple[Comparison, int]]]:
-    """Families of models that differ only in the number of experts per token. A family is a list of
-    (comparison of a model, experts per token), with the largest number first."""
-    families: dict[str, list[tuple[Comparison, int]]] = {}
+    """Families of two or more models that differ only in the number of experts per token. A family
+    is a list of (comparison of a model, experts per token), the largest number first."""
+    family_of_name: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
-        trained, top_k = names.routed(comparison.model)
-        if top_k is None:
+        name, top_k = names.routed(comparison.model)
+        if top_k is None:  # the model has the number of experts of its configuration
             layers = study.models.get(comparison.model, {}).get("layers", {}).values()
             top_k = max((layer["top_k"] for layer in layers), default=0)
-        families.setdefault(trained, []).append((comparison, top_k))
+        family_of_name.setdefault(name, []).append((comparison, top_k))
     return [
         sorted(family, key=lambda member: -member[1])
-        for family in families.values()
+        for family in family_of_name.values()
         if len(family) > 1
     ]
