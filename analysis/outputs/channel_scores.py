@@ -21,8 +21,8 @@ from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
     BUDGETED,
+    cells_without_recovery,
     coverage_cells,
-    plain,
     ratio_lines,
     shallow_middle_deep,
 )
@@ -73,7 +73,7 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (a): curves of `concentration`, a line per expert; a panel for each of the first
     PANELS steps that scored channels. None without curves."""
-    cells = plain(comparison, "channel")
+    cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
         curves = concentration(study, row["scores_folder"])
@@ -128,7 +128,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
-    for label, line in ratio_lines(plain(comparison, "channel")).items():
+    for label, line in ratio_lines(cells_without_recovery(comparison, "channel")).items():
         line_losses = losses[losses["cell"].isin(line.index)]
         if line_losses["cell"].nunique() > 1:
             frames.append(line_losses.assign(label=label))

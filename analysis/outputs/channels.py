@@ -20,10 +20,10 @@ from analysis.outputs.score_rows import (
     SMOOTHING,
     Block,
     by_ratio,
+    cells_without_recovery,
     draw_chance,
     draw_unpruned,
     only_cell,
-    plain,
     ratio_block,
     ratio_lines,
     score_table,
@@ -66,7 +66,7 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     No blocks for a model without any of HEAPr's methods.
     """
     if len(heapr_cells(comparison.cells)):
-        for ratio, cells in by_ratio(plain(comparison)):
+        for ratio, cells in by_ratio(cells_without_recovery(comparison)):
             yield ratio_block(comparison, ratio, settings.method_labels(cells))
 
 
@@ -90,7 +90,7 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
 
     Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run."""
-    for key, cells in groups(heapr_cells(plain(comparison)), EQUAL_COLUMNS):
+    for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
         camera = cells[cells["criterion"] == "camera"]
         sequential = camera[camera["allocation"] == "sequential"]
         base = only_cell(sequential if len(sequential) else camera)
@@ -113,7 +113,9 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
 
     Differences are to uniform widths.
     """
-    for key, cells in groups(plain(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]):
+    for key, cells in groups(
+        cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
+    ):
         # Table 7 compares the plans that set a smoothing
         has_default_smoothing = []
         for text in cells["allocation"]:
@@ -145,7 +147,9 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
     Differences are to DEFAULT_SMOOTHING. Plans with a setting other than the smoothing are left
     out.
     """
-    for key, cells in groups(plain(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]):
+    for key, cells in groups(
+        cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
+    ):
         smoothing_of_cell = {}
         for cell, text in cells["allocation"].items():
             allocation, parameters = settings.allocation(text)
@@ -173,7 +177,7 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
 
     Differences are to the score `channel_activation`.
     """
-    cells = plain(comparison, "channel")
+    cells = cells_without_recovery(comparison, "channel")
     for ratio, competitors in by_ratio(cells[cells["allocation"] == "coverage"]):
         criteria = competitors["criterion"]
         if criteria.nunique() > 1:
@@ -192,7 +196,7 @@ def draw_ratios(
     score, low, high = comparison.displayed(target)
     unpruned = draw_unpruned(axes, comparison, target)
     keys = []
-    lines = ratio_lines(plain(comparison))
+    lines = ratio_lines(cells_without_recovery(comparison))
     for number, (label, line) in enumerate(lines.items()):
         shade = style.colour(line["method"].iloc[0])
         key = style.key(
@@ -217,7 +221,11 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     against the removed share. None without a method at three ratios, without any of HEAPr's
     methods, or without any of HEAPr's benchmarks.
     """
-    lines = ratio_lines(plain(comparison)) if len(heapr_cells(comparison.cells)) else {}
+    lines = (
+        ratio_lines(cells_without_recovery(comparison))
+        if len(heapr_cells(comparison.cells))
+        else {}
+    )
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
@@ -257,7 +265,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         for benchmark in comparison.benchmarks
         if benchmark in comparison.lower_is_better
     ]
-    if not benchmarks or not ratio_lines(plain(comparison)):
+    if not benchmarks or not ratio_lines(cells_without_recovery(comparison)):
         return None
     drawing = style.drawing(style.PAGE, 2.8)
     keys: list[Artist] = []  # equal for all panels

@@ -17,7 +17,7 @@ from analysis.load.plans import BYTES
 from analysis.load.reader import TIMELESS, records, step_kind, steps_behind, time_and_memory
 from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
-from analysis.outputs.score_rows import by_criterion
+from analysis.outputs.score_rows import sorted_by_criterion
 from analysis.registry import Results, output
 from analysis.render.table import Table, spelled
 
@@ -320,7 +320,7 @@ def _cells_with_times(
 
     The steps are the step whose folder is in `column` and all its direct and indirect inputs,
     without kinds in TIMELESS. A cell is left out when the store lacks the time of a step."""
-    for cell in records(by_criterion(cells, "model")):
+    for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder
             for folder in steps_behind([cell[column]], study.reader)

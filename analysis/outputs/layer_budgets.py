@@ -20,8 +20,8 @@ from analysis.outputs.score_rows import (
     DEFAULT_SMOOTHING,
     SMOOTHING,
     by_ratio,
+    cells_without_recovery,
     coverage_cells,
-    plain,
 )
 from analysis.registry import Results, output, per_model
 from analysis.render import style
@@ -105,7 +105,9 @@ def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd
 
     Of the channel criteria that were run with coverage budgets, the criterion is the one that was
     run with most allocations; [] if no such criterion was run with several allocations."""
-    cells = plain(comparison, "channel").drop_duplicates(["criterion", "allocation", "ratio"])
+    cells = cells_without_recovery(comparison, "channel").drop_duplicates(
+        ["criterion", "allocation", "ratio"]
+    )
     is_coverage = cells["allocation"].map(
         lambda allocation: settings.allocation(allocation)[0] == "coverage"
     )

@@ -42,11 +42,12 @@ from moe_lab.results import RANDOM
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of costs: offset + scale x the number `source` of cost.json, in the format
-    `form`."""
+    """A column of costs, whose numbers are offset + scale x a number of cost.json."""
 
     source: str
+    """Name of the number in cost.json."""
     form: str
+    """Format of the column."""
     scale: float = 1.0
     offset: float = 0.0
 
@@ -57,10 +58,14 @@ STORAGE = "Storage (MiB)"
 STORED = {**RETAINED, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 """RETAINED, COSTS, STORED: displayed column -> its cost."""
 TEXT = ("Model", "Pruned")
+"""Displayed columns that identify a block."""
 DIFFERENCE = "Difference"
+"""Displayed column of differences."""
 P = "p (Holm)"
+"""Displayed column of p-values."""
 _P_MEANS = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 UNPRUNED = names.CRITERIA["none"]
+"""Label of the unpruned model."""
 
 SMOOTHING = ("layer_smoothing", "smoothing")
 """Settings that choose the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
@@ -72,6 +77,7 @@ COVERAGE = "coverage"
 HALF = 0.5
 """The ratio in the papers' figures."""
 BUDGETED = "cells of channels with allocation=coverage"
+"""Data that outputs on coverage budgets need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +94,16 @@ class Block:
 
 
 Blocks = Callable[[Results, Comparison], Iterable[Block]]
-"""Function that returns the blocks of one model."""
+"""Function (results, comparison of one model) that returns the blocks of this model."""
 
 
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
-    """Decorator: turn a function that yields the blocks of one model into one that makes a
-    `block_table` of all models with results."""
+    """Decorator: turn a function that yields the blocks of one model into a function of (results,
+    name) that makes a `block_table` of all models in `Results.comparisons`.
+
+    title, columns, caption, costs: see `block_table`."""
 
     def decorate(blocks_of: Blocks) -> Callable[[Results, str], Table | None]:
         @wraps(blocks_of)
@@ -122,17 +130,21 @@ def block_table(
     title: str,
     caption: str,
 ) -> Table | None:
-    """A table with one row per cell of each block; None when none of `columns` was run.
+    """A table with a row per cell of each block, after a row for the unpruned model in each block;
+    None when none of `columns` was run.
 
-    Columns: those of `columns` (benchmarks and averages) that were run; for blocks with a base, the
-    difference in the last of these to the base, with a Holm-corrected p-value where both cells have
-    several seeds; and `costs`. The unpruned model is the first row of every block. Scores and
-    differences have intervals.
+    Columns of the table:
+
+    - those of `columns` (benchmarks and averages) that were run, with intervals
+    - for blocks with a base, the score of the cell minus the score of the base in the last of these
+      columns, with interval, and the p-value of this difference after Holm's correction over the
+      table; no p-value unless the cell and the base have several seeds
+    - `costs`
     """
-    run = [
+    blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
     ]
-    rows = stacked(_rows(study, block, columns, costs) for block in run)
+    rows = stacked(_rows(study, block, columns, costs) for block in blocks_with_scores)
     if rows is None:
         return None
     frame = rows.frame
@@ -140,35 +152,37 @@ def block_table(
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
         if frame[P].isna().all():
             del frame[P]
-    averages = [*means(block.comparison for block in run), MEAN]
-    last = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
-    benchmarks = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
+    averages = [*means(block.comparison for block in blocks_with_scores), MEAN]
+    last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
+    other_columns = (*TEXT, "Criterion", *last_columns)
+    benchmarks = [str(column) for column in frame if column not in other_columns]
     sentences = [caption, _P_MEANS if P in frame else "", score_setup(study)]
     return numbers_table(
         rows,
-        [*TEXT, "Criterion", *benchmarks, *last],
+        [*TEXT, "Criterion", *benchmarks, *last_columns],
         {P: "{:.4f}", **{column: cost.form for column, cost in costs.items()}},
         name=name,
         title=title,
         caption=" ".join(filter(None, sentences)),
         blocks=TEXT,
         optional=(DIFFERENCE, P),
-        footnotes=_not_run(run, columns),
+        footnotes=_footnotes(blocks_with_scores, columns),
     )
 
 
 def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
-    """Concatenate the rows of all parts, with a new index; None when all parts are None."""
-    known = [part for part in parts if part is not None]
-    if not known:
+    """Concatenate the rows of all parts that are not None, with a new index; None when all parts
+    are None."""
+    numbers = [part for part in parts if part is not None]
+    if not numbers:
         return None
     best: dict[str, str] = {}
-    for part in known:
+    for part in numbers:
         best |= part.best
     return Numbers(
-        frame=pd.concat([part.frame for part in known], ignore_index=True),
-        low=pd.concat([part.low for part in known], ignore_index=True),
-        high=pd.concat([part.high for part in known], ignore_index=True),
+        frame=pd.concat([part.frame for part in numbers], ignore_index=True),
+        low=pd.concat([part.low for part in numbers], ignore_index=True),
+        high=pd.concat([part.high for part in numbers], ignore_index=True),
         best=best,
     )
 
@@ -176,10 +190,10 @@ def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
 def numbers_table(
     rows: Numbers, columns: Sequence[str], formats: Mapping[str, str], **fields: Any
 ) -> Table:
-    """A table of these columns of `rows`, with intervals. A column without an entry in `formats`
-    has the format SCORE if it has intervals, and otherwise is text.
+    """A table of the columns `columns` of `rows`, with the intervals of `rows`.
 
-    fields: name, title, caption etc. of the table."""
+    formats: column -> format; without an entry, a column with intervals has the format SCORE, and
+    another column is text. fields: name, title, caption etc. of the table."""
     frame, low, high = (
         part.rename(columns=names.benchmark)
         for part in (rows.frame[list(columns)], rows.low, rows.high)
@@ -197,63 +211,67 @@ def numbers_table(
     )
 
 
-def _not_run(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A list with a footnote on the benchmarks that MEAN lacks, because no model was evaluated on
-    them; empty when MEAN is complete."""
+def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
+    """A list with one footnote, on the benchmarks in `columns` on which no model was evaluated and
+    which MEAN therefore lacks; [] when MEAN lacks no benchmark or is not in `columns`."""
     averages = (*GROUPS, *names.COLUMNS, COMMON, MEAN)
     benchmarks = [name for name in columns if name not in averages]
-    run = {name for block in blocks for name in block.comparison.benchmarks}
-    missing = [name for name in benchmarks if name not in run]
-    if MEAN not in columns or not missing:
+    benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
+    gaps = [name for name in benchmarks if name not in benchmarks_with_scores]
+    if MEAN not in columns or not gaps:
         return []
-    number = len(benchmarks) - len(missing)
+    number = len(benchmarks) - len(gaps)
     return [
         f"{MEAN} is over {number} of the paper's {len(benchmarks)} benchmarks: "
-        f"{names.not_run(missing)}."
+        f"{names.not_run(gaps)}."
     ]
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
-    """The text with the removed share, and cell -> label, for the rows of a block.
+    """(text with the removed share of a block, cell -> label).
 
-    If all cells have the same gate and seed, these are added to the text; otherwise they are added
-    to labels that several cells share."""
-    texts = gate_and_seed(block.comparison.cells)[list(block.labels)]
-    if texts.nunique() == 1:
-        return comma_joined(block.pruned, str(texts.iloc[0])), dict(block.labels)
+    If all cells have the same gate and seed, the text ends with gate and seed; otherwise each label
+    that several cells have ends with the gate and seed of the cell."""
+    suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
+    if suffixes.nunique() == 1:
+        return comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
     counts = Counter(block.labels.values())
     labels = {
-        cell: comma_joined(label, str(texts[cell])) if counts[label] > 1 else label
+        cell: comma_joined(label, str(suffixes[cell])) if counts[label] > 1 else label
         for cell, label in block.labels.items()
     }
     return block.pruned, labels
 
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
-    """The rows of a block in a `block_table`, the unpruned model first."""
+    """The rows of a block in a `block_table`, the unpruned model first. The column P has p-values
+    before correction."""
     comparison = block.comparison
     unpruned = comparison.unpruned
-    removed, labels = _pruned_and_labels(block)
+    pruned_in_words, labels = _pruned_and_labels(block)
     if unpruned is not None:
         labels = {unpruned: UNPRUNED, **labels}
     cells = list(labels)
-    pruned = list(block.labels)
-    targets = column_targets(comparison, pruned, columns)
+    pruned_cells = list(block.labels)
+    targets = column_targets(comparison, pruned_cells, columns)
     text = pd.DataFrame(
-        {"Model": comparison.model, "Pruned": removed, "Criterion": pd.Series(labels)}, index=cells
+        {"Model": comparison.model, "Pruned": pruned_in_words, "Criterion": pd.Series(labels)},
+        index=cells,
     )
     numbers = scores(comparison, cells, targets)
     frame = pd.concat([text, numbers.frame], axis=1)
     low = numbers.low
     high = numbers.high
     if block.base is not None and targets:
-        against = {cell: block.base for cell in pruned if cell != block.base}
+        base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
         last_target = list(targets.values())[-1]
-        paired = differences(comparison, last_target, against).reindex(cells)
-        tested = [cell for cell in against if comparison.have_several_seeds((cell, block.base))]
-        frame = frame.assign(**{DIFFERENCE: paired["difference"], P: paired.loc[tested, "p"]})
-        low = low.assign(**{DIFFERENCE: paired["low"]})
-        high = high.assign(**{DIFFERENCE: paired["high"]})
+        gains = differences(comparison, last_target, base_of_cell).reindex(cells)
+        several_seeds = [
+            cell for cell in base_of_cell if comparison.have_several_seeds((cell, block.base))
+        ]
+        frame = frame.assign(**{DIFFERENCE: gains["difference"], P: gains.loc[several_seeds, "p"]})
+        low = low.assign(**{DIFFERENCE: gains["low"]})
+        high = high.assign(**{DIFFERENCE: gains["high"]})
     if len(study.costs):
         values = {
             name: column.offset + column.scale * cost(study, cells, column.source)
@@ -264,11 +282,14 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
 
 
 _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1)))
+"""Line styles of matplotlib: a solid line, long dashes, short dashes, dashes and dots."""
 
 
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> its legend entry, whose style its lines have. Methods of one criterion have the
-    criterion's colour; all but the first have dashes, and hollow markers of another shape."""
+    """Method -> legend entry; lines of the method are drawn in the style of this entry.
+
+    All methods of a criterion have the criterion's colour. The criterion's first method has a solid
+    line and filled markers; each further method has its own dashes and hollow markers."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
     counts: Counter[str] = Counter()
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
@@ -290,8 +311,8 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """Draw the unpruned model's score as a horizontal line with its 95 % interval; returns the
-    legend entry."""
+    """Draw the unpruned model's score on `target` as a dashed horizontal line, and the 95 %
+    interval of this score as a band; returns the legend entry of the line."""
     unpruned = comparison.unpruned
     if unpruned is not None:
         score, low, high = comparison.displayed(target)
@@ -301,10 +322,11 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the band of chance against the removed share in per cent, behind all lines; a band for
-    each kind of random plans with at least two ratios.
+    """Draw bands of chance for scores on `target` against the removed share in per cent, behind all
+    lines. Each kind of random plans with at least two ratios has a band.
 
-    Returns a list with the legend entry; empty when no band is drawn."""
+    Returns a list with one legend entry for all bands; [] when no band is drawn."""
+    # kind -> removed share in per cent -> (low, high)
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     for _, cells in by_ratio(comparison.cells):
         for kind, plans in random_scores(comparison, cells, target).items():
@@ -322,43 +344,46 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of `layers`; fewer when there are fewer layers."""
-    distinct = sorted(set(layers))
-    if not distinct:
+    """The first, the middle and the last of the distinct `layers`, in ascending order; fewer layers
+    if there are not three."""
+    ordered = sorted(set(layers))
+    if not ordered:
         return []
-    return sorted({distinct[0], distinct[(len(distinct) - 1) // 2], distinct[-1]})
+    return sorted({ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1]})
 
 
-def by_criterion(cells: pd.DataFrame, *first: str) -> pd.DataFrame:
-    """Sort cells by the columns `first`, then by criterion in the order of tables."""
+def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFrame:
+    """Sort cells by `first_columns`, then by criterion in the order of tables."""
     order = names.in_order(cells["criterion"], names.CRITERIA)
     position = cells["criterion"].map(order.index).astype(int)
     return (
         cells.assign(position=position)
-        .sort_values([*first, "position"], kind="stable")
+        .sort_values([*first_columns, "position"], kind="stable")
         .drop(columns="position")
     )
 
 
-def plain(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Pruned cells that were neither quantised nor fine-tuned, sorted by ratio and criterion; those
-    of one granularity if it is given."""
+def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
+    """Pruned cells that were neither quantised nor fine-tuned, sorted by ratio and criterion.
+
+    granularity: `channel` or `expert` to select the cells of this granularity; "" for all cells."""
     cells = comparison.cells
-    pruned = cells[
+    cells = cells[
         (cells["criterion"] != "none") & (cells["recovery"] == "none") & (cells["ratio"] > 0)
     ]
-    selected = pruned[pruned["granularity"] == granularity] if granularity else pruned
-    return by_criterion(selected, "ratio")
+    if granularity:
+        cells = cells[cells["granularity"] == granularity]
+    return sorted_by_criterion(cells, "ratio")
 
 
 def by_ratio(cells: pd.DataFrame) -> Iterator[tuple[float, pd.DataFrame]]:
-    """Yield (ratio, its cells) for each ratio, lowest first."""
-    for key, same_ratio in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
-        yield float(key["ratio"]), same_ratio
+    """Yield (ratio, the cells of this ratio) for each ratio, lowest first."""
+    for key, ratio_cells in groups(cells.sort_values("ratio", kind="stable"), ["ratio"]):
+        yield float(key["ratio"]), ratio_cells
 
 
 def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
-    """The cell, if there is exactly one; None otherwise."""
+    """The cell in the index of `cells` if there is exactly one row; None otherwise."""
     return int(cells.index[0]) if len(cells) == 1 else None
 
 
@@ -371,8 +396,8 @@ def ratio_block(
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Label -> cells of one method, sorted by ratio; without methods that were run at fewer than
-    FEWEST_RATIOS ratios."""
+    """Label of a method -> the method's cells, sorted by ratio. Methods that were run at fewer than
+    FEWEST_RATIOS ratios are left out."""
     lines = [
         line
         for _, line in groups(cells, settings.METHOD)
@@ -385,36 +410,36 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Cells of channels with coverage budgets, at the ratio closest to 1/2."""
-    cells = plain(comparison, "channel")
+    """Pruned cells of channels with coverage budgets and without recovery, at the ratio closest to
+    HALF."""
+    cells = cells_without_recovery(comparison, "channel")
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
-    covered = cells[allocations == COVERAGE]
-    nearest = min(covered["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
-    return pd.DataFrame(covered[covered["ratio"] == nearest])
+    cells = cells[allocations == COVERAGE]
+    nearest = min(cells["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
+    return pd.DataFrame(cells[cells["ratio"] == nearest])
 
 
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score of each cell: recovery, ratio, storage (MiB), score, low, high, merit.
+    """Storage and score, a row per cell. Without rows when none of `benchmarks` was run.
 
-    score: the mean of those of `benchmarks` that were run; merit: the score, negative where less is
-    better. Without rows when no benchmark was run."""
-    rows = [int(str(cell)) for cell in cells.index]
-    target = mean_target(comparison, rows, benchmarks)
+    Columns: recovery, ratio, storage (MiB), score (the mean of those of `benchmarks` that were
+    run), low and high (95 %), and merit (the score, with a minus where lower is better)."""
+    cell_numbers = [int(str(cell)) for cell in cells.index]
+    target = mean_target(comparison, cell_numbers, benchmarks)
     points = cells[["recovery", "ratio"]]
     if not target:
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
-    score, low, high = comparison.displayed(target)
-    storage = cost(study, rows, "storage_bytes") / MEBIBYTE
-    merit = comparison.quantity(target).sign * score[rows]
-    return points.assign(
-        storage=storage, score=score[rows], low=low[rows], high=high[rows], merit=merit
-    )
+    score, low, high = (values[cell_numbers] for values in comparison.displayed(target))
+    storage = cost(study, cell_numbers, "storage_bytes") / MEBIBYTE
+    merit = comparison.quantity(target).sign * score
+    return points.assign(storage=storage, score=score, low=low, high=high, merit=merit)
 
 
 def draw_storage(axes: Axes, line: pd.DataFrame, **look: Any) -> None:
-    """Draw rows of `storage_points` as a line with 95 % intervals in the style `look`."""
+    """Draw a line of scores with 95 % intervals against storage. line: rows of `storage_points`;
+    look: style of the line."""
     x = line["storage"]
     axes.vlines(x, line["low"], line["high"], color=look["color"], linewidth=1.2, alpha=0.6)
     axes.plot(x, line["score"], linewidth=1.2, markersize=4.5, **look)

@@ -24,9 +24,9 @@ from analysis.stats.cell_scores import Numbers, by_domain, mean_target, scores, 
 from analysis.stats.comparison import Comparison, Panel, Target
 
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables, which a radar plot draws after the best two of all."""
+"""The methods of AIMER's tables; a radar plot includes them after the RADAR_BEST best methods."""
 RADAR_BEST = 2
-"""Number of methods that are drawn first, by Avg."""
+"""Number of methods with the highest Avg that a radar plot always includes."""
 RADAR_LINES = len(RADAR_METHODS)
 """Largest number of methods in a radar plot."""
 
@@ -36,61 +36,66 @@ RADAR_LINES = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    A spoke per benchmark; a line for the unpruned model and for each method of a panel. None with
-    fewer than three benchmarks.
+    A plot per panel, with a spoke per benchmark, and a line for the unpruned model and for each of
+    `radar_methods`. Panels with fewer than three benchmarks are left out.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
         return None
     lines = method_lines(comparison)
     drawing, grid = style.panels(len(panels), 2, 2.45, subplot_kw={"projection": "polar"})
-    drawn: list[str] = []
+    methods: list[str] = []
     for axes, panel in zip(grid, panels, strict=True):
         assert isinstance(axes, PolarAxes)
-        drawn += _draw_radar(axes, comparison, panel, lines)
-    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
+        methods += _draw_radar(axes, comparison, panel, lines)
+    style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(methods))])
     most = names.count(RADAR_LINES, "method")
     caption = (
         "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
         f"others, {most} at most."
     )
-    left_out = [
+    losses = [
         names.benchmark(str(benchmark))
         for benchmark in comparison.benchmarks
         if benchmark in comparison.lower_is_better
     ]
-    if left_out:
-        caption += f" {names.listing(left_out)}: left out, as less is better there."
+    if losses:
+        caption += f" {names.listing(losses)}: left out, as less is better there."
     return Figure(name, f"Strengths and weaknesses: {comparison.model}", caption, drawing)
 
 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks on which the cells of a panel were evaluated and in which more is better, in the
-    order of the papers' tables."""
-    more_is_better = [
+    """Benchmarks on which at least one cell of a panel was evaluated and in which higher is better,
+    in the order of the papers' tables."""
+    benchmarks = [
         str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
     ]
     return mean_target(
-        comparison, list(panel.cells.values()), names.in_order(more_is_better, names.BENCHMARKS)
+        comparison, list(panel.cells.values()), names.in_order(benchmarks, names.BENCHMARKS)
     )
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods that a radar plot draws: the best RADAR_BEST by Avg, those of AIMER's tables,
-    then the other methods by Avg; at most RADAR_LINES. Methods without any score are left out."""
-    average = comparison.score(panel.averaged(comparison)).fillna(-1)
-    run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
-    scored = [method for method in panel.cells if run[panel.cells[method]]]
-    scored.sort(key=lambda method: -average[panel.cells[method]])
-    published = [method for method in RADAR_METHODS if method in scored]
-    return list(dict.fromkeys([*scored[:RADAR_BEST], *published, *scored]))[:RADAR_LINES]
+    """The methods of a panel that a radar plot draws, at most RADAR_LINES: first the RADAR_BEST
+    methods with the highest Avg, then RADAR_METHODS, then the other methods by Avg. Methods without
+    any score are left out."""
+    average = comparison.score(panel.averaged(comparison)).fillna(-1)  # no average: last
+    scores = comparison.benchmarks[list(radar_benchmarks(comparison, panel))]
+    has_scores = scores.notna().any(axis=1)
+    methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
+    methods.sort(key=lambda method: -average[panel.cells[method]])
+    published = [method for method in RADAR_METHODS if method in methods]
+    return list(dict.fromkeys([*methods[:RADAR_BEST], *published, *methods]))[:RADAR_LINES]
 
 
 def _draw_radar(
     axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
 ) -> list[str]:
-    """Draw one panel; returns the methods that it draws. lines: method -> style of its line."""
+    """Draw the lines of `radar_methods` and of the unpruned model in one plot; returns
+    `radar_methods`.
+
+    lines: method -> legend entry with the style of the method's line."""
     benchmarks = list(radar_benchmarks(comparison, panel))
     methods = radar_methods(comparison, panel)
     angles = np.linspace(0, 2 * np.pi, len(benchmarks), endpoint=False)
@@ -112,6 +117,7 @@ def _draw_radar(
 
 
 BOTH_TASKS = "a calibration set about code and one about mathematics"
+"""Data that task-specific calibration needs."""
 
 
 @output("task_specific", chapter="task", filters="*Model|Pruned", needs=BOTH_TASKS)
@@ -120,9 +126,10 @@ def task_specific_table(
 ) -> Table | None:
     """All criteria, calibrated on the task on which they are evaluated.
 
-    Scores in coding columns are those of the model pruned with code calibration, scores in
-    mathematics columns those of the model pruned with mathematics calibration; Avg Rank is over
-    these four columns. None when one of the two calibration sets was not run.
+    Coding columns have the scores of the model pruned with code calibration, mathematics columns
+    the scores of the model pruned with mathematics calibration; Avg Rank is over these four
+    columns. None when no model was pruned with both. criteria: the methods to list, or None for all
+    methods.
     """
     columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
     best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
@@ -131,9 +138,9 @@ def task_specific_table(
         for domains in by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
-                labels = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                text = {"Model": comparison.model, "Pruned": domains["code"].pruned}
                 frame = block.frame.assign(
-                    **labels, Criterion=list(map(names.method, block.frame.index))
+                    **text, Criterion=list(map(names.method, block.frame.index))
                 )
                 blocks.append(Numbers(frame, block.low, block.high, best))
     rows = stacked(blocks)
@@ -189,8 +196,8 @@ def benchmark_table(results: Results, name: str) -> Table | None:
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Sort cells by ratio, gate, calibration set and method, the last two in the order of
-    tables."""
+    """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
+    order of tables."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
     positions = cells.assign(
@@ -203,18 +210,17 @@ def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _metrics(study: Study) -> str:
     """Sentences that list the benchmarks of each metric: `acc: ARC-C and PIQA.`"""
-    by_metric: dict[str, list[str]] = {}
+    benchmarks_by_metric: dict[str, list[str]] = {}
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
-        by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
+        benchmarks_by_metric.setdefault(metric, []).append(names.benchmark(benchmark))
     return " ".join(
         f"{metric}: {names.listing(benchmarks)}."
-        for metric, benchmarks in sorted(by_metric.items())
+        for metric, benchmarks in sorted(benchmarks_by_metric.items())
     )
 
 
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific(results: Results, name: str) -> Table | None:
-    """The criteria of Unified Expert Pruning, calibrated on the task on which they are
-    evaluated."""
+    """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation."""
     return task_specific_table(results, name, names.TASK_SPECIFIC)

@@ -15,7 +15,7 @@ from analysis.load.reader import groups
 from analysis.load.settings import comma_joined, is_searched, pruned_in_words
 from analysis.load.study import Study
 from analysis.outputs.captions import SEARCHES, score_setup
-from analysis.outputs.score_rows import by_criterion, numbers_table, stacked
+from analysis.outputs.score_rows import numbers_table, sorted_by_criterion, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -49,7 +49,7 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
     if not cells["allocation"].map(is_searched).any():
         return {}
     pairs: dict[int, int] = {}
-    for _, group in groups(by_criterion(cells, "ratio"), _PAIRED):
+    for _, group in groups(sorted_by_criterion(cells, "ratio"), _PAIRED):
         uniform = group.index[group["allocation"] == "uniform"]
         searched = group.index[group["allocation"].map(is_searched)]
         if len(uniform) == 1:

@@ -20,8 +20,8 @@ from analysis.outputs.score_rows import (
     Block,
     Blocks,
     by_ratio,
+    cells_without_recovery,
     only_cell,
-    plain,
     ratio_block,
     score_table,
 )
@@ -48,7 +48,7 @@ def weights_table(
 
 def against_aimer(comparison: Comparison) -> Iterator[Block]:
     """Blocks of all criteria at each ratio at which AIMER was run; differences are to AIMER."""
-    for ratio, cells in by_ratio(plain(comparison)):
+    for ratio, cells in by_ratio(cells_without_recovery(comparison)):
         aimer = cells[cells["criterion"] == "aimer"]
         if len(aimer):
             yield ratio_block(comparison, ratio, settings.method_labels(cells), only_cell(aimer))
