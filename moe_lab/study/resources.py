@@ -45,13 +45,13 @@ ITEMS = 1000
 PROMPT = 128
 """Assumed tokens of a prompt, or of a question with one of its answers."""
 BYTES_PER_TOKEN = 16
-"""Bytes per token of a generated text in the store, which has it with its prompt as JSON, and once
-more among the samples."""
+"""Bytes per token of a generated text in the store, which holds each text with its prompt as JSON,
+and again among the samples."""
 
 RUN = ("layers", "model", "server")
-"""Values of `Resources.weights` with which the model is run."""
+"""Values of `Resources.weights` for steps that run the model."""
 Check = tuple[Any, ...]
-"""A function, which raises UserError or returns sentences about problems, and its arguments."""
+"""A function that raises UserError or returns sentences about problems, then its arguments."""
 Bytes = Callable[[Size], float]
 """Size of a model -> bytes."""
 
@@ -81,8 +81,8 @@ class Resources(NamedTuple):
     """Amount of work, in tokens or items where the step reads these. The seconds of steps of one
     kind are proportional to it."""
     pace: Sequence[Any] = ()
-    """JSON document of what determines the seconds per unit: they are equal for steps of one kind
-    with equal pace."""
+    """JSON document of what determines the seconds per unit: steps of one kind with equal pace take
+    equal seconds per unit."""
     job: str | None = None
     """Kind of the Slurm jobs that this step is part of; None for its own kind."""
     steps_per_job: Literal["one", "short", "cells", "models"] = "one"
@@ -92,8 +92,8 @@ class Resources(NamedTuple):
     conditions: Sequence[Check] = ()
     """Checks on the machine where the study is started, such as of permissions."""
     programs: Sequence[Check] = ()
-    """Checks of what is installed where the step runs; made if it runs in this Python
-    (launcher.python=null)."""
+    """Checks of what is installed where the step runs. They are made if the step runs in this
+    Python (launcher.python=null)."""
 
     @property
     def runs_model(self) -> bool:
@@ -105,8 +105,8 @@ class Resources(NamedTuple):
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
-        """Number of GPUs of `gpu_memory` GiB for the step: the least of `gpu_counts` that holds it,
-        or else the largest; 0 for a step on the CPU."""
+        """Number of GPUs of `gpu_memory` GiB for the step: the smallest of `gpu_counts` with which
+        the step fits, or else the largest; 0 for a step on the CPU."""
         if not self.on_gpu:
             return 0
         return next(
@@ -131,15 +131,15 @@ def expert_weights(size: Size) -> float:
 
 
 def channel_products(size: Size) -> float:
-    """Bytes of the products of channels (I, I) of all experts of a layer in fp64."""
+    """Bytes of matrices (I, I) of products of channels, one for each expert of a layer, in fp64."""
     return 8.0 * size.experts * size.width**2
 
 
 def _by_size(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources with `memory` and `disk` of the size of the model. `fields`: other fields of
-    `Resources`."""
+    """Resources of a step, with `memory` and `disk` computed from the size of the model. Without a
+    known size, memory is None and disk is 0. `fields`: other fields of `Resources`."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
@@ -149,8 +149,8 @@ def _by_size(
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """Numbers of GPUs among which transformers can divide the model: several only with a device
-    map."""
+    """Possible numbers of GPUs for transformers: several only with a device map, which divides the
+    model among them."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
@@ -164,8 +164,8 @@ def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]
     and the file that it writes."""
 
     def memory(size: Size) -> float:
-        layer = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
-        return PROCESS + 3 * 8.0 * size.moe_layers * layer
+        layer_sums = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
+        return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums  # fp64
 
     return _by_size(model, memory, units=float(text.tokens), pace=pace)
 
@@ -184,10 +184,10 @@ def text_pass(
 ) -> Resources:
     """Resources of a step that runs a model over a text.
 
-    rows: the first row of a share of the text, and its end. engine: where it is not `text.engine`.
-    backward: whether gradients flow back through the layers. copies: copies of the weights in
-    memory. per_layer: bytes for every layer whose weights are in memory, besides the weights.
-    extra_bytes: bytes that do not depend on the number of layers.
+    rows: (first row, end) of the share of the text that the step reads; None for the whole text.
+    engine: used instead of `text.engine`. backward: whether gradients flow back through the layers.
+    copies: number of copies of the weights in memory. per_layer: bytes, besides the weights, for
+    every layer whose weights are in memory. extra_bytes: further bytes, once for all layers.
     """
     is_layered = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
@@ -201,11 +201,11 @@ def text_pass(
         fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
         if is_layered:
             base_bytes = PROCESS + size.layer_weights() + layer + batch_tokens * size.activations()
-            states = 0.0
+            state_bytes = 0.0
             if model.device == "cpu":
-                # at most half of the main memory; other hidden states are written to the disk
-                states = min(base_bytes, disk(size))
-            return base_bytes + states + fixed_bytes
+                # hidden states take at most half of the main memory; the rest is on the disk
+                state_bytes = min(base_bytes, disk(size))
+            return base_bytes + state_bytes + fixed_bytes
         batch = batch_tokens * (size.logits + size.activations(size.moe_layers if backward else 1))
         return (
             PROCESS + OVERHEAD * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
@@ -231,25 +231,32 @@ def finetuning(
     copies: int,
 ) -> Resources:
     """Resources of a step that fine-tunes a model on a text, or fits merged experts. A fit gathers
-    sums in fp64, of the size of one expert for every two experts. `copies`: of the weights."""
+    sums (I, I) and (I, H) in fp64 for each merged expert; it is assumed that the merged experts are
+    half as many as the experts. `copies`: number of copies of the weights."""
     is_fit = recovery.fit is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
 
-    def sums(size: Size) -> float:
+    def sum_bytes(size: Size) -> float:
         if not is_fit:
             return 0.0
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
-    def more(size: Size) -> float:
+    def extra_bytes(size: Size) -> float:
         teacher = DISTILLED * batch_tokens * size.logits if recovery.distill is not None else 0.0
-        return teacher + sums(size)
+        return teacher + sum_bytes(size)
 
     passes = text_pass(
-        model, text, pace, engine="resident", backward=not is_fit, copies=copies, extra_bytes=more
+        model,
+        text,
+        pace,
+        engine="resident",
+        backward=not is_fit,
+        copies=copies,
+        extra_bytes=extra_bytes,
     )
     size = size_of(model)
     return passes._replace(
-        disk=sums(size) if size else 0.0,
+        disk=sum_bytes(size) if size else 0.0,
         units=passes.units * (1 if is_fit else recovery.epochs),
         pace=[*pace, recovery.train, recovery.distill is not None, is_fit],
     )
@@ -258,17 +265,17 @@ def finetuning(
 def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Resources of a step that writes a checkpoint. Changed weights (`is_changed`) and GGUF
-    (`is_converted`) each take a further checkpoint on the disk, and three times the fp32 weights of
-    a decoder layer in memory."""
+    """Resources of a step that writes a checkpoint. If weights are changed (`is_changed`), the disk
+    holds a further checkpoint, and another one if it is converted to GGUF (`is_converted`). In both
+    cases memory holds three times the fp32 weights of a decoder layer."""
 
     def memory(size: Size) -> float:
-        layers = (
+        layer_bytes = (
             4 / size.bytes_per_parameter * size.layer_weights(3)
             if is_changed or is_converted
             else 0.0
         )
-        return 2 * PROCESS + layers
+        return 2 * PROCESS + layer_bytes
 
     def disk(size: Size) -> float:
         return float(size.bytes) * (1 + is_changed + is_converted)
@@ -283,7 +290,7 @@ def items(benchmark: BenchmarkConfig) -> int:
 
 
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
-    """What determines the seconds per item, as `Resources.pace`."""
+    """Settings of a benchmark that determine the seconds per item, for `Resources.pace`."""
     return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
 
 
@@ -297,13 +304,13 @@ def benchmark_run(
     programs: Sequence[Check] = (),
 ) -> Resources:
     """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
-    model reads and writes. Besides `copies` of the weights it holds for each batch the keys and
-    values of generated texts, or else the logits of prompts."""
-    written = benchmark.max_new_tokens
+    model reads and writes. Memory holds `copies` copies of the weights and, for each item of a
+    batch, the keys and values of a generated text, or else the logits of a prompt."""
+    new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
-        row = size.cache(PROMPT + written) if written else PROMPT * size.logits
-        return PROCESS + OVERHEAD * size.bytes * copies + benchmark.batch_size * row
+        item_bytes = size.cache(PROMPT + new_tokens) if new_tokens else PROMPT * size.logits
+        return PROCESS + OVERHEAD * size.bytes * copies + benchmark.batch_size * item_bytes
 
     return _by_size(
         model,
@@ -311,7 +318,7 @@ def benchmark_run(
         weights="server" if backend.name == "server" else "model",
         gpu_counts=_vllm_counts(model, backend) if backend.name == "vllm" else _gpu_counts(model),
         isolated=True,
-        units=float(items(benchmark) * (PROMPT * (1 + benchmark.shots) + written)),
+        units=float(items(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
         pace=[model_id, backend.name, *benchmark_pace(benchmark)],
         job="evaluate",
         steps_per_job="models",
@@ -325,5 +332,7 @@ def answer_bytes(benchmark: BenchmarkConfig) -> float:
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
+    """Possible numbers of GPUs for vLLM: the product of its arguments named ..._parallel_size, or
+    else the numbers that divide the model's tensors."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(sizes)] if sizes else tensor_parallel(config_of(model))

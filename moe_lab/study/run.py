@@ -41,8 +41,8 @@ class RunResult(NamedTuple):
     """The exit code of a run, and its study."""
 
     code: int
-    """0: all steps are done; 1: some failed or are missing; 2: all failures are mistakes of the
-    user."""
+    """0: all steps are done; 2: steps failed, all by mistakes of the user; 1: other steps failed or
+    results are missing."""
     study: Study
 
 
@@ -94,7 +94,7 @@ def run(
 
 
 def _run(study: Study) -> int:
-    """Compute the missing steps, or submit them, and finish; the exit code."""
+    """Compute the missing steps and finish the run, or submit the steps. Returns the exit code."""
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
@@ -110,7 +110,7 @@ def _run(study: Study) -> int:
         if store.notices:
             outdate_reports(store)
         print_notices(store)
-        if len(steps) < len(all_steps):  # shares of finished passes are not computed
+        if len(steps) < len(all_steps):  # `steps` lacks the shares of finished passes
             current.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
         store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
@@ -126,14 +126,14 @@ def _run(study: Study) -> int:
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of finished steps that are read at the end of the run and are damaged, found by hashing
-    their files."""
-    results = {
+    """Ids of the damaged steps among the finished steps (`done`) whose results are read at the end
+    of the run. All files of these steps are hashed."""
+    step_of = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
     return {
         step_id
-        for step_id, step in results.items()
+        for step_id, step in step_of.items()
         if step_id in done and not study.store.readable(step)
     }
 
@@ -149,9 +149,10 @@ def inline(schedule: Schedule, study: Study, current: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, current: Run) -> bool:
-    """Compute steps in worker processes: launcher.processes of them, or one for each core as far as
-    each has memory for the largest step. With GPUs, steps that need one GPU run first, in a process
-    for each GPU; then steps that need two GPUs, in a process for each pair; and so on."""
+    """Compute steps in worker processes. Their number is launcher.processes, or else the number of
+    cores, but at most the number of largest steps that main memory holds. With GPUs, steps that
+    need one GPU run first, in a process for each GPU; then steps that need two, in a process for
+    each pair; and so on."""
     processes = study.config.launcher.processes
     resources = {name: step.resources() for name, step in schedule.waiting.items()}
     known = {name: needed for name, needed in resources.items() if needed.memory is not None}
@@ -164,15 +165,15 @@ def local(schedule: Schedule, study: Study, current: Run) -> bool:
         return True
     gpu_memory = study.config.resources.gpu_memory
     gpus_of = {name: needed.gpus(gpu_memory) or 1 for name, needed in known.items()}
-    for size in sorted(set(gpus_of.values())) or [1]:
-        larger = {name for name, gpus in gpus_of.items() if gpus > size}
-        starts = range(0, max(1, len(devices) - size + 1), size)
-        sets = [",".join(devices[start : start + size]) for start in starts]
-        count = processes or len(sets)
-        if size > 1:
-            count = min(count, len(sets))  # such a step fills its GPUs
+    for set_size in sorted(set(gpus_of.values())) or [1]:
+        larger = {name for name, gpus in gpus_of.items() if gpus > set_size}
+        starts = range(0, max(1, len(devices) - set_size + 1), set_size)
+        gpu_sets = [",".join(devices[start : start + set_size]) for start in starts]
+        count = processes or len(gpu_sets)
+        if set_size > 1:
+            count = min(count, len(gpu_sets))  # a step with several GPUs fills them
         environments = [
-            {"CUDA_VISIBLE_DEVICES": sets[number % len(sets)]} for number in range(count)
+            {"CUDA_VISIBLE_DEVICES": gpu_sets[number % len(gpu_sets)]} for number in range(count)
         ]
         _compute(schedule, study.store, environments, schedule.waiting_without(larger))
     return True
@@ -184,8 +185,8 @@ def _compute(
     environments: Sequence[Mapping[str, str]],
     subset: Set[str] | None = None,
 ) -> None:
-    """Compute steps in worker processes, one for each of the environments. `subset`: as of
-    `Schedule.take`."""
+    """Compute steps in worker processes, one for each of the environments. `subset`: ids of the
+    steps to compute, see `Schedule.take`."""
     errors: list[BaseException] = []
 
     def compute(environment: Mapping[str, str]) -> None:
@@ -220,6 +221,6 @@ def slurm(schedule: Schedule, study: Study, current: Run) -> bool:
 
 
 Launcher = Callable[[Schedule, Study, Run], bool]
-"""Computes the steps of a schedule. True when they have ended, False when they are only
-submitted."""
+"""Computes the steps of a schedule. Returns True if the steps have ended, and False if they were
+only submitted."""
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}

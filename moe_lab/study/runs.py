@@ -34,17 +34,21 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [str], "inputs": [[int]]}
-TEXTS = dict.fromkeys(("id", "array", "name", "kind"), str)
-JOB_SHAPE = {**TEXTS, "steps": [str], "after": [str], "user": int}
+"""Expected fields of run.json."""
+TEXT_FIELDS = dict.fromkeys(("id", "array", "name", "kind"), str)
+JOB_SHAPE = {**TEXT_FIELDS, "steps": [str], "after": [str], "user": int}
 JOBS_SHAPE = {"jobs": [{"path": str, "inode": int, "job": JOB_SHAPE}]}
+"""Expected fields of jobs.json: path and inode of the store, and a `SubmittedJob`."""
 ENDED = "ended.json"
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
 GC_CLAIM = "gc"
-"""Claim that `gc` holds while it chooses steps to remove, and a run while it begins. Otherwise a
-run could find a step finished, and lose it to a `gc` that had read the list of runs before."""
+"""Claim that `gc` holds while it chooses steps to remove, and that a run holds while it begins.
+Otherwise a `gc` that had read the list of runs before could remove a step that the run has found
+finished."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
+"""Name of a run: its number and a random suffix."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class Run:
 
     @property
     def jobs(self) -> list[SubmittedJob]:
-        """The submitted jobs, in order of submission; jobs come after those they need. Empty in a
-        copy of the store, into which the jobs do not write."""
+        """The submitted jobs, in order of submission; a job comes after the jobs that it needs. The
+        list is empty in a copy of the store, as jobs write only into the original."""
         file = self.folder / "jobs.json"
         document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
         path, inode = self._location()
@@ -92,8 +96,9 @@ class Run:
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _location(self) -> tuple[str, int]:
-        """Path and inode of the store. Other mounts of the store have another path; copies differ
-        in both. For a mount point the inode is 0, as other disks have the same one there."""
+        """Path and inode of the store. Another mount of the store differs in the path, a copy in
+        both. If the store is a mount point, the inode is 0, as mount points of different disks have
+        the same inode."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
@@ -113,7 +118,8 @@ class Run:
         return plan
 
     def claim(self) -> Claim:
-        """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
+        """A claim that keeps `gc` from freeing the steps of the run until the claim is released or
+        the process dies."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
     @uncollected()
@@ -133,9 +139,9 @@ class Run:
         self.store.write(self.folder / "run.json", plan)
 
     def remove(self) -> None:
-        """Remove the folder of the run, and that of its study when it has no other."""
+        """Remove the folder of the run, and the folder of its study if it holds no other run."""
         removed = self.store.root / f".{self.folder.name}"
-        with suppress(OSError):  # the folder is gone, or that of the study holds other runs
+        with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
             self.folder.rename(removed)  # started jobs may still write to it by its name
             self.folder.parent.rmdir()
         shutil.rmtree(removed, ignore_errors=True)
@@ -147,14 +153,14 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """Start a new run of the study, which is claimed until the block ends. Waits while `gc` chooses
     steps to remove. Removes stale claims, and unfinished files of processes that were killed.
 
-    The name of a run is a number above those of all earlier runs, which does not depend on clocks,
-    and a random suffix, as other runs may begin at the same time."""
+    The name of a run is a number and a random suffix. The number is one more than that of the last
+    run, which does not depend on clocks. Runs that begin at the same time differ in the suffix."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):
-            earlier = runs(store, study)
-            _check_documents(earlier)
-            folders = [run.folder for run in earlier]
+            earlier_runs = runs(store, study)
+            _check_documents(earlier_runs)
+            folders = [run.folder for run in earlier_runs]
             number = 1 + max((int(path.name.partition("-")[0]) for path in folders), default=0)
             recorded = tuple(path.name for path in folders if (path / RECORD_FILE).exists())
             run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
@@ -166,18 +172,19 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             for path in folders:
                 if path.name in active:
                     continue
-                # not of record.json, which a job without a claim may be writing
-                for unfinished in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
-                    unfinished.unlink(missing_ok=True)
+                # unfinished files of record.json stay: a job without a claim may be writing one
+                for file in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
+                    file.unlink(missing_ok=True)
         yield run
 
 
-def _check_documents(earlier: Sequence[Run]) -> None:
-    """Set damaged documents of earlier runs of a study aside, by reading those that `gc` and
-    `status` read: every jobs.json, and the last run.json, as each can have millions of steps."""
-    for run in earlier:
-        _ = run.jobs
-    for run in earlier[-1:]:
+def _check_documents(earlier_runs: Sequence[Run]) -> None:
+    """Set damaged documents of earlier runs of a study aside. These are documents that `gc` and
+    `status` read: every jobs.json, but only the last run.json, as each can list millions of
+    steps."""
+    for run in earlier_runs:
+        _ = run.jobs  # reading a damaged document sets it aside
+    for run in earlier_runs[-1:]:
         _ = run.plan
 
 
@@ -191,7 +198,7 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def active_runs(store: Store) -> set[str]:
-    """Names of the runs that are claimed by a process."""
+    """Names of the runs that processes have claimed."""
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 

@@ -39,8 +39,8 @@ POLL = 0.5
 
 
 class StepError(Exception):
-    """A step failed. `document`: the error as JSON, see `provenance.error_document`. Errors that
-    are `transient`, such as of a full disk, are not stored."""
+    """A step failed. `document`: the error as JSON, see `provenance.error_document`. An error that
+    is `transient`, such as that of a full disk, is not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(document["message"])
@@ -66,23 +66,26 @@ class Schedule:
     def __post_init__(self) -> None:
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
-        self.changed = threading.Condition()
+        """Number of steps of each kind that waited at first."""
+        self.condition = threading.Condition()
+        """Lock of this object, which is notified when steps have ended."""
 
     def waiting_without(self, excluded: Set[str]) -> Set[str]:
-        """Ids of the waiting steps, without `excluded` ones and steps that need one of these."""
+        """Ids of the waiting steps, without those in `excluded` and without steps that need one of
+        these, directly or indirectly."""
         excluded = set(excluded)
-        for step in self.waiting.values():  # inputs come first
+        for step in self.waiting.values():  # inputs come before the steps that need them
             if any(needed.id in excluded for needed in step.needs):
                 excluded.add(step.id)
         return self.waiting.keys() - excluded
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
         """Move the next waiting step whose inputs are finished to `running`, and return it. Blocks
-        until there is such a step; None when no step is waiting.
+        until there is such a step. Returns None when no step of the subset is waiting.
 
         `subset`: ids of the steps to take, from `waiting_without`; None for all.
         """
-        with self.changed:
+        with self.condition:
             while any(subset is None or name in subset for name in self.waiting):
                 for step in self.waiting.values():
                     if subset is not None and step.id not in subset:
@@ -90,56 +93,56 @@ class Schedule:
                     if all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
-                self.changed.wait(timeout=POLL)
+                self.condition.wait(timeout=POLL)
             return None
 
     def _skip_blocked(self) -> None:
         """Skip the waiting steps that need a failed or skipped step."""
-        # inputs come first, so that one pass reaches all
+        # inputs come before the steps that need them, so one pass suffices
         for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
     def skip(self, steps: Iterable[Step]) -> None:
         """Skip `steps` and everything that needs them."""
-        with self.changed:
+        with self.condition:
             for step in steps:
                 self.waiting.pop(step.id, None)
                 self.skipped[step.id] = step
             self._skip_blocked()
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Put a step that another run is computing back to the waiting ones, after a pause."""
+        """After a pause, move a step that another run is computing from `running` to `waiting`."""
         time.sleep(POLL)
-        with self.changed:
+        with self.condition:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
     def finish(self, step: Step, *, computed: bool = True) -> None:
         """Move a step to `finished`. `computed`: whether this run has computed it."""
-        with self.changed:
+        with self.condition:
             self.waiting.pop(step.id, None)
             _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
                 self.ended.append(StepTime(step, self.clock() - start_time, 1.0))
             self.finished.add(step.id)
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def fail(self, step: Step, error: StepError) -> None:
         """Move a step to `failed`, and skip the steps that need it."""
-        with self.changed:
+        with self.condition:
             self.running.pop(step.id, None)
             self.waiting.pop(step.id, None)
             self.failed[step.id] = error
             self._skip_blocked()
-            self.changed.notify_all()
+            self.condition.notify_all()
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
     """Mark steps with a stored error of an earlier run as failed.
 
-    The error is removed, so that the step is tried again, with retry=failed, after a change of the
-    code, and if installed packages caused it.
+    With retry=failed, after a change of the code, or if installed packages caused the error, the
+    error is removed instead, so that the step is tried again.
     """
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting:  # skipped, as it needs a failed step
@@ -161,8 +164,8 @@ Execute = Callable[[Step, Path], None]
 def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
-    """Compute steps until none is waiting: claim, execute, publish. `subset`: as of
-    `Schedule.take`."""
+    """Compute steps until no step is waiting: claim each, execute it and publish its results.
+    `subset`: ids of the steps to compute, see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
         try:
@@ -176,8 +179,8 @@ def work(
             schedule.postpone(step)
         except StepError as error:
             if not error.transient:
-                if removed := [needed for needed in step.needs if not store.done(needed)]:
-                    error = _input_error(removed[0])
+                if lost_inputs := [needed for needed in step.needs if not store.done(needed)]:
+                    error = _input_error(lost_inputs[0])
                 else:
                     store.fail(step, error.document)
             schedule.fail(step, error)
@@ -197,12 +200,12 @@ def _input_error(step: Step) -> StepError:
 
 
 class WorkerProcess(AbstractContextManager["WorkerProcess"]):
-    """A process that computes steps, as the `execute` of `work`. It starts with the first step,
-    starts again if it has died, and ends with the `with` block.
+    """A process that computes steps, to be passed to `work` as `execute`. The process starts with
+    the first step, starts again if it has died, and ends with the `with` block.
 
-    It holds loaded models between steps. It ends when its standard input is closed, even in the
-    middle of a step, so that it writes nothing after its parent was killed. Its replies are JSON
-    and not pickles, as it may have run a model's own code.
+    The process holds loaded models between steps. It ends when its standard input is closed, even
+    in the middle of a step, so that it writes nothing after its parent was killed. Its replies are
+    JSON and not pickles, as it may have run a model's own code.
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -222,11 +225,11 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
         self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
-        work = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
+        content = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
         log = self.store.log(step.folder)
         try:
-            error = self.child.call("perform_pickled", work=work)
-        except Refused as refused:  # the process cannot unpickle the step, as without its module
+            error = self.child.call("perform_pickled", work=content)
+        except Refused as refused:  # the process cannot unpickle the step: its module is missing
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except Ended as ended:
             code = self.child.process.returncode
@@ -243,6 +246,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
                     log.unlink()
 
     def _start(self) -> Child:
+        """Start the process, in which the signal USR2 is ignored."""
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
         # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores it:
         # the first process of the job handles it, and ends the worker by `end`.
@@ -250,16 +254,16 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         return Child(ignoring_usr2, {**os.environ, **self.environment}, umask=self.store.umask)
 
     def end(self, seconds: float) -> None:
-        """End the process, even in the middle of its step. A pass has `seconds` to save its state,
-        see `observe.SaveTimer`."""
+        """End the process, even in the middle of a step. A pass then has `seconds` to save its
+        state, see `observe.SaveTimer`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 
     def _append_to_log(self, text: str) -> bool:
-        """Append a text to `log`; False if that failed, as on a full disk, where the step itself
-        reports the error."""
+        """Append a text to `log`. Returns whether that succeeded; on a full disk it fails, and the
+        step itself reports the error."""
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -268,8 +272,8 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
 
 class InProcessExecutor(WorkerProcess):
-    """Computes steps in this process. Steps with foreign code are computed in a worker process, and
-    so are all steps in a store of a group, whose umask a worker can have."""
+    """Computes steps in this process. Steps with foreign code are computed in a worker process. So
+    are all steps of a store that belongs to a group, as a worker can have the umask for it."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
         super().__init__(store)
@@ -296,7 +300,7 @@ def inform(sentence: str, style: str | None = None) -> None:
 
 
 def print_notices(store: Store) -> None:
-    """Print, and then forget, the notices on what was set aside in the store."""
+    """Print the notices of the store, and remove them from the list."""
     while store.notices:
         inform(f"moe_lab: {store.notices.pop(0)}")
 
@@ -305,50 +309,50 @@ def show_progress(
     schedule: Schedule, store: Store, workers: int = 0
 ) -> AbstractContextManager[None]:
     """Show the state of `schedule` until the block ends. `workers`: number of steps that run at the
-    same time; 0: as many as run now."""
+    same time, from which the time left is estimated; 0 for the number that runs now."""
     seconds = cache(learned(store))
     return show_regularly(lambda: overview(schedule, store, seconds, workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
-    """A line with the number of ended steps of each kind, the progress of running steps, and the
-    time left. `seconds`: estimated seconds of a step."""
-    with schedule.changed:
+    """A line with the number of ended steps of each unfinished kind, the progress of running steps,
+    and the time left. `seconds` estimates the seconds of a step. `workers`: of `show_progress`."""
+    with schedule.condition:
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
     unfinished = Counter(step.kind for step in waiting)
     unfinished.update(step.kind for step, _ in running)
     details = defaultdict[str, str](str)
-    running_progress: list[StepTime] = []
+    step_times: list[StepTime] = []
     for step, start_time in running:
         share, text = progress.read(store.partial(step) / progress.NAME)
-        running_progress.append(StepTime(step, schedule.clock() - start_time, share))
+        step_times.append(StepTime(step, schedule.clock() - start_time, share))
         if text:
             details[step.kind] += f" ({text})"
-    kinds = [
+    counts = [
         f"{kind} {total - unfinished[kind]}/{total}{details[kind]}"
         for kind, total in schedule.total.items()
         if unfinished[kind]
     ]
-    remaining, unknown = time_left(
-        ended, running_progress, waiting, seconds, workers or len(running) or 1
+    remaining, unknown_kinds = time_left(
+        ended, step_times, waiting, seconds, workers or len(running) or 1
     )
-    return ", ".join([*kinds, _time_text(remaining, unknown)])
+    return ", ".join([*counts, _time_text(remaining, unknown_kinds)])
 
 
-def _time_text(seconds: float, unknown: Sequence[str]) -> str:
-    """The time left as text. `unknown`: kinds of steps that `seconds` does not include."""
+def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
+    """The time left as text. `unknown_kinds`: kinds of steps that `seconds` leaves out."""
     if seconds < 60:
-        return "time left unknown" if unknown else "less than 1 min left"
+        return "time left unknown" if unknown_kinds else "less than 1 min left"
     text = f"about {seconds / 60:.0f} min left"
-    return f"{text} (no {', '.join(unknown)} step has ended)" if unknown else text
+    return f"{text} (no {', '.join(unknown_kinds)} step has ended)" if unknown_kinds else text
 
 
 @contextmanager
 def show_regularly(status: Callable[[], str]) -> Iterator[None]:
-    """Show a status until the block ends: on a terminal in one line that changes, otherwise as a
-    printed line every minute."""
+    """Show a status until the block ends: on a terminal in a line that is overwritten every second,
+    otherwise as a printed line every minute."""
     start = time.monotonic()
     ended = threading.Event()
 

@@ -36,14 +36,14 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""pending: a running command or a Slurm job will do the step. blocked: it needs a failed step.
-missing: none of the others; the command that started the study will start the step."""
+"""pending: a running command or a Slurm job will do the step. blocked: the step needs a failed one.
+missing: the step has no other state; the command that started the study starts such a step."""
 LINES = 20
 """Lines shown from the end of a log."""
-TIMED = {"provenance": {"seconds": Number}}
-"""Part of step.json that the table reads."""
+TIME_SHAPE = {"provenance": {"seconds": Number}}
+"""Fields of step.json from which the mean time is computed."""
 SAMPLE = 50
-"""Steps of a kind whose times are read for the mean, at most."""
+"""Maximum number of steps of a kind from which the mean time is computed."""
 console = Console(highlight=False)
 
 
@@ -82,8 +82,8 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. Damaged documents of it become notices of
-    the store."""
+    """The state of a study that was run at least once. For damaged documents, notices are added to
+    the store. Raises UserError when no run has an undamaged plan."""
     _check_records(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
@@ -105,7 +105,8 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, Queued],
 ) -> list[StepState]:
-    """States of the steps in a run's `plan`. `jobs`: all jobs of the study by id."""
+    """States of the steps in the `plan` of a run, in its order. `jobs`: all jobs of the study by
+    id. `queue`: those in Slurm's queue."""
     job_of = _last_jobs(jobs, queue)
     finished = store.present()
     claimed = store.claims.active()
@@ -134,7 +135,7 @@ def _step_states(
 
 
 def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, Queued]) -> dict[str, str]:
-    """Start of a step's id -> its last job, or an earlier job that is in the queue."""
+    """Start of a step's id -> id of its first job that is in the queue, or else of its last job."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -152,9 +153,9 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
-    """The job that should have written the record, the report and the tracker's runs: that of the
-    last run with such a job or a record. None if all of these are complete, or if a later run is
-    active."""
+    """Id of the job that should have written the record, the report and the tracker's runs, but has
+    not completed these. It belongs to the last run that has such a job. None without such a run,
+    and if this run or a later run has completed all, is active, or has a record without a job."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -167,22 +168,24 @@ def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
 
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, Queued], str]:
-    """Id -> job, for those of `jobs` that are in the queue; and the error when the scheduler does
-    not answer, or "". The error is not raised, since the store alone still gives a useful state."""
+    """Id -> job in the queue, for those of `jobs` that are there; and the error when the scheduler
+    does not answer, or "". The error is not raised, as the store alone still gives a useful
+    state."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
         return {}, str(error)
     queued = {}
     for name, job in jobs.items():
+        # Slurm may have given the id to another job since
         if name in queue and queue[name].name == job.name:
             queued[name] = queue[name]
     return queued, ""
 
 
 def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until running and pending steps of a kind are done, if each takes `seconds` and as
-    many run at the same time as now."""
+    """Seconds until the running and pending steps of one kind (`steps`) are done, if each takes
+    `seconds` and as many run at the same time as now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
     spent = sum(min(seconds, time.time() - step.start_time) for step in running)
@@ -190,8 +193,9 @@ def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a row per kind of step: number of steps in each state, mean time of a step, and time
-    left."""
+    """Print a table with a row for each kind of step: number of steps in each state, mean time of a
+    step, and time left. Then print the jobs in the queue, and commands for what failed or is
+    missing."""
     kinds: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         kinds[step.kind].append(step)
@@ -242,17 +246,19 @@ def _print_jobs(study: StudyState) -> None:
 
 
 def _duration(seconds: float) -> str:
+    """A number of seconds as text, such as 1:05:00."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Cancel all jobs of the study, or only those of the given steps."""
+    """Cancel the jobs of a study that are in the queue. If `steps` are not all steps of the study,
+    cancel only the jobs that these wait for or run in."""
     if study.queue_error:
         raise UserError(study.queue_error)
     jobs = list(study.queue)
     if len(steps) < len(study.steps):
-        of_steps = {step.job for step in steps if step.state in ("pending", "running")}
-        jobs = [job for job in jobs if job in of_steps]
+        job_ids = {step.job for step in steps if step.state in ("pending", "running")}
+        jobs = [job for job in jobs if job in job_ids]
     scheduler.cancel(jobs)
     count = sum(len(study.jobs[job].steps) for job in jobs)
     print(f"{study.study}: cancelled {len(jobs)} jobs, with {count} steps; finished ones remain")
@@ -275,11 +281,11 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last `lines` lines of the log of a step. For a missing step, of the log of its job,
-    which may have died before it began the step."""
+    """Print the last `lines` lines of the log of a step. For a missing step, this is the log of its
+    job, if there is one: the job may have died before it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        name = f"{step.job}_0_log.err"
+        name = f"{step.job}_0_log.err"  # submitit names it
         logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
         if log.exists():
@@ -291,7 +297,7 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash all files of the finished steps, and print those that are missing or damaged. Returns 1
-    if there are any, or if the store has notices of other damaged documents of the study."""
+    if there are such files, or if the store has notices of damaged documents, otherwise 0."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
     damaged = 0
@@ -355,7 +361,8 @@ def _reason(study: StudyState, step: StepState) -> str:
 
 @cache
 def _job_end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, as text. Cached, so that there is one query per job."""
+    """How a job of a study ended, as text. The answer is cached, so that there is one query per
+    job."""
     with suppress(UserError):
         if state := scheduler.job_state(job).get("JobState"):
             return state.lower()
@@ -363,11 +370,11 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean time of finished steps, None without any."""
+    """Mean seconds of at most SAMPLE finished steps among `steps`; None if there are none."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
             document = store.document(step.name)
-            if fits(document, TIMED):
+            if fits(document, TIME_SHAPE):
                 seconds.append(document["provenance"]["seconds"])
     return fmean(seconds) if seconds else None

@@ -14,11 +14,12 @@ from moe_lab.paths import shorten
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
-"""Maximum bytes of a label. File systems allow 255: logs and scratch add to a folder's name."""
+"""Maximum bytes of a label. File systems allow names of 255 bytes, and names of logs and scratch
+folders are longer than the label."""
 
 MEANING = "4"
 """Part of the id of every step. It is raised when results of earlier versions may be wrong, so that
-no step finds them; CHANGELOG.md lists these versions."""
+these results are not found; CHANGELOG.md lists these versions."""
 
 
 class IdentityEntry(NamedTuple):
@@ -27,7 +28,7 @@ class IdentityEntry(NamedTuple):
     value: Any
     """The input step, or the JSON document of a setting."""
     line: str
-    """Its line in the text whose hash is the id."""
+    """Line that stands for the field in the text whose hash is the id of the step."""
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
@@ -38,13 +39,14 @@ class StepFields:
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not its
     result."""
-    _identifying: ClassVar[tuple[str, ...]] = ()
+    _identity_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are not in `runtime`, which determine the identity."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
         as_dataclass: Any = cls
-        cls._identifying = tuple(
+        cls._identity_fields = tuple(
             entry.name for entry in fields(as_dataclass) if entry.init and entry.name not in runtime
         )
 
@@ -56,7 +58,7 @@ class StepFields:
     def collect_entries(self) -> dict[str, IdentityEntry]:
         """Compute `identity_entries` without caching them."""
         entries: dict[str, IdentityEntry] = {}
-        for name in self._identifying:
+        for name in self._identity_fields:
             value = getattr(self, name)
             if type(value) is dict:
                 for role, inner in value.items():
@@ -67,8 +69,8 @@ class StepFields:
 
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
-    """The entries of one value of the field `role`: an input counts by its id, and a group of
-    fields by its own entries."""
+    """Role -> entry, for the value of the field `role`. The entry of an input has the input's id; a
+    group of fields has the entries of its own fields."""
     if isinstance(value, Step):
         return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
@@ -80,24 +82,24 @@ def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
 class Step(StepFields):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
-    Fields that are steps are its inputs; all other fields, by `config.base.identity`, are its
-    settings. Both, except the fields named in `runtime`, are its identity. A field that is None
-    does not count; an object of `StepFields` counts as its fields, and a dictionary as its
-    entries."""
+    Fields that are steps are its inputs; all other fields are its settings, which
+    `config.base.identity` makes JSON. Inputs and settings together, without the fields named in
+    `runtime`, are its identity. A field that is None is left out of the identity; an object of
+    `StepFields` counts as its fields, and a dictionary as its entries."""
 
     kind: str = field(default="", init=False)
     """Name of the kind in settings and tables, and of its folder in the store. A class that sets it
-    is registered. A class with several kinds has a dictionary `kinds` instead, kind -> what
-    differs, and each of its steps is given a kind."""
+    is registered. A class with several kinds has a dictionary `kinds` instead, from each kind to
+    how it differs, and each of its steps is given a kind."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
     whole_model: ClassVar[bool] = False
-    """Whether it needs all weights in memory at once, so that calibration.engine=streamed cannot
-    run it."""
+    """Whether the step needs all weights in memory at once, so that calibration.engine=streamed
+    cannot run it."""
     small: ClassVar[bool] = False
-    """Whether its result may be moved to a pack: it is usually small, and only `Files.read` reads
-    it."""
+    """Whether the result may be moved to a pack: the result is usually small, and only `Files.read`
+    reads it."""
 
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
@@ -118,11 +120,11 @@ class Step(StepFields):
         object.__setattr__(self, "needs", (*inputs, *self.merges))
 
     def label(self) -> str:
-        """The readable part of its folder's name."""
+        """The readable part of the name of the step's folder."""
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """Its resources and amount of work, from a function of `moe_lab.study.resources`."""
+        """Resources and amount of work of the step, by a function of `moe_lab.study.resources`."""
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
@@ -132,13 +134,13 @@ class Step(StepFields):
 
     @property
     def inputs(self) -> dict[str, Step]:
-        """Role -> step whose result it reads."""
+        """Role -> step whose result this step reads."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if isinstance(value, Step)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Role -> JSON document of a setting."""
+        """Role -> JSON document of a setting in the identity."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if not isinstance(value, Step)}
 
@@ -164,7 +166,7 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without those that are merged into a finished step. `finished`: ids of finished
+    """`steps` without the shares that a finished step has merged. `finished`: ids of finished
     steps."""
     steps = list(steps)
     merged = {share.id for step in steps if step.id in finished for share in step.merges}

@@ -31,9 +31,9 @@ MARKER = "store.json"
 SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random suffix."""
 FOLDER = re.compile(rf"[^.].*-([0-9a-f]{{{DIGITS}}})")
-"""Name of the folder of a finished step, with or without its kind."""
+"""Name of the folder of a finished step: its label, and the start of its id."""
 SAMPLE = 200
-"""Steps of a kind in packs whose times are read for estimates, at most."""
+"""Maximum number of steps of a kind in packs that `Store.documents` reads."""
 VISIBLE_AFTER = 70.0
 """Seconds after which files of another node are visible: NFS caches folders for up to a minute."""
 RETRY_INTERVAL = 5.0
@@ -41,7 +41,7 @@ RETRY_INTERVAL = 5.0
 
 
 class StoreGone(Unavailable):
-    """The store was deleted or unmounted while it was in use, which does not count as a failure of
+    """The store was deleted or unmounted while it was in use. This does not count as a failure of
     the step."""
 
 
@@ -49,9 +49,9 @@ class Store:
     """A folder of finished steps, errors of failed ones, claims, and files from which unfinished
     ones resume.
 
-    `limit`, `in_queue`: of `Claims`. Nothing is written, created or set aside before `create` is
-    called: the folder may be missing or read-only. UserError for an empty path, a URL, a file, a
-    folder that is no store, and a store of a newer moe_lab.
+    `limit`, `in_queue`: see `Claims`. Nothing is written, created or set aside before `create` is
+    called: the folder may be missing or read-only. Raises UserError for an empty path, a URL, a
+    file, a folder that is no store, and a store of a newer moe_lab.
     """
 
     def __init__(
@@ -63,11 +63,15 @@ class Store:
         self.claims = Claims(self.root / "claims", in_queue, limit)
         self.notices: list[str] = []
         self.shared = self.claims.shared = is_of_group(self.root)
-        """Whether the folder is of a group, whose members may all resume unfinished steps."""
-        self._writing = False
-        self._hashed: set[str] = set()
-        self._awaited: set[str] = set()
+        """Whether the folder belongs to a group, whose members may all resume unfinished steps."""
+        self._is_writable = False
+        """Whether `create` was called."""
+        self._hashed_ids: set[str] = set()
+        """Ids of the steps whose files this process has hashed or published."""
+        self._awaited_ids: set[str] = set()
+        """Ids of the steps that `readable` has waited for."""
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
+        """Kind -> modification time (ns) of its folder, and start of the id -> folder of a step."""
         self._check_marker()
 
     @cached_property
@@ -78,8 +82,8 @@ class Store:
     def create(self) -> Store:
         """Create the folder if it is missing, and allow writing. Raises UserError when nothing can
         be written there."""
-        self._writing = True
-        # so far damage was only reported; from now on it is also set aside
+        self._is_writable = True
+        # earlier notices only reported damage; from now on it is also set aside, with a notice
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -87,7 +91,7 @@ class Store:
             self._check_marker()
             if not (self.root / MARKER).exists():
                 self.write(self.root / MARKER, {"schema": SCHEMA})
-            os.utime(self.root)  # fails where one may not write
+            os.utime(self.root)  # raises OSError where writing is not allowed
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(DISK_FULL_MESSAGE) from None
@@ -98,6 +102,8 @@ class Store:
         return self
 
     def _check_marker(self) -> None:
+        """Raise UserError when the marker is of a newer moe_lab, or is damaged in a folder without
+        runs. In a folder with runs, a damaged marker is set aside."""
         marker = self.root / MARKER
         try:
             schema = read_sealed(marker, {"schema": int})["schema"]
@@ -117,7 +123,7 @@ class Store:
             )
 
     def exists(self) -> bool:
-        """Whether the folder is a store. One whose marker was set aside is recognised by its
+        """Whether the folder is a store. A store whose marker was set aside is recognised by its
         runs."""
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
@@ -131,8 +137,8 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """Turn Damaged and an OSError of the store's disk into a UserError, and into StoreGone when
-        the store is gone."""
+        """A context that turns Damaged, and an OSError of a file in the store or of a full disk,
+        into a UserError. If the store is gone, any OSError becomes StoreGone."""
         try:
             yield
         except Damaged as error:
@@ -143,35 +149,35 @@ class Store:
             raise UserError(f"store={self.root}: {error}: {advice}") from None
         except OSError as error:
             self.check_exists()
-            elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
+            is_elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
                 raise UserError(
-                    f"{error.filename}: {error.strerror}" if elsewhere else DISK_FULL_MESSAGE
+                    f"{error.filename}: {error.strerror}" if is_elsewhere else DISK_FULL_MESSAGE
                 ) from None
-            if elsewhere or not error.filename:
+            if is_elsewhere or not error.filename:
                 raise
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
     @property
     def file_mode(self) -> int | None:
-        """Permissions of new files, None for those of the umask."""
+        """Permissions of new files; None for the permissions that the umask gives."""
         return 0o664 if self.shared else None
 
     @property
     def umask(self) -> int:
-        """The umask of processes that write into the store, for `subprocess`; -1 for that of this
-        process."""
+        """The umask of processes that write into the store, for `subprocess`; -1 for the umask of
+        this process."""
         return 0o002 if self.shared else -1
 
     def share(self, path: Path) -> None:
-        """Let the group write a file or folder that this process has created, if the store is of a
-        group."""
+        """If the store belongs to a group, let the group write a file or folder that this process
+        has created."""
         if self.shared:
             path.chmod(0o2775 if path.is_dir() else 0o664)
 
     def make_folder(self, folder: Path) -> None:
-        """Create a folder of the store, and those between. Raises FileNotFoundError when the store
-        itself is gone."""
+        """Create a folder inside the store, and the missing folders above it. Raises
+        FileNotFoundError when the store itself is gone."""
         try:
             folder.mkdir()
         except FileExistsError:
@@ -188,8 +194,8 @@ class Store:
         write_sealed(path, document, mode=self.file_mode)
 
     def read(self, path: Path, shape: Any, consequence: str) -> Any:
-        """A sealed document of the store; None when it is missing or damaged. A damaged one is set
-        aside, with a notice that says what follows from it (`consequence`)."""
+        """A sealed document of the store; None when it is missing or damaged. A damaged document
+        is set aside, with a notice that says what follows (`consequence`)."""
         try:
             return read_sealed(path, shape)
         except FileNotFoundError:
@@ -199,8 +205,8 @@ class Store:
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of a finished step that is not in a pack, found by its id: another run may have
-        stored it under another label."""
+        """Folder of a finished step that is not in a pack. The folder is found by the step's id, as
+        another run may have stored the step under another label."""
         return self.folder(step.folder)
 
     def folder(self, name: str) -> Path:
@@ -216,7 +222,7 @@ class Store:
         """KIND/NAME under which a finished step is stored; None when it is missing."""
         start = step.id[:DIGITS]
         if start not in self.packs:
-            # first the usual case, which takes one system call, as there may be many steps
+            # the usual case comes first, which takes one system call: there may be many steps
             if (self.root / step.folder).exists():
                 return step.folder
             if folder := self.folders(step.kind).get(start):
@@ -224,8 +230,8 @@ class Store:
         return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
-        """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError without it,
-        and Damaged unless it is as it was published."""
+        """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
+        is missing, and Damaged when it is not as it was published."""
         content = self._bytes(name, file)
         published = self.document(name)["files"].get(file, {})
         if file != STEP and sha256(content).hexdigest() != published.get("sha256"):
@@ -233,19 +239,21 @@ class Store:
         return content
 
     def _bytes(self, name: str, file: str) -> bytes:
+        """As `content`, without comparing the file with its hash."""
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return self.packs.read(name[-DIGITS:], file)
 
     def document(self, name: str) -> dict[str, Any]:
-        """STEP of the finished step KIND/NAME. Raises FileNotFoundError without it, and Damaged."""
+        """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
+        missing, and Damaged when it is damaged."""
         document: dict[str, Any] = parse_sealed(self._bytes(name, STEP), {}, f"{name}/{STEP}")
         return document
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """STEP of finished steps of a kind, of those in packs at most SAMPLE. Those that cannot be
-        read are left out."""
+        """Contents of STEP of the finished steps of a kind, but of at most SAMPLE steps in packs. A
+        STEP that cannot be read is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
@@ -259,7 +267,7 @@ class Store:
 
     def present(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME of all finished steps, damaged ones included."""
-        # folders first: a step that moves to a pack meanwhile is then found twice, and not never
+        # folders are read first, so that a step that moves to a pack meanwhile is found
         folders = {
             start: f"{path.parent.name}/{path.name}"
             for start, (path, *_) in self.step_folders().items()
@@ -268,8 +276,8 @@ class Store:
         return {**self.packs.steps(), **folders}
 
     def folders(self, kind: str) -> dict[str, Path]:
-        """Start of the id -> folder, for all finished steps of a kind; read again when the kind's
-        folder changed."""
+        """Start of the id -> folder, for all finished steps of a kind that are not in packs. The
+        folder of the kind is only read again when its modification time has changed."""
         parent = self.root / kind
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
         indexed_time, folders = self._index.get(kind, (-1, {}))
@@ -281,8 +289,8 @@ class Store:
         return folders
 
     def log(self, name: str) -> Path:
-        """File with the output of the step KIND/NAME in worker processes; it is missing if the step
-        printed nothing."""
+        """File with the output of the step KIND/NAME in worker processes. The file is missing if
+        the step printed nothing."""
         return self.root / "logs" / f"{name}.log"
 
     def partial(self, step: Step) -> Path:
@@ -290,8 +298,8 @@ class Store:
         return self.root / "partial" / step.id[:DIGITS]
 
     def remove_resume_files(self, finished: Set[str]) -> None:
-        """Remove the resume files of finished steps. They remain if a process is killed right after
-        publishing a step."""
+        """Remove the resume files of finished steps. Such files remain if a process is killed right
+        after it has published a step."""
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
@@ -308,8 +316,9 @@ class Store:
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
-        """Ids of the steps that are `done`. Packs are only read once."""
-        loose = self.step_folders()  # before the packs, as in `present`
+        """Ids of the steps that are `done`; steps in packs are not checked. A damaged pack is set
+        aside."""
+        folders = self.step_folders()  # before the packs, as in `present`
         self.packs.refresh()
         for path in self.packs.damaged_packs:
             if path.exists():
@@ -318,35 +327,35 @@ class Store:
         done = set()
         for step in steps:
             start = step.id[:DIGITS]
-            if start in packed or (start in loose and self.done(step)):
+            if start in packed or (start in folders and self.done(step)):
                 done.add(step.id)
         return done
 
     def readable(self, step: Step) -> bool:
-        """As `done`, for a step that is about to be read: the first time, every file is hashed, as
-        modification times do not reveal bits that flipped on the disk.
+        """Whether a step that is about to be read is finished and undamaged. The first time, every
+        file is hashed, as modification times do not reveal bits that flipped on the disk.
 
-        A missing step is looked up again for VISIBLE_AFTER seconds, as another node may just have
-        written it."""
-        if step.id not in self._awaited:
+        The first time, a missing step is also looked up again for VISIBLE_AFTER seconds, as another
+        node may just have written the step."""
+        if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
                     break
-            self._awaited.add(step.id)
-        if not self._is_sound(step.folder, hash_all=step.id not in self._hashed):
+            self._awaited_ids.add(step.id)
+        if not self._is_sound(step.folder, hash_all=step.id not in self._hashed_ids):
             return False
-        self._hashed.add(step.id)
+        self._hashed_ids.add(step.id)
         return True
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME, as by `integrity.damage`. A step in a
-        pack is only read with `hash_all`."""
+        """Missing and damaged files of the step KIND/NAME, see `integrity.damage`. For a step in a
+        pack, {} without `hash_all`; with it, a damaged step is added to `packs.damaged_steps`."""
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
-            renamed = self.folder(name)
-            if renamed != folder:
-                folder = renamed
+            stored = self.folder(name)  # perhaps under another label
+            if stored != folder:
+                folder = stored
                 states = damage(folder, hash_all=hash_all)
         if not states or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return states
@@ -358,6 +367,7 @@ class Store:
         return states
 
     def _damage_in_pack(self, name: str) -> dict[str, str]:
+        """Missing and damaged files of the step KIND/NAME in a pack. All files are hashed."""
         try:
             files = self.document(name)["files"]
         except FileNotFoundError:
@@ -377,16 +387,17 @@ class Store:
         return states if self.packs.find(name[-DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
-        """Whether a step exists without damage; a damaged one is set aside."""
+        """Whether the step KIND/NAME exists without damage. A damaged step in a folder is set
+        aside; for a damaged step in a pack, a notice is added."""
         states = self.damage(name, hash_all=hash_all)
         if not states:
             return True
         folder = self.folder(name)
-        sentence = ", ".join(f"{file} is {state}" for file, state in states.items())
+        problem = ", ".join(f"{file} is {state}" for file, state in states.items())
         if folder.exists():
-            self.set_aside(folder, sentence, "computed again")
+            self.set_aside(folder, problem, "computed again")
         elif name[-DIGITS:] in self.packs.damaged_steps:
-            self.notices.append(f"{name}: {sentence}, in a pack: computed again")
+            self.notices.append(f"{name}: {problem}, in a pack: computed again")
         return False
 
     def set_aside(self, path: Path, problem: str, consequence: str) -> None:
@@ -394,7 +405,7 @@ class Store:
         and its consequence. Before `create` is called, only a notice is added."""
         name = path.absolute().relative_to(self.root.absolute())
         sentence = f"{name}: {problem}: the next run sets it aside"
-        if self._writing:
+        if self._is_writable:
             target = self.root / "damaged" / f"{'-'.join(name.parts)}-{uuid.uuid4().hex[:6]}"
             self.make_folder(target.parent)
             try:
@@ -406,7 +417,8 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of a step, by its id or the start of it; None when it has not failed."""
+        """The stored error of a step; None when the step has not failed. `step_id`: the id or its
+        start."""
         path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
@@ -416,34 +428,38 @@ class Store:
     def fail(self, step: Step, error: dict[str, Any]) -> None:
         """Store the error of a failed step for later runs."""
         folder = self.root / "failed"
-        # such as on a full disk; without a stored error the next run tries the step again
+        # on errors, such as of a full disk, nothing is stored: the next run tries the step again
         with contextlib.suppress(OSError):
             self.make_folder(folder)
             document = {"step": step.folder, "time": time.time(), **error}
             self.write(folder / f"{step.id[:DIGITS]}.json", document)
 
     def forget(self, step_id: str) -> None:
-        """Remove the error of a failed step, so that it runs again."""
+        """Remove the stored error of a step, so that the step is tried again."""
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
-        """Start of the id -> folders with the name of a finished step. Steps in packs have none."""
+        """Start of a step's id -> folders that are named like finished steps with such an id. There
+        are several if a step is stored under several labels, and none for steps in packs."""
         folders = defaultdict(list)
         for kind in sorted(self.root.glob("[!.]*/")):
-            with contextlib.suppress(PermissionError):  # lost+found, or a folder of a colleague
+            # lost+found, or a folder of a colleague, may not be readable
+            with contextlib.suppress(PermissionError):
                 for entry in os.scandir(kind):
                     if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
                         folders[match[1]].append(Path(entry.path))
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """Claim a step that this process computes, and yield a scratch folder; see `receive`."""
+        """Claim a step that this process will compute; the context yields its scratch folder, see
+        `receive`."""
         return self.receive(step.folder, identity_document(step))
 
     @contextlib.contextmanager
     def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
-        """Claim the step KIND/NAME, and yield a scratch folder for its files; None when the step is
-        already finished. `document`: the identity of the step, or its STEP in another store.
+        """Claim the step KIND/NAME, and yield a scratch folder for its files, or None if the step
+        is already finished. `document`: the identity of the step, or the content of its STEP in
+        another store.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the
         step's name. A process that dies leaves only the scratch folder, and a stale claim. Raises
@@ -458,7 +474,7 @@ class Store:
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hide(abandoned, start), ignore_errors=True)
-            # the time of the folder may be too coarse to show a step that was just published
+            # modification times may be too coarse to show a step that was just published
             self._index.clear()
             if self._is_sound(name):
                 yield None
@@ -480,19 +496,20 @@ class Store:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
-        """Seal the scratch folder, rename it as the step KIND/NAME, and remove its resume files."""
+        """Seal the scratch folder, give it the name of the step, KIND/NAME, and remove the step's
+        resume files and stored error. Nothing is done if another process has published the step."""
         seal(scratch, document)
-        self.check_exists()  # after the store was deleted, the work may have created its folders
+        self.check_exists()  # the work may have created folders after the store was deleted
         claim.check()
         try:
             scratch.rename(self.root / name)
         except OSError:
-            # Another owner has published the step first: ENOTEMPTY or EEXIST, and EPERM on sshfs.
+            # another owner has published the step first: ENOTEMPTY or EEXIST, and EPERM on sshfs
             if scratch.exists() and (self.root / name / STEP).exists():
                 return
             raise
         step_id = document["id"]
-        self._hashed.add(step_id)
+        self._hashed_ids.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:DIGITS], ignore_errors=True)
         self.forget(step_id)
 

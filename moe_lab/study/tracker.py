@@ -1,4 +1,4 @@
-"""Log a study to an experiment tracker, Weights & Biases, with one run for each cell."""
+"""Log a study to the experiment tracker Weights & Biases, with one run for each cell."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ RUN_VARIABLES = (
     "LAUNCH",
     "LAUNCH_CONFIG_PATH",
 )
-"""Names, after WANDB_, of environment variables that override arguments which `log` passes to
-`wandb.init`. The shell of a `wandb agent` sets them."""
+"""Names, without the prefix WANDB_, of environment variables that override arguments which `log`
+passes to `wandb.init`. The shell of a `wandb agent` has these variables."""
 
 
-@patch.dict(os.environ)  # restores the variables
+@patch.dict(os.environ)  # the variables are restored at the end
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log the cells of a study's record whose benchmarks all have results, without those that are
-    logged already. Returns a sentence for the user.
+    """Log the cells of a study's record whose benchmarks all have results. A cell that was logged
+    before continues its run; offline it is not logged again. Returns a sentence for the user.
 
     WANDB_MODE or `wandb offline` sets the mode; without a key it is offline. Raises UserError with
     the error of wandb.
@@ -54,7 +54,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
-    # no output, and no upload of anything but logged values: no console, code or command line
+    # wandb prints nothing, and uploads only logged values: no console, code or command line
     switches = (
         "silent",
         "disable_code",
@@ -64,7 +64,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         "x_disable_stats",
     )
     quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
-    # before login and init, which would print where the key is stored
+    # these settings come before login and init, which would print where the key is stored
     wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
@@ -78,14 +78,14 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     try:
         for entry in cells:
             steps = sorted(step_folder[-DIGITS:] for step_folder in entry["evaluate"].values())
-            # a run has one group: that of its study
+            # the study is part of the id, as a run belongs to one group: its study
             run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
             ):
                 continue
-            of_run = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
-            _log_cell(settings, store, entry, of_run)
+            options = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
+            _log_cell(settings, store, entry, options)
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -100,23 +100,23 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 
 
 def _log_cell(
-    settings: TrackerConfig, store: Store, entry: Mapping[str, Any], of_run: Mapping[str, Any]
+    settings: TrackerConfig, store: Store, entry: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Log a cell of a record as one run. `of_run`: arguments of `wandb.init` besides those from the
-    cell."""
+    """Log a cell of a record as one run. `options`: arguments of `wandb.init`, besides those
+    that follow from `settings` and `entry`."""
     import wandb
 
     # read before the run begins, so that a damaged result leaves no empty run
     numbers, losses = _results(store, entry)
     arguments: Any = {
-        **of_run,
+        **options,
         "project": settings.project,
         "name": Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1],
         "resume": "allow",
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
     }
     with wandb.init(**arguments) as run:
-        # a run that is continued has the earlier steps
+        # a continued run already has its first `run.step` losses
         for step in range(run.step, len(losses)):
             run.log({"recovery/loss": losses[step]}, step=step)
         run.summary.update(numbers)
@@ -128,12 +128,12 @@ def _log_cell(
 
 
 def _results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Scores, losses on right answers (bits per byte) and costs, by name; and the loss of each step
-    of fine-tuning."""
+    """Two results of a cell: name -> score, mean loss on right answers (bits per byte) or cost; and
+    the losses of the steps of fine-tuning, in order."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
-    tuned = (
+    finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
@@ -153,4 +153,4 @@ def _results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], 
             .groupby(level=0)["answer_loss"]
         )
         numbers |= {f"answer_loss/{name}": loss for name, loss in losses.mean().items()}
-    return numbers, tuned.get("loss", [])
+    return numbers, finetuning.get("loss", [])

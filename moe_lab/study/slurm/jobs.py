@@ -181,7 +181,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
                 break
             time.sleep(INTERVAL)
             claimed = study.store.claims.active()
-            with schedule.changed:
+            with schedule.condition:
                 _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
                     if step.id[:DIGITS] in claimed:
