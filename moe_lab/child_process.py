@@ -1,10 +1,10 @@
 """Child processes that answer requests, in lines of JSON.
 
-`Child` starts such a process, sends requests to it and ends it. `serve` answers requests in the
-child process; `python -m moe_lab.child_process MODULE` serves the functions of a module. A request
-is the name of a method and its arguments; the replies are any number of {"item": ...}, then
-{"done": result}, or {"error": ..., "kind": ...}. A child process ends when its standard input is
-closed, so also when its parent is killed.
+`Child` starts such a process, sends requests to the process and ends it. `serve` answers requests
+in the child process; `python -m moe_lab.child_process MODULE` serves the functions of a module. A
+request is [method, arguments]. Its replies are any number of {"item": value} and then
+{"done": result}, or {"error": message, "kind": class of the error}. A child process ends when its
+standard input is closed, which also happens when its parent is killed.
 
 Standard library only: the child process may run in another interpreter.
 """
@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 20.0
-"""Seconds that a process may take to end by itself."""
+"""Seconds that a process may take to end by itself, before it is killed."""
 
 
 class Ended(RuntimeError):
-    """The process has ended. The message says how, and has the last line of its log."""
+    """The child process has ended. The message has the exit code or the signal, and the last line
+    of the process's log."""
 
 
 class Refused(RuntimeError):
-    """The process replied with an error, whose text is the message; `kind` is the error's class."""
+    """The child process replied with an error. `kind`: name of the class of that error."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -42,7 +43,8 @@ class Refused(RuntimeError):
 
 
 class Child(AbstractContextManager["Child"]):
-    """A process that runs `serve`, in a session of its own, and prints to a log."""
+    """A process that runs `serve`, in a session of its own. Its standard error is a temporary
+    log."""
 
     def __init__(
         self,
@@ -65,34 +67,37 @@ class Child(AbstractContextManager["Child"]):
             umask=umask,
         )
         self._log_content = b""
+        """Content of the log when it was last read, for reading after `close`."""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Lines of replies; "" after the process has closed its output."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """The result of a method. Arguments and errors are those of `replies`."""
+        """The result of a method that is not a generator. Arguments and errors are those of
+        `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
         self, method: str, seconds: float | None = None, **arguments: Any
     ) -> Iterator[dict[str, Any]]:
-        """The replies to a request, the last one with `done`; each takes at most `seconds` (None:
-        for ever).
+        """The replies to a request, of which the last one has the key `done`. `seconds`: time limit
+        for each reply; None: no limit.
 
-        Raises Refused; and Ended and TimeoutError, after which the process is gone. The process is
-        also ended if the caller does not take the last reply, since the next request would get the
-        replies that are left.
+        Raises Refused; or Ended or TimeoutError, after which the process does not run any more. If
+        the caller does not take the last reply, the process is ended, too, since the next request
+        would get the remaining replies.
         """
         assert self.process.stdin is not None
-        finished = False
+        is_finished = False
         try:
-            # the loop below reports a process that has ended or was closed
+            # if the process has ended or was closed, the loop below raises Ended
             with suppress(OSError, ValueError):
                 self.process.stdin.write(json.dumps([method, arguments]) + "\n")
                 self.process.stdin.flush()
-            while not finished:
+            while not is_finished:
                 try:
                     line = self._replies.get(timeout=seconds)
                 except queue.Empty:
@@ -109,16 +114,16 @@ class Child(AbstractContextManager["Child"]):
                     )
                     raise Ended(f"{reason}: {_last_line(self.log())}")
                 reply = json.loads(line)
-                finished = "item" not in reply
+                is_finished = "item" not in reply
                 if "error" in reply:
                     raise Refused(reply["error"], reply["kind"])
                 yield reply
         finally:
-            if not finished:
+            if not is_finished:
                 self.close()
 
     def log(self) -> str:
-        """Text that the process has printed."""
+        """Text that the process has printed so far."""
         # pread, because seek would move the position at which the process writes
         if not self._log.closed:
             self._log_content = os.pread(
@@ -127,21 +132,22 @@ class Child(AbstractContextManager["Child"]):
         return self._log_content.decode(errors="replace")
 
     def close(self) -> None:
-        """Let the process end by itself within GRACE, then kill it and all processes that it has
-        started."""
+        """Let the process end by itself within GRACE seconds; then kill it, and the processes of
+        its group, which it has started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
+        # these errors mean that no process of the group is left
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.log()
         self._log.close()
 
     def _listen(self) -> None:
-        """Put the lines of the replies into the queue, and "" after the last."""
+        """Put the lines of the replies into the queue, and "" after the last line."""
         assert self.process.stdout is not None
         with self.process.stdout as replies:
             for line in replies:
@@ -150,16 +156,17 @@ class Child(AbstractContextManager["Child"]):
 
 
 def _last_line(log: str) -> str:
+    """The last line of a log that is not empty, for messages."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing in its log"
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
     """Answer the requests on standard input with methods of `worker`. At the end of standard input,
-    call `at_end` and kill the process and its group.
+    call `at_end`, and then kill this process and its process group.
 
-    If a method is a generator, each value that it yields is an item. Text printed to standard
-    output goes to standard error.
+    If a method is a generator, each value that the generator yields is an item. Text that is
+    printed to standard output goes to standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -167,6 +174,7 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
     sys.stdout = sys.stderr
 
     def reply(**content: Any) -> None:
+        """Write one line to the original standard output."""
         replies.write(json.dumps(content) + "\n")
         replies.flush()
 
@@ -180,13 +188,14 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
                     reply(item=item)
                 result = None
             reply(done=result)
-        except Exception as error:  # noqa: BLE001 - the other process reports it
+        except Exception as error:  # noqa: BLE001 - the parent process reports the error
             sys.excepthook(*sys.exc_info())
             reply(error=_sentence(error), kind=type(error).__name__)
 
 
 def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> None:
-    """Put the requests on standard input into a queue; at its end, end the process as `serve`."""
+    """Put the requests on standard input into a queue. At the end of standard input, call `at_end`,
+    and then kill this process and its process group."""
     # not sys.stdin: a thread that waits for it holds a lock, which would block forked processes
     with os.fdopen(os.dup(0), encoding="utf-8") as lines:
         for line in lines:
@@ -196,7 +205,8 @@ def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> 
 
 
 def _sentence(error: Exception) -> str:
-    """The message of an error on one line; of an error of pydantic, the messages of its parts."""
+    """The message of an error on one line. For a ValidationError of pydantic, the messages of all
+    mistakes."""
     reasons = [str(error)]
     if hasattr(error, "errors"):
         reasons = [part["msg"] for part in error.errors()]

@@ -1,5 +1,5 @@
-"""`python -m moe_lab.inspect model=NAME`: whether a model is supported, and which criteria and
-exports apply to it, without its weights."""
+"""`python -m moe_lab.inspect model=NAME` prints whether a model is supported, and which criteria
+and exports apply to the model, without reading weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ Whether a model is supported or why not, its layers, experts, routers and parame
 loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
 reads no weight. A dry run prints the memory that steps need."""
 Row = tuple[str, str]
+"""(name, text) of a row of the printed table."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
         models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
         if len(models) > 1:
             raise UserError(f"model={','.join(sorted(models))}: expected one model")
-        title, rows, supported = describe(*models.values())
+        title, rows, is_supported = describe(*models.values())
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -47,11 +48,12 @@ def main(arguments: list[str]) -> int:
     for row in rows:
         table.add_row(*row)
     Console(highlight=False).print(table)
-    return 0 if supported else 1
+    return 0 if is_supported else 1
 
 
 def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
-    """Describe a model: (title, rows of (name, text), whether moe_lab supports it)."""
+    """Describe a model. Returns (title, rows, whether moe_lab supports the model). A model that is
+    not available counts as supported if its settings have `expected`."""
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
@@ -78,11 +80,11 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
 
 
 _ABSENT = "neither on this machine nor to be had from the hub"
+"""Description of a config.json that is not available."""
 
 
 def _expected(model: ModelConfig) -> Iterator[Row]:
-    """Rows on a model that is not on this machine, from the architecture that its settings
-    expect."""
+    """Rows about a model whose config.json is not available, from `expected` in its settings."""
     expected = model.expected
     assert expected is not None
     layers = (
@@ -94,13 +96,14 @@ def _expected(model: ModelConfig) -> Iterator[Row]:
 
 
 def _parameters(count: int) -> Iterator[Row]:
-    """Rows on a model of `count` parameters: their number and memory."""
+    """Rows with the number of parameters, `count`, and the memory that they take."""
     yield "parameters, all", f"{count:,}"
-    yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"
+    yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"  # 2 bytes per parameter
 
 
 def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Rows on the layers and parameters of a model; layers with equal descriptions share a row."""
+    """Rows about the layers and parameters of a model. Layers with equal descriptions share a row.
+    `facts`: result of `models.facts.describe`."""
     parameters = facts["parameters"]
     total = sum(parameters.values())
     architecture = (
@@ -109,6 +112,7 @@ def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "architecture", architecture
     for description in dict.fromkeys(facts["moe"].values()):
         layers = [layer for layer, text in facts["moe"].items() if text == description]
+        # runs of adjacent layers
         starts = [layer for layer in layers if layer - 1 not in layers]
         ends = [layer for layer in layers if layer + 1 not in layers]
         spans = [
@@ -122,7 +126,8 @@ def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
-    """Rows: the criteria and export shapes that this model supports."""
+    """Rows with the criteria and the export shapes that apply to a model. `facts`: result of
+    `models.facts.describe`."""
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning import SHAPES
@@ -130,18 +135,19 @@ def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
-    stored = f"its weights are stored as {method}" if method else None
+    method_obstacle = f"its weights are stored as {method}" if method else None
     unfit = facts["moe_layers"][0].family.unfit
     channel_obstacle = f"its experts {unfit}" if unfit else None
-    for granularity, reason in (("expert", None), ("channel", channel_obstacle)):
+    for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [
             name
             for name, criterion in sorted(criteria.CRITERIA.items())
             if criterion.granularity == granularity
             and not (method and criterion.needs_plain_weights)
-            and not reason
+            and not obstacle
         ]
-        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason or stored}"
+        reason = obstacle or method_obstacle
+        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason}"
     shapes = [
         shape
         for shape in SHAPES

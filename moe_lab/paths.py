@@ -1,5 +1,5 @@
-"""Paths of files that ship with moe_lab and of caches, and checks of names that become part of a
-path. No torch."""
+"""Paths of files that ship with moe_lab, of caches and of stores, and checks of names that become
+part of a path. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from pathlib import Path
 from moe_lab.errors import UserError, secrets_in, unknown
 
 PREFIX = "pocket:"
+"""Beginning of the paths of shipped models and files."""
 DATA = Path(__file__).parent / "pocket" / "data"
+"""Folder of shipped models and files."""
 
 
 def conf() -> Path:
-    """The folder of configuration groups: inside the package in a wheel, at the top in a
-    checkout."""
-    packed = Path(__file__).parent / "conf"
-    return packed if packed.is_dir() else Path(__file__).parents[1] / "conf"
+    """The folder of configuration groups: in a wheel, a folder of the package; in a checkout, a
+    folder of the repository."""
+    in_package = Path(__file__).parent / "conf"
+    return in_package if in_package.is_dir() else Path(__file__).parents[1] / "conf"
 
 
 def resolve(path: str) -> str:
-    """The file or folder of `pocket:NAME`; any other path or hub id unchanged.
+    """The path of the file or folder that `pocket:NAME` stands for; other paths and hub ids
+    unchanged.
 
     NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
-    pocket:calibration/general.jsonl. Raises UserError, with similar names, when it does not exist.
+    pocket:calibration/general.jsonl. Raises UserError, with similar names, when nothing with this
+    name is shipped.
     """
     if not path.startswith(PREFIX):
         return path
@@ -37,6 +41,7 @@ def resolve(path: str) -> str:
     name = path.removeprefix(PREFIX)
     if name not in names:
         folder = name.split("/")[0]
+        # names in the same folder, or names of models if `name` may be a model
         similar = [
             other for other in names if other.split("/")[0] == folder or "/" not in name + other
         ]
@@ -45,14 +50,15 @@ def resolve(path: str) -> str:
 
 
 def local_path(path: str) -> Path:
-    """Path of a file or folder on this machine, whether it exists or not; see `resolve`."""
+    """Path on this machine of a file or folder, which need not exist. Resolves pocket:NAME and
+    ~."""
     return Path(resolve(path)).expanduser()
 
 
 @lru_cache
 def shipped_paths() -> Mapping[str, Path]:
-    """Name -> path of everything that ships: model folders, and the files of data folders as
-    folder/file."""
+    """Name -> path of everything that ships. A model has the name of its folder; the other files
+    have names of the form FOLDER/FILE."""
     paths: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
         if (folder / "config.json").exists():
@@ -74,9 +80,9 @@ def cache_folder(name: str) -> Path:
 
 
 def private_cache(name: str) -> Path:
-    """The folder `name` in the user's cache of moe_lab, for files that are executed: no other user
-    may enter or replace the folder. Raises UserError when it, or the folder around it, belongs to
-    somebody else, and without a home folder."""
+    """The folder `name` in the user's cache of moe_lab, for files that are executed. The folder is
+    made so that no other user may enter or replace it. Raises UserError when the folder or its
+    parent belongs to another user, and when the home folder cannot be written."""
     if user_cache().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
@@ -86,8 +92,8 @@ def private_cache(name: str) -> Path:
 
 
 def _make_private(folder: Path, mode: int) -> Path:
-    """`folder`, which is made if it does not exist, with at most the permissions in `mode`,
-    whatever the umask. Raises UserError when it belongs to somebody else."""
+    """Make `folder` if it does not exist, remove all permissions that are not in `mode`, and return
+    `folder`. Raises UserError when the folder belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # lstat: a link of another user is refused, too
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
@@ -99,21 +105,21 @@ def _make_private(folder: Path, mode: int) -> Path:
 
 
 def user_cache() -> Path:
-    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among
-    temporary files where the home folder cannot be written. Raises UserError when that folder
-    belongs to somebody else."""
+    """The folder of the user's caches: $XDG_CACHE_HOME, or else ~/.cache. If this cannot be
+    written, a temporary folder of the user. Raises UserError when the temporary folder belongs to
+    another user."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    # below a folder that may not be entered os.path.exists is false, where Path.exists raises
+    # not Path.exists, which raises an error below a folder that may not be entered
     existing_parent = next(filter(os.path.exists, (default, *default.parents)))
-    # expanduser leaves "~" in place without a home folder
+    # without a home folder, expanduser does not replace "~"
     if default.parts[0] != "~" and os.access(existing_parent, os.W_OK | os.X_OK):
         return default
     return _make_private(Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}"), 0o700)
 
 
 def store_folder(store: str, field: str = "store") -> Path:
-    """The folder of the store that a field names. Raises UserError for an empty path and for a
-    URL."""
+    """The path of the store in `store`, the value of the setting `field`. Raises UserError for an
+    empty path and for a URL."""
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
@@ -127,14 +133,15 @@ def store_folder(store: str, field: str = "store") -> Path:
 
 
 LONGEST_NAME = 100
-"""Most bytes of a name. Names of folders contain several names, and file systems allow 255
-bytes."""
+"""Maximum number of bytes of a name. Names of folders contain several names, and file systems allow
+255 bytes."""
 NAME = re.compile(r"\w[\w.+-]*")
+"""Pattern of a name that may be part of a path."""
 
 
 def checked_name(text: str) -> str:
-    """The text. ValueError, which says what is expected, unless it can be part of a folder's
-    name."""
+    """The text itself, for pydantic. Raises ValueError, with what is expected, unless the text can
+    be part of a folder's name."""
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
@@ -147,14 +154,15 @@ def checked_name(text: str) -> str:
 
 
 def as_name(text: str, default: str = "unnamed") -> str:
-    """A valid name made of the characters of `text` that names may have; `default` without any."""
+    """A valid name made from `text`: other characters become _, and a long text is cut. `default`
+    if nothing is left."""
     plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
     return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError when `name` cannot be part of a path, or is none, which settings use for no
-    choice."""
+    """Raise UserError when `name` cannot be part of a path, and when it is "none", which stands for
+    no choice in settings. `field`: the setting, for the message."""
     if name == "none":
         raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:
@@ -164,8 +172,8 @@ def check_name(field: str, name: str) -> None:
 
 
 def shorten(name: str, longest: int = LONGEST_NAME) -> str:
-    """`name` in at most `longest` bytes: a longer name is cut, and ends in a digest of the whole
-    name."""
+    """A name of at most `longest` bytes. If `name` is longer, its end is replaced by a digest of
+    the whole name."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name
@@ -173,7 +181,7 @@ def shorten(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def is_of_group(folder: Path) -> bool:
-    """Whether all members of a group may write in a folder, and new files there belong to the
-    group."""
+    """Whether all members of a group may write in a folder, and new files in the folder belong to
+    the group. False if the folder does not exist."""
     shared = stat.S_ISGID | stat.S_IWGRP
     return folder.exists() and folder.stat().st_mode & shared == shared

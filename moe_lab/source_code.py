@@ -1,5 +1,5 @@
-"""Digests of Python code from outside moe_lab: of a module and all modules that it imports. No
-torch."""
+"""Digests of Python code from outside moe_lab. The digest of a module covers all modules that the
+module imports. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,44 +31,49 @@ IGNORED = {
     "torch",
     "transformers",
 }
-"""Python, moe_lab, and libraries that moe_lab requires: their versions are in the provenance of
-steps, and in no id."""
+"""Modules of Python, of moe_lab, and of libraries that moe_lab requires. Their versions are in the
+provenance of steps, and not in ids."""
 MODULE_NAME = re.compile(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""Pattern of an absolute or relative name of a module."""
 _distributions = cache(metadata.packages_distributions)
+"""Function that returns: top package -> names of the distributions that installed it."""
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Digest of the module of a function from outside moe_lab; "" for functions of moe_lab."""
+    """Digest of the module that defines a function; "" for functions of moe_lab. For a function
+    that was typed into an interpreter, digest of the function's bytecode."""
     name = function.__module__
     if name.startswith("moe_lab."):
         return ""
-    if getattr(sys.modules.get(name), "__file__", None) is None:  # typed into an interpreter
+    if getattr(sys.modules.get(name), "__file__", None) is None:
         return sha256(function.__code__.co_code).hexdigest()
     return module_digest(name)
 
 
 @cache
 def module_digest(name: str) -> str:
-    """Digest of an imported module, from its code on disk at the first call."""
+    """Digest of an imported module, computed at the first call from the code on disk."""
     return digest_of(name, Path(str(sys.modules[name].__file__)))
 
 
 def digest_of(name: str, file: Path) -> str:
-    """sha256 over the code of the module `name` in `file` and of all that it imports, as by
-    `code_of`."""
+    """sha256 of all that `code_of` returns for the module `name` in `file`: the content of local
+    modules, and versions of installed packages."""
     files, versions = code_of(name, file)
     local = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
     return sha256(json.dumps([local, versions], sort_keys=True).encode()).hexdigest()
 
 
 def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Name -> file of the module `name` in `file` and of all local modules that it imports,
-    directly or not; and name -> version of the installed packages that it imports.
+    """The code of the module `name` in `file`, and of the modules that it imports directly or
+    indirectly: (module -> file, for local modules; distribution -> version, for installed
+    packages).
 
-    Local modules are modules in the same folder or package, all parts of a namespace package
-    included, and packages that are installed as editable. The code is parsed and not run. Imports
-    are import statements, inside functions too; if the code has the name `import_module` or
-    `__import__`, every literal text may be the name of a module. Data files are left out.
+    Local modules are the module itself, modules in the same folder or package, including all parts
+    of a namespace package, and packages that are installed as editable. The code is parsed and not
+    run. Imports are all import statements, also inside functions; if the code contains
+    `import_module` or `__import__`, every literal text may be the name of an imported module. Data
+    files are left out.
     """
     own_top = name.partition(".")[0]
     root = folder_of(name, file)
@@ -81,27 +86,27 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
             continue
         local[module] = path
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for imported in (module, *_imports(path.read_bytes(), package)):
-            top = imported.partition(".")[0]
+        for imported_name in (module, *_imports(path.read_bytes(), package)):
+            top = imported_name.partition(".")[0]
             if top in IGNORED:
                 continue
             folders = _folders_on_path(top)
             if top == own_top or not folders:
                 folders = [root, *folders]
-            files = dict(_files(imported, folders))
+            files = dict(_files(imported_name, folders))
             is_installed = any(
                 SITE.intersection(path.parts) for path in [*files.values()] or folders
             )
-            if top != own_top and is_installed and (installed := _versions(top)):
-                versions |= installed
+            if top != own_top and is_installed and (top_versions := _versions(top)):
+                versions |= top_versions
             else:
                 pending += files.items()
     return local, versions
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name` below `folder`, or else where Python finds it; None if neither
-    has it. Nothing is imported."""
+    """The file of the module `name`, which is searched in `folder` and then on sys.path; None if it
+    is not found. Nothing is imported."""
     return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
 
 
@@ -112,11 +117,12 @@ def folder_of(name: str, file: Path) -> Path:
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
-    """Absolute names that the module with this `content`, in `package`, imports. `from a import b`
-    gives a.b, which is a module, or a value in the module a."""
+    """Absolute names of all that a module imports. `content`: code of the module. `package`: the
+    package to which relative names are relative. `from a import b` gives a.b, which is a module, or
+    a value in the module a."""
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # importing the module fails, too
+    except (SyntaxError, ValueError):  # an import of the module would fail, too
         return
     texts = set[str]()
     for node in ast.walk(tree):
@@ -130,12 +136,13 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
             case ast.Constant(str(text)) if MODULE_NAME.fullmatch(text):
                 texts.add(text)
     if b"import_module" in content or b"__import__" in content:
-        # a relative name may be relative to a package that another text names
+        # in import_module(".b", "a"), the name is relative to a package that another text names
         yield from {_absolute(name, parent) for name, parent in product(texts, (package, *texts))}
 
 
 def _absolute(name: str, package: str) -> str:
-    """The absolute form of a name that a module in `package` imports, perhaps with leading dots."""
+    """The absolute form of a name that a module in `package` imports. A relative name begins with
+    dots."""
     level = len(name) - len(name.lstrip("."))
     if not level:
         return name
@@ -144,8 +151,8 @@ def _absolute(name: str, package: str) -> str:
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Name and file of each package around the module `name`, and of the module itself; the file is
-    in the first of `folders` that has it."""
+    """(name, file) of each package that contains the module `name`, and of the module itself. Each
+    file is searched in `folders`, in order; names without a file are left out."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         paths = [folder.joinpath(*parts[:count]) for folder in folders]
@@ -159,8 +166,8 @@ def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _folders_on_path(top: str) -> list[Path]:
-    """The folders of sys.path from which the module or package `top` is imported: several for a
-    namespace package, none if Python does not find it."""
+    """The folders of sys.path from which the top module or package `top` is imported. A namespace
+    package may have several folders. [] if Python does not find `top`."""
     with contextlib.suppress(ValueError):  # an imported module without a specification
         if spec := find_spec(top):
             return [
@@ -170,8 +177,8 @@ def _folders_on_path(top: str) -> list[Path]:
 
 
 def _versions(package: str) -> dict[str, str]:
-    """Distribution that installed `package` -> version."""
-    # most distributions have the name of their package; a search takes long
+    """Distribution -> version, for the distributions that installed the package `package`."""
+    # most distributions have the name of their package, and a search takes long
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {package: metadata.version(package)}
     return {name: metadata.version(name) for name in _distributions().get(package, ())}
