@@ -197,13 +197,13 @@ class _Encoder:
     def _add_reference(self, query: _Query, reference: str) -> None:
         """Add the row of a reference after its prompt, unless there is no prompt or no room for
         both. As in lm-eval, white space at the end of the prompt counts as part of the answer."""
-        stripped = query.prompt.rstrip()
+        prompt = query.prompt.rstrip()
         text = query.prompt + reference
-        start = len(self._tokens(stripped))
+        start = len(self._tokens(prompt))
         row = self._tokens(text)
         if 0 < start < len(row) <= (self.max_length or len(row)):
             query.rows = [Row(row, start)]
-            query.reference_bytes = len(text[len(stripped) :].encode("utf-8", "surrogatepass"))
+            query.reference_bytes = len(text[len(prompt) :].encode("utf-8", "surrogatepass"))
 
     def _pair_row(self, context: str, continuation: str) -> Row:
         """The row of a context and its continuation, divided as by lm-eval; an empty context is
@@ -266,7 +266,7 @@ class _Encoder:
         `skip_long` and another prompt fits.
         """
         prompts: dict[int, Prompt] = {}
-        too_long: list[tuple[int, Text]] = []
+        long_texts: list[tuple[int, Text]] = []
         for number, query in enumerate(queries):
             if isinstance(query.request, Text):
                 length = len(query.tokens)
@@ -274,10 +274,12 @@ class _Encoder:
                     answer = query.rows[0] if query.rows else None
                     prompts[number] = Prompt(query.prompt, query.tokens, answer)
                 else:
-                    too_long.append((length, query.request))
-        refused = [(length, text) for length, text in too_long if not (text.skip_long and prompts)]
-        if self.max_length is not None and refused:
-            length, text = max(refused, key=lambda entry: entry[0] + entry[1].max_tokens)
+                    long_texts.append((length, query.request))
+        refusals = [
+            (length, text) for length, text in long_texts if not (text.skip_long and prompts)
+        ]
+        if self.max_length is not None and refusals:
+            length, text = max(refusals, key=lambda entry: entry[0] + entry[1].max_tokens)
             remaining = self.max_length - length
             hint = "expected a model, or a max_length, of more"
             if remaining > 0:
@@ -323,13 +325,13 @@ def _generate(
     """Index of a query -> its text. Equal prompts are continued once, the longest prompts first."""
     # A stop text must not end a thought. So the engine gets no stop texts for a model that may
     # think, and `cut` applies them to its answers.
-    thinks = benchmark.chat and may_think(engine.tokenizer)
+    is_thinker = benchmark.chat and may_think(engine.tokenizer)
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
         request = queries[number].request
         marks = queries[number].marks
         assert isinstance(request, Text)
-        stop = () if thinks else request.stop
+        stop = () if is_thinker else request.stop
         generation = GenerationSettings(
             request.max_tokens, stop, benchmark.chat, benchmark.batch_size, marks
         )

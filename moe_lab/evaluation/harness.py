@@ -201,11 +201,11 @@ class Harness(ABC):
         for metric in benchmark.reports.values():
             if self.metrics is not None and metric not in self.metrics:
                 yield str(unknown(f"{name}: metric", metric, self.metrics))
-        known = self.question_parameters + self.grading_parameters + self.other_parameters
+        keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
             is_number = isinstance(value, int | float) and value >= 0
-            if key not in known:
-                yield str(unknown(f"{name}: parameter", key, known))
+            if key not in keys:
+                yield str(unknown(f"{name}: parameter", key, keys))
             elif key in self.numeric_parameters and not is_number:
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
 
@@ -396,11 +396,11 @@ def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """A sentence for each setting or file of the benchmarks that is wrong on any machine, and for
     each result name that two benchmarks report."""
     sentences: list[str] = []
-    reported: dict[str, str] = {}
+    benchmark_of_result: dict[str, str] = {}
     for benchmark in benchmarks:
         sentences += harness_of(benchmark).wrong(benchmark)
         for name in benchmark.reports:  # results of the same name would be confused
-            other = reported.setdefault(name, benchmark.name)
+            other = benchmark_of_result.setdefault(name, benchmark.name)
             if other != benchmark.name:
                 sentences.append(
                     f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in "

@@ -234,11 +234,13 @@ def may_think(tokenizer: Any) -> bool:
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
     """(id, text) of the special tokens that mark thoughts or occur in stop texts. Decoding
     leaves special tokens out of a text."""
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special = [(number, token.content) for number, token in added.items() if token.special]
+    added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special_tokens = [
+        (number, token.content) for number, token in added_tokens.items() if token.special
+    ]
     return tuple(
         (number, mark)
-        for number, mark in special
+        for number, mark in special_tokens
         if mark in MARKS or any(mark in text for text in stop)
     )
 

@@ -94,7 +94,7 @@ def verdicts(
     score, and immediately when the endpoint refuses a request. A step can be run again with another
     address or key, which are not part of its identity.
     """
-    unscored: list[Verdict] = []
+    unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
     # closing the client ends the requests that are still being repeated
     with _client(judge) as client:
@@ -106,12 +106,12 @@ def verdicts(
             for future in as_completed(futures):
                 verdict = future.result()
                 if verdict.score is None:
-                    unscored.append(verdict)
-                if len(unscored) > tolerated and not stop.is_set():
+                    unscored_verdicts.append(verdict)
+                if len(unscored_verdicts) > tolerated and not stop.is_set():
                     raise Unavailable(
-                        f"judge {judge.model} at {judge.url} gave no score to {len(unscored)} of "
-                        f"{len(prompts)} answers, and at most {tolerated} may go without: "
-                        f"{unscored[0].reply}"
+                        f"judge {judge.model} at {judge.url} gave no score to "
+                        f"{len(unscored_verdicts)} of {len(prompts)} answers, and at most "
+                        f"{tolerated} may go without: {unscored_verdicts[0].reply}"
                     )
         finally:
             stop.set()
@@ -123,14 +123,14 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
     """A client that repeats requests while the endpoint is busy, broken or unreachable."""
     import openai
 
-    local = urlsplit(judge.url).hostname in ("localhost", "127.0.0.1", "::1")
+    is_local = urlsplit(judge.url).hostname in ("localhost", "127.0.0.1", "::1")
     return openai.OpenAI(
         base_url=judge.url,
         api_key=_key(judge) or "none",
         timeout=TIMEOUT,
         max_retries=ATTEMPTS - 1,
         # no proxy to this machine
-        http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,
+        http_client=openai.DefaultHttpxClient(trust_env=False) if is_local else None,
     )
 
 

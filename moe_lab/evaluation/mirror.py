@@ -140,19 +140,19 @@ def _entries_read(benchmark: BenchmarkConfig) -> Entries:
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries for the benchmark's subset and for `split` (None: for every split)."""
     entries = manifest(folder(benchmark))
-    selected = {
+    selected_entries = {
         name: entry
         for name, entry in entries.items()
         if benchmark.subset in (None, entry["subset"]) and split in (None, entry["split"])
     }
-    if not selected:
-        known = {f"{entry['subset']}/{entry['split']}" for entry in entries.values()}
-        wanted = f"{benchmark.subset or '*'}/{split or '*'}"
-        error = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
+    if not selected_entries:
+        known_parts = {f"{entry['subset']}/{entry['split']}" for entry in entries.values()}
+        requested_part = f"{benchmark.subset or '*'}/{split or '*'}"
+        error = unknown(f"benchmark {benchmark.name}: subset/split", requested_part, known_parts)
         raise UserError(
             f"{error}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
         )
-    return selected
+    return selected_entries
 
 
 def _folder(benchmark: BenchmarkConfig) -> Path:
@@ -205,10 +205,10 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
             "sha256": sha256_of(path / name),
             "source": origin,
         }
-    evaluated = {
+    evaluated_entries = {
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }
-    count = _check_row_count(benchmark, evaluated)
+    count = _check_row_count(benchmark, evaluated_entries)
     # Earlier entries of other subsets and splits stay. Earlier entries of the same subset and split
     # go, since their files may have had other names.
     for name, entry in manifest(path).items():
@@ -362,15 +362,15 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     configs: list[BenchmarkConfig] = [
         valid(BenchmarkConfig, content, "benchmark") for content in contents
     ]
-    with_data = [
+    mirrored_configs = [
         replace(benchmark, root=root) for benchmark in configs if benchmark.data is not None
     ]
-    if not with_data:
+    if not mirrored_configs:
         raise UserError(
             f"{', '.join(benchmark_names)} needs no mirror: its data comes with moe_lab, or is a "
             "file of yours"
         )
-    return with_data
+    return mirrored_configs
 
 
 def main(arguments: Sequence[str]) -> int:

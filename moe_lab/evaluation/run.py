@@ -83,12 +83,12 @@ def _grade(
         **harness.identity(benchmark),
         **graded.protocol,
     }
-    too_long = [answer.item for answer in answers if answer.reply.ended == "too_long"]
-    unfinished = [answer.item for answer in answers if answer.reply.text is None]
-    if too_long:
-        protocol["too_long"] = too_long
-    if unfinished:
-        protocol["unfinished_thoughts"] = unfinished
+    long_items = [answer.item for answer in answers if answer.reply.ended == "too_long"]
+    unfinished_items = [answer.item for answer in answers if answer.reply.text is None]
+    if long_items:
+        protocol["too_long"] = long_items
+    if unfinished_items:
+        protocol["unfinished_thoughts"] = unfinished_items
     packages = ("torch", "transformers", harness.package)
     content = ResultFile(
         schema=SCHEMA,

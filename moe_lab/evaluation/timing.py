@@ -62,16 +62,16 @@ def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, flo
     after it."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    chosen = output.logits[:, -1:].argmax(-1)
+    chosen_tokens = output.logits[:, -1:].argmax(-1)
     first = _now(model.device)
     for _ in range(new_tokens):
         output = model(
-            input_ids=chosen,
+            input_ids=chosen_tokens,
             past_key_values=output.past_key_values,
             use_cache=True,
             logits_to_keep=1,
         )
-        chosen = output.logits[:, -1:].argmax(-1)
+        chosen_tokens = output.logits[:, -1:].argmax(-1)
     return first - start, _now(model.device) - first
 
 

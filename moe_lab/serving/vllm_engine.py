@@ -189,17 +189,17 @@ class Engine:
                 "vLLM built no router that can be masked: expected a plan that is exported, or "
                 "backend=hf"
             )
-        before, masked, after = (
+        values_before, values_under_mask, values_after = (
             self._log_probabilities(text, retained_experts) for retained_experts in ([], plan, [])
         )
-        if not _difference(before, masked) > EFFECT:
+        if not _difference(values_before, values_under_mask) > EFFECT:
             raise ValueError(
                 "masks have no effect on this engine, whose experts may be run by a kernel that "
                 f"routes by itself: no log-probability of {len(text)} tokens changes by more than "
                 f"{EFFECT} without half of the experts: expected backend=hf, or backend=server, "
                 "which exports each plan"
             )
-        if not _difference(before, after) <= REPEAT_TOLERANCE:
+        if not _difference(values_before, values_after) <= REPEAT_TOLERANCE:
             raise ValueError(
                 "a mask has an effect on this engine after it was taken away: expected backend=hf"
             )

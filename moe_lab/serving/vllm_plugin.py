@@ -116,11 +116,11 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     names = {name for layer_fields in fields.values() for name in layer_fields}
     default_fields = {name: config[name] for name in names}  # fields of unpruned layers
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
-    largest = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
+    maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
-    stock = export_settings["stock"]
-    architectures = [f"{PREFIX}{name}" for name in stock["architectures"]]
-    return {**family, **largest, **stock, "architectures": architectures, LAYERS: fields}
+    stock_fields = export_settings["stock"]
+    architectures = [f"{PREFIX}{name}" for name in stock_fields["architectures"]]
+    return {**family, **maxima, **stock_fields, "architectures": architectures, LAYERS: fields}
 
 
 def _read_exports() -> None:
@@ -130,10 +130,10 @@ def _read_exports() -> None:
 
     def make(original: Any) -> Any:
         def parse(self: Any, model: Any, *arguments: Any, **named: Any) -> Any:
-            read = PreTrainedConfig.get_config_dict
+            read_config = PreTrainedConfig.get_config_dict
 
             def get_config_dict(name: Any, **options: Any) -> Any:
-                config, unused_options = read(name, **options)
+                config, unused_options = read_config(name, **options)
                 return family_config(str(name), config), unused_options
 
             with patch.object(PreTrainedConfig, "get_config_dict", get_config_dict):
@@ -180,9 +180,9 @@ def _uneven_class(name: str) -> type:
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         experts: dict[tuple[int, str], set[int]] = defaultdict(set)
-        loaded = stock.load_weights(self, _record_experts(weights, experts))
+        names_of_weights = stock.load_weights(self, _record_experts(weights, experts))
         _check_files(self.moe_lab_counts, experts)
-        return loaded
+        return names_of_weights
 
     return type(
         PREFIX + name,
@@ -202,12 +202,12 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
             "with export=masked"
         )
     config = vllm_config.model_config.hf_text_config
-    shared = [field for field in SHARED_COUNTS if getattr(config, field, None)]
+    shared_fields = [field for field in SHARED_COUNTS if getattr(config, field, None)]
     widths = {fields[width] for fields in layers.values() for width in WIDTHS if width in fields}
-    if shared and len(widths) > 1:
+    if shared_fields and len(widths) > 1:
         raise ValueError(
-            f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their "
-            f"layer, and these are {sorted(widths)} wide: export with export=masked"
+            f"{name}: vLLM makes shared experts ({shared_fields[0]}) as wide as the routed ones of "
+            f"their layer, and these are {sorted(widths)} wide: export with export=masked"
         )
     for setting in ("enable_eplb", "enable_ep_weight_filter"):
         if getattr(vllm_config.parallel_config, setting, False):
@@ -257,12 +257,12 @@ def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], se
     for (layer, name), numbers in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and numbers != expected:
-            missing = sorted(expected - numbers)
-            surplus = sorted(numbers - expected)
+            missing_experts = sorted(expected - numbers)
+            surplus_experts = sorted(numbers - expected)
             raise ValueError(
                 f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
-                f"{name} of experts {missing or 'none'} and have it of {surplus or 'none'} beyond: "
-                "export again"
+                f"{name} of experts {missing_experts or 'none'} and have it of "
+                f"{surplus_experts or 'none'} beyond: export again"
             )
     if missing_layers := sorted(set(counts) - {layer for layer, _ in experts}):
         raise ValueError(f"the files have no experts of layers {missing_layers}: export again")

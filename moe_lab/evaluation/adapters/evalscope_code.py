@@ -66,17 +66,17 @@ class DataError(Exception):
 
 
 def select_days(
-    record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool
+    record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
     """A function like EvalScope's `record_to_sample` that gives samples only of problems from
-    days[0] to days[1] (YYYY-MM-DD). With `asking`, private tests are not read."""
+    days[0] to days[1] (YYYY-MM-DD). With `hides_tests`, samples have no private tests."""
 
     def selected_samples(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
         if not days[0] <= row["contest_date"][:10] <= days[1]:
             return []
-        return record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
+        return record_to_sample({**row, "private_test_cases": "[]"} if hides_tests else row)
 
     return selected_samples
 
@@ -185,12 +185,12 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
 
     with replay(Outcome(**outcome), function):
         if function is None:
-            judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
+            results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
         else:
-            judged = testing_util.grade_call_based(
+            results_and_notes = testing_util.grade_call_based(
                 "", tests["inputs"], tests["outputs"], function, 0
             )
-    return json.loads(json.dumps(judged, default=str))
+    return json.loads(json.dumps(results_and_notes, default=str))
 
 
 def program(solution: str, function: str | None) -> str:
@@ -198,7 +198,7 @@ def program(solution: str, function: str | None) -> str:
     `function` returns."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    needed = (
+    names = (
         "Capturing",
         "clean_if_name",
         "make_function",
@@ -208,7 +208,7 @@ def program(solution: str, function: str | None) -> str:
     )
     return _PROGRAM.format(
         imports=testing_util.import_string,
-        functions="\n".join(inspect.getsource(getattr(testing_util, name)) for name in needed),
+        functions="\n".join(inspect.getsource(getattr(testing_util, name)) for name in names),
         solution=solution,
         function=function,
     )

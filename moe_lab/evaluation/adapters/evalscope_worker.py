@@ -28,7 +28,7 @@ Samples = dict[str, Any]
 def questions(**task: Any) -> list[dict[str, Any]]:
     """{"item": name, "messages": conversation} of each question of a task. `task`: arguments of
     `load`."""
-    _, samples = load(**task, asking=True)
+    _, samples = load(**task, hides_tests=True)
     return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
 
@@ -45,16 +45,16 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
         programs = evalscope_code.Programs(**task["code"]["limits"])
         verdict = programs.grade
         threads = programs.processes
-    adapter, samples = load(**task, asking=False)
+    adapter, samples = load(**task, hides_tests=False)
     unpaired = set(texts) ^ set(samples)
     assert not unpaired, (
         f"answers and questions are not the same: {sorted(unpaired)[0]} is only on one side"
     )
     states = [_state(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(threads) as pool:
-        judged = pool.map(verdict, repeat(adapter), states)
+        outcomes = pool.map(verdict, repeat(adapter), states)
         verdicts = [
-            {"item": name, **outcome} for name, outcome in zip(samples, judged, strict=True)
+            {"item": name, **outcome} for name, outcome in zip(samples, outcomes, strict=True)
         ]
     return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
 
@@ -66,15 +66,15 @@ def load(
     limit: int | None,
     code: dict[str, Any] | None,
     *,
-    asking: bool,
+    hides_tests: bool,
 ) -> tuple[Any, Samples]:
     """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by
     subset.
 
     `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`:
     EvalScope's settings of the task. `limit`: number of items, taken evenly from the subsets (None:
-    all). `code`: days, pickles and limits, where answers are programs. Raises
-    evalscope_code.DataError if there are no samples.
+    all). `code`: days, pickles and limits, where answers are programs. `hides_tests`: omit the
+    private tests of programs. Raises evalscope_code.DataError if there are no samples.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
@@ -83,7 +83,7 @@ def load(
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
     if code:
         adapter.record_to_sample = evalscope_code.select_days(
-            adapter.record_to_sample, code["days"], asking=asking
+            adapter.record_to_sample, code["days"], hides_tests=hides_tests
         )
     with evalscope_code.restrict_pickles(allowed=code["pickles"]) if code else nullcontext():
         subsets = adapter.load_dataset()

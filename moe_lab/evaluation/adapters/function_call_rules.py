@@ -92,16 +92,16 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
-    declared = descriptions[name]["parameters"]["properties"] if name in descriptions else {}
+    parameters = descriptions[name]["parameters"]["properties"] if name in descriptions else {}
     return Call(
-        name, {key: _value(text, declared.get(key, {})) for key, text in _ARGUMENT.findall(block)}
+        name, {key: _value(text, parameters.get(key, {})) for key, text in _ARGUMENT.findall(block)}
     )
 
 
-def _value(text: str, described: Mapping[str, Any]) -> Any:
+def _value(text: str, description: Mapping[str, Any]) -> Any:
     """The value of a tagged argument: its text if the function declares a text, else the JSON or
     Python value that the text stands for, else the text."""
-    if TYPES.get(str(described.get("type"))) is str:
+    if TYPES.get(str(description.get("type"))) is str:
         return text
     for read in (json.loads, ast.literal_eval):
         try:
@@ -190,14 +190,14 @@ def mistake(
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _descriptions_by_name(functions)
-    remaining = list(calls)
-    for expected in right:
-        ((name, allowed),) = expected.items()
+    remaining_calls = list(calls)
+    for expected_call in right:
+        ((name, allowed_values),) = expected_call.items()
         mistakes = []
-        for index, call in enumerate(remaining):
-            reason = _call_mistake(call, name, allowed, descriptions[name]["parameters"])
+        for index, call in enumerate(remaining_calls):
+            reason = _call_mistake(call, name, allowed_values, descriptions[name]["parameters"])
             if reason is None:
-                del remaining[index]
+                del remaining_calls[index]
                 break
             mistakes.append(reason)
         else:
@@ -206,53 +206,54 @@ def mistake(
 
 
 def _call_mistake(
-    call: Call, name: str, allowed: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
+    call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
-    """Why a call is not a call of the function `name` with allowed arguments; None if it is."""
+    """Why a call is not a call of the function `name` with allowed arguments; None if it is.
+    `options`: argument -> allowed values."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
         if argument not in call.arguments:
             return f"{name}: {argument} is required"
     for argument, value in call.arguments.items():
-        described = parameters["properties"].get(argument)
-        if described is None or argument not in allowed:
+        description = parameters["properties"].get(argument)
+        if description is None or argument not in options:
             return f"{name}: {argument} is not expected"
-        if not _is_allowed(value, described, allowed[argument]):
+        if not _is_allowed(value, description, options[argument]):
             return (
-                f"{name}: {argument}={value!r:.80} is not one of {list(allowed[argument])!r:.200}"
+                f"{name}: {argument}={value!r:.80} is not one of {list(options[argument])!r:.200}"
             )
-    for argument, values in allowed.items():
+    for argument, values in options.items():
         if argument not in call.arguments and "" not in values:
             return f"{name}: {argument} is missing"
     return None
 
 
-def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
     """Whether the value of an argument has the type in its description, and is one of the allowed
     values. An allowed value of another type passes too: right answers name variables by texts,
     whatever the type of the argument."""
-    declared = TYPES[described["type"]]
-    allowed_type = _type_of_first(allowed)
-    options: list[Any] = [option for option in allowed if isinstance(option, declared)]
-    if described["type"] == "float" and type(value) is int:
+    declared_type = TYPES[description["type"]]
+    allowed_type = _type_of_first(allowed_values)
+    options: list[Any] = [option for option in allowed_values if isinstance(option, declared_type)]
+    if description["type"] == "float" and type(value) is int:
         value = float(value)
     value_type = type(value)
-    if value_type is not declared:
-        return value_type is allowed_type and value in allowed
-    if not _has_element_types(value, described, allowed):
+    if value_type is not declared_type:
+        return value_type is allowed_type and value in allowed_values
+    if not _has_element_types(value, description, allowed_values):
         return False
-    if allowed_type not in (None, declared):
-        return value in allowed
-    if declared is dict:
+    if allowed_type not in (None, declared_type):
+        return value in allowed_values
+    if declared_type is dict:
         return any(_is_dict_allowed(value, option) for option in options)
-    if declared is list and TYPES[described["items"]["type"]] is dict:
+    if declared_type is list and TYPES[description["items"]["type"]] is dict:
         return any(_is_list_allowed(value, option) for option in options)
-    if declared is list:
+    if declared_type is list:
         return _standard_list(value) in [_standard_list(option) for option in options] or (
-            not value and "" in allowed
+            not value and "" in allowed_values
         )
-    return _standard(value) in _standard_list(allowed)
+    return _standard(value) in _standard_list(allowed_values)
 
 
 def _type_of_first(allowed: Iterable[Any]) -> type | None:
@@ -260,17 +261,17 @@ def _type_of_first(allowed: Iterable[Any]) -> type | None:
     return next((type(value) for value in allowed if value != ""), None)
 
 
-def _has_element_types(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+def _has_element_types(value: Any, description: Mapping[str, Any], options: Sequence[Any]) -> bool:
     """Whether every element of a list has the type that the description declares, or the type of
     the first element of one allowed list; True for a value that is no list. As in BFCL, an int
     element is no float, and any elements pass if an allowed value is no list, such as ""."""
     if not isinstance(value, list):
         return True
-    declared = TYPES[described["items"]["type"]]
+    declared_type = TYPES[description["items"]["type"]]
     return any(
         not isinstance(option, list)
-        or all(type(element) in (declared, _type_of_first(option)) for element in value)
-        for option in allowed
+        or all(type(element) in (declared_type, _type_of_first(option)) for element in value)
+        for option in options
     )
 
 
@@ -312,10 +313,10 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(description: Mapping[str, Any]) -> dict[str, Any]:
     """The description of a parameter, and of its inner parameters, with the types of JSON
     schema."""
-    schema = {**described, "type": SCHEMA_TYPES.get(described["type"], described["type"])}
+    schema = {**description, "type": SCHEMA_TYPES.get(description["type"], description["type"])}
     if "properties" in schema:
         schema["properties"] = {
             name: _schema(inner) for name, inner in schema["properties"].items()

@@ -87,11 +87,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         result, result_samples = _result(name, metric, aggregation, rows_of_metric, benchmark)
         results.append(result)
         samples += result_samples
-    evaluated = [task_questions[0].task for task_questions in questions]
+    evaluated_tasks = [task_questions[0].task for task_questions in questions]
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
-        "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated})),
-        "num_fewshot": evaluated[0].config.num_fewshot,
+        "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
+        "num_fewshot": evaluated_tasks[0].config.num_fewshot,
     }
     return Graded(results, samples, protocol)
 
@@ -322,11 +322,11 @@ def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[li
     for row, sample in zip(rows, samples, strict=True):
         by_task.setdefault(row.question.task.config.task, []).append(sample)
     task_weight = len(samples) / len(by_task)
-    weighted: list[list[Sample]] = []
+    weighted_samples: list[list[Sample]] = []
     for task_samples in by_task.values():
         units = task_weight / len(task_samples)
-        weighted.append([{**sample, "units": units} for sample in task_samples])
-    return weighted
+        weighted_samples.append([{**sample, "units": units} for sample in task_samples])
+    return weighted_samples
 
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:
@@ -343,21 +343,21 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
     }
 
 
-def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
+def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. Its output is the generated text, or else the log-likelihoods."""
     kind = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if kind == "generate_until":
-        return row.answer.sample(result, outcome, str(row.extracted[0]))
+        return row.answer.sample(result_name, outcome, str(row.extracted[0]))
     if kind == "loglikelihood_rolling":
-        return row.answer.sample(result, outcome, "", json.dumps(round(nats[0], 4)))
+        return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
     # lm-eval does not count the space in front of an answer.
     lengths = [
         len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
     ]
-    chosen = int(np.argmax(np.array(nats) / lengths))
+    chosen_index = int(np.argmax(np.array(nats) / lengths))
     sample = row.answer.sample(
-        result, outcome, str(chosen), json.dumps([round(value, 4) for value in nats])
+        result_name, outcome, str(chosen_index), json.dumps([round(value, 4) for value in nats])
     )
     return {**sample, "answer_loss": _loss_of_right_choice(row.question, nats)}
 
@@ -366,12 +366,12 @@ def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float |
     """Loss on lm-eval's right choice in bits per byte; None unless exactly one choice is right."""
     task = question.task
     doc = question.doc
-    right: Any = 0  # a request without choices has one continuation
+    right_index: Any = 0  # a request without choices has one continuation
     if task.OUTPUT_TYPE == "multiple_choice":
-        right = label_of(task, doc)
-        if isinstance(right, str):
+        right_index = label_of(task, doc)
+        if isinstance(right_index, str):
             choices = task.doc_to_choice(doc)
-            right = choices.index(right) if right in choices else None
-    if not isinstance(right, int) or not 0 <= right < len(nats):
+            right_index = choices.index(right_index) if right_index in choices else None
+    if not isinstance(right_index, int) or not 0 <= right_index < len(nats):
         return None
-    return -nats[right] / math.log(2) / len(question.requests[right].args[1].encode())
+    return -nats[right_index] / math.log(2) / len(question.requests[right_index].args[1].encode())

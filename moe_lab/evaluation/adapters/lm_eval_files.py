@@ -41,12 +41,12 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     folder = tasks / name
     if not folder.is_dir() or folder == tasks:
         parent = folder.parent if folder.parent.is_dir() and folder != tasks else tasks
-        known = [str(path.relative_to(tasks)) for path in parent.iterdir() if path.is_dir()]
-        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, known)
-    defined: set[str] = set()
+        folder_names = [str(path.relative_to(tasks)) for path in parent.iterdir() if path.is_dir()]
+        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folder_names)
+    task_names: set[str] = set()
     for file in folder.rglob("*.yaml"):
-        defined.update(_TASK.findall(file.read_text(encoding="utf-8")))
-    check_known(f"benchmark {benchmark.name}: task", benchmark.task, defined)
+        task_names.update(_TASK.findall(file.read_text(encoding="utf-8")))
+    check_known(f"benchmark {benchmark.name}: task", benchmark.task, task_names)
     return folder
 
 
@@ -66,16 +66,16 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
         if file in files:
             continue
         files[file] = None
-        included, functions = _references(file)
-        pending += [file.parent / name for name in included]
+        included_files, functions = _references(file)
+        pending += [file.parent / name for name in included_files]
         for module in sorted({function.rpartition(".")[0] for function in functions}):
             source = file_of(module, file.parent)
             if source is None:
                 raise UserError(
                     f"{file}: !function {module}: expected a module {module}.py in {file.parent}"
                 )
-            code, installed = code_of(module, source)
-            versions |= installed
+            code, package_versions = code_of(module, source)
+            versions |= package_versions
             for path in code.values():
                 files |= dict.fromkeys((path.resolve(), *_data_files(path)))
     return list(files), versions
@@ -104,8 +104,8 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
         raise UserError(
             f"{file}: expected a task in lm-eval's format, such as doc_to_text: question"
         )
-    included = definition.get("include", [])
-    return [included] if isinstance(included, str) else included, functions
+    included_files = definition.get("include", [])
+    return [included_files] if isinstance(included_files, str) else included_files, functions
 
 
 def _data_files(code: Path) -> Iterator[Path]:
@@ -152,8 +152,8 @@ class _Observer:
         self.reader = reader
         self.files: set[str] = set()
         self.refusal: UserError | None = None
-        earlier = {thread.native_id for thread in threading.enumerate()}
-        self.ignored_threads = earlier - {threading.get_native_id()}
+        earlier_threads = {thread.native_id for thread in threading.enumerate()}
+        self.ignored_threads = earlier_threads - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Record one audit event. UserError for one of _PROGRAM_EVENTS; the error stops the start

@@ -129,8 +129,8 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     Each split of the task has all items."""
     *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
-    defined = {"task": benchmark.name, "test_split": "test"}
-    definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
+    defaults = {"task": benchmark.name, "test_split": "test"}
+    definition = str(files[0]) if files else {**defaults, **benchmark.parameters["definition"]}
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
     for task in loaded["tasks"].values():
         if _source_of_examples(task) is not None:
@@ -246,8 +246,8 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
             has_right_answer = label is not None
             expected = "a text"
         else:
-            known = [*range(len(choices)), *choices]
-            has_right_answer = bool(labels) and all(label in known for label in labels)
+            valid_labels = [*range(len(choices)), *choices]
+            has_right_answer = bool(labels) and all(label in valid_labels for label in labels)
             expected = f"a number from 0 to {len(choices) - 1} or the text of a choice"
         if not has_right_answer:
             raise UserError(
@@ -265,6 +265,6 @@ def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list
     """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
     turn."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
-    counts = Counter(name for _, name in in_turn[:limit])
+    items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
+    counts = Counter(name for _, name in items_in_turn[:limit])
     return {name: list(range(counts[name])) for name in by_name if counts[name]}

@@ -174,11 +174,11 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 def appended_tokens(tokenizer: Any) -> list[int]:
     """The tokens, such as an end token, that a tokenizer appends to every text."""
-    plain, with_special = (
+    plain_tokens, all_tokens = (
         tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0]
         for special in (False, True)
     )
-    return list(with_special[with_special.index(plain[0]) + len(plain) :])
+    return list(all_tokens[all_tokens.index(plain_tokens[0]) + len(plain_tokens) :])
 
 
 def check_finite(number: float, name: str) -> None:

@@ -256,31 +256,31 @@ def _read(
         for prompt, row in zip(batch.prompts, answers, strict=True)
         if row
     ]
-    first = min([longest, *starts]) - 1
+    first_position = min([longest, *starts]) - 1
     """The first position after which logits are needed."""
-    logits_read = len(ids) * (ids.shape[1] - first)
+    logits_read = len(ids) * (ids.shape[1] - first_position)
     if (
         not starts
         or logits_read > tokens_with_logits(model)
         or not _can_forget(model, inputs, token_inputs)
     ):
         answers = [None] * len(ids)
-        first = longest - 1
+        first_position = longest - 1
     width = ids.shape[1] if any(answers) else longest
     ids = ids[:, :width]
     inputs = inputs | {name: inputs[name][:, :width] for name in token_inputs}
     if any(answers):
-        inputs["logits_to_keep"] = width - first
+        inputs["logits_to_keep"] = width - first_position
     prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
     output = model(**prepared, return_dict=True)
     for prompt, answer, logits in zip(
-        batch.prompts, answers, output.logits[:, first - width :], strict=True
+        batch.prompts, answers, output.logits[:, first_position - width :], strict=True
     ):
         text = _beginning(
-            prompt, answer, logits[longest - 1 - first :], batch.generation.max_tokens
+            prompt, answer, logits[longest - 1 - first_position :], batch.generation.max_tokens
         )
         if answer:
-            start = longest - len(prompt) + answer.start - 1 - first
+            start = longest - len(prompt) + answer.start - 1 - first_position
             scored = logits[start : start + len(answer.tokens) - answer.start]
             text.likelihood = likelihood(answer.tokens[answer.start :], scored)
         texts.append(text)

@@ -186,14 +186,14 @@ def _trial_agrees(model: Any) -> bool:
     """Whether the answers of `TRIAL` have the same logits when read together as when read alone, up
     to rounding."""
     tokens, answers = TRIAL
-    together = _Question(tokens, {answer: [] for answer in answers})
-    logits = _logits(model, [together])[0].float()
+    question = _Question(tokens, {answer: [] for answer in answers})
+    logits = _logits(model, [question])[0].float()
     start = 1
     for answer in answers:
-        alone = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
+        reference = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
         part = logits[start : start + len(answer)]
         start += len(answer)
         tolerance = TOLERANCE if model.dtype.itemsize >= 4 else HALF_TOLERANCE
-        if not float((part - alone).abs().max()) <= tolerance * float(alone.abs().max()):
+        if not float((part - reference).abs().max()) <= tolerance * float(reference.abs().max()):
             return False
     return True

@@ -104,11 +104,11 @@ class ServedModel(Engine):
         """
         ends = eos_tokens(self.ends, self.tokenizer)
         marks = [mark for number, mark in generation.marks if number not in ends]
-        if omitted := [mark for mark in marks if generation.chat or mark not in MARKS]:
+        if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
-                f"backend=server: a server leaves out special tokens, and {', '.join(omitted)} "
-                "part the model's thoughts from its answers, or end them: expected backend=hf or "
-                "backend=vllm"
+                "backend=server: a server leaves out special tokens, and "
+                f"{', '.join(omitted_marks)} part the model's thoughts from its answers, or end "
+                "them: expected backend=hf or backend=vllm"
             )
         texts = [self._request_text(prompt) for prompt in prompts]
         pool = ThreadPoolExecutor(generation.batch_size)
@@ -137,9 +137,9 @@ class ServedModel(Engine):
     def client(self, seconds: float | None = None) -> openai.OpenAI:
         """A client with a timeout of `seconds` per text; without a timeout by default, as a server
         may queue all texts."""
-        direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
+        transport = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(
-            base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct
+            base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=transport
         )
 
     def complete(
@@ -173,13 +173,13 @@ class ServedModel(Engine):
             text = choice.text
             reason = choice.finish_reason
         except openai.APIConnectionError as error:
-            ended = self.exit_reason()
-            state = f"ended: {ended}" if ended else f"does not answer ({error.__cause__ or error})"
+            cause = self.exit_reason()
+            state = f"ended: {cause}" if cause else f"does not answer ({error.__cause__ or error})"
             raise Unavailable(f"{server} {state}") from None
         except openai.APIStatusError as error:
             kind = UserError if error.status_code < 500 else Unavailable
-            if kind is Unavailable and (ended := self.exit_reason()):
-                raise Unavailable(f"{server} ended: {ended}") from None
+            if kind is Unavailable and (cause := self.exit_reason()):
+                raise Unavailable(f"{server} ended: {cause}") from None
             message = error.body.get("message") if isinstance(error.body, dict) else None
             reply = " ".join(str(message or error.response.text).split())[:_MOST_CHARACTERS]
             raise kind(f"{server} answered HTTP {error.status_code}: {reply}") from None
@@ -295,8 +295,8 @@ def _free_port() -> int:
     which imports for a while."""
     while True:
         port = secrets.choice(PORTS)
-        with socket.socket() as unused, suppress(OSError):
-            unused.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
 
 
@@ -305,9 +305,9 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
     accepts: `served.name`, or else `path`, the path of the checkpoint's view. Unavailable for a
     server that ends, does not answer in time or does not serve the checkpoint."""
     deadline = time.monotonic() + served.patience
-    while (listed := _listed_models(served)) is None:
-        if (ended := _exit_reason(process)) is not None:
-            raise Unavailable(f"the server ended before it was ready: {ended}")
+    while (listed_names := _listed_models(served)) is None:
+        if (reason := _exit_reason(process)) is not None:
+            raise Unavailable(f"the server ended before it was ready: {reason}")
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {served.url} within "
@@ -317,7 +317,7 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name from its command line; `transformers serve` lists other models
     # and takes the checkpoint's path.
-    if served.name not in listed:
+    if served.name not in listed_names:
         served = replace(served, name=path)
     try:
         with served.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
@@ -325,10 +325,10 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
     except UserError as error:
         raise Unavailable(
             f"the server does not serve the checkpoint ({error}); it lists "
-            f"{', '.join(listed) or 'no model'}"
+            f"{', '.join(listed_names) or 'no model'}"
         ) from None
-    if (ended := _exit_reason(process)) is not None:
-        raise Unavailable(f"the server ended ({ended}), and another one answers at {served.url}")
+    if (reason := _exit_reason(process)) is not None:
+        raise Unavailable(f"the server ended ({reason}), and another one answers at {served.url}")
     return served
 
 

@@ -81,13 +81,13 @@ class EvalPlus(Harness):
         protection = self.protection(benchmark, policy)
         problems = self.problems(benchmark)
         programs: dict[str, str] = {}
-        refused: dict[str, evalplus.Verdict] = {}
+        refusals: dict[str, evalplus.Verdict] = {}
         for answer in answers:
             program = _program(answer, problems[answer.item], chat=benchmark.chat)
             violation = leaves_closed_world(program) if protection == LIMITED else None
             if violation:
                 reason = f"not run: it uses {violation}"
-                refused[answer.item] = evalplus.Verdict(program, "refused", "refused", reason)
+                refusals[answer.item] = evalplus.Verdict(program, "refused", "refused", reason)
             else:
                 programs[answer.item] = program
         request = evalplus.GradeRequest(
@@ -98,7 +98,7 @@ class EvalPlus(Harness):
             sanitize=benchmark.data is not None,
             **benchmark.parameters,
         )
-        verdicts = evalplus.GRADER.grade(request) | refused
+        verdicts = evalplus.GRADER.grade(request) | refusals
         protocol = {
             "dataset": request.dataset,
             "sanitize": request.sanitize,
@@ -153,8 +153,8 @@ def fenced_program(text: str, entry_point: str) -> str:
     """
     blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
     definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
-    defining = [block for block in blocks if definition.search(block)]
-    return defining[-1] if defining else max(blocks, key=len, default=text)
+    defining_blocks = [block for block in blocks if definition.search(block)]
+    return defining_blocks[-1] if defining_blocks else max(blocks, key=len, default=text)
 
 
 def dataset_of(problems: Mapping[str, Any]) -> str:

@@ -82,11 +82,11 @@ class EvalScope(Harness):
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
         reply = _call_worker(benchmark, policy, "grade", texts=texts)
         samples = {sample["item"]: sample for sample in reply["samples"]}
-        unscored = [item for item, sample in samples.items() if sample["outcome"] is None]
-        if len(unscored) > UNSCORED_AT_MOST * len(samples):
+        unscored_items = [item for item, sample in samples.items() if sample["outcome"] is None]
+        if len(unscored_items) > UNSCORED_AT_MOST * len(samples):
             raise RuntimeError(
-                f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of "
-                f"{len(samples)} answers, such as that to {unscored[0]}"
+                f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored_items)} of "
+                f"{len(samples)} answers, such as that to {unscored_items[0]}"
             )
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -98,7 +98,7 @@ class EvalScope(Harness):
                 return outcome, "pass" if outcome else sample["why"]
             return outcome, sample["extracted"]
 
-        protocol = {"evalscope": reply["versions"], "unscored": unscored}
+        protocol = {"evalscope": reply["versions"], "unscored": unscored_items}
         if is_code:
             protocol["sandbox"] = self.protection(benchmark, policy)
         return graded_by_mean(answers, benchmark, verdict, protocol)

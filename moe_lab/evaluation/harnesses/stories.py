@@ -98,13 +98,13 @@ def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[b
 
     Raises UserError for a rule that does not exist or whose arguments do not fit.
     """
-    followed = []
+    results = []
     for entry in checklist:
         arguments = {name: value for name, value in entry.items() if name != "rule"}
         name = str(entry.get("rule"))
         check_known("checklist.rule", name, RULES)
         try:
-            followed.append(RULES[name](story, **arguments))
+            results.append(RULES[name](story, **arguments))
         except TypeError as error:
             raise UserError(f"checklist.rule={name} does not take {arguments}: {error}") from error
-    return followed
+    return results

@@ -74,8 +74,10 @@ class WildBench(Harness):
             )
         count_without_request = len(verdict_of_item)
         tolerated = math.floor(TOLERATED * len(answers))
-        judged = verdicts(benchmark.judge, cache_folder("judge"), list(prompts.values()), tolerated)
-        verdict_of_item.update(zip(prompts, judged, strict=True))
+        judge_verdicts = verdicts(
+            benchmark.judge, cache_folder("judge"), list(prompts.values()), tolerated
+        )
+        verdict_of_item.update(zip(prompts, judge_verdicts, strict=True))
         scores = {
             item: verdict.score
             for item, verdict in verdict_of_item.items()
@@ -95,8 +97,8 @@ class WildBench(Harness):
             },
             "judge_prompt": next(iter(prompts.values()), None),
         }
-        scored = [answer for answer in answers if answer.item in scores]
-        return graded_by_mean(scored, benchmark, verdict, protocol, tolerated)
+        scored_answers = [answer for answer in answers if answer.item in scores]
+        return graded_by_mean(scored_answers, benchmark, verdict, protocol, tolerated)
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
         digest = hashlib.sha256(template(benchmark).encode()).hexdigest()

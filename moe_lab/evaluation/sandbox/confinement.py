@@ -94,11 +94,11 @@ def _visible_paths() -> list[str]:
     # targets of links too, since `_bind` copies a link without its target
     paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
-    visible: list[str] = []
+    visible_paths: list[str] = []
     for path in sorted(path for path in paths if path and os.path.exists(path)):
-        if not any(path == parent or path.startswith(parent + "/") for parent in visible):
-            visible.append(path)
-    return visible
+        if not any(path == parent or path.startswith(parent + "/") for parent in visible_paths):
+            visible_paths.append(path)
+    return visible_paths
 
 
 def _bind(source: str) -> None:
@@ -125,15 +125,15 @@ def _mounts() -> dict[str, str]:
     }
 
 
-def _replace_root(hidden: Iterable[str]) -> None:
+def _replace_root(hidden_folders: Iterable[str]) -> None:
     """Replace the root by a read-only file system that has only the visible paths, and in which the
-    folders `hidden` are empty."""
+    `hidden_folders` are empty."""
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mounts_before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
     for source in _visible_paths():
         _bind(source)
-    for path in hidden:
+    for path in hidden_folders:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
     for number, point in _mounts().items():
@@ -149,8 +149,8 @@ def _replace_root(hidden: Iterable[str]) -> None:
 def _drop_capabilities() -> None:
     """Give up all capabilities of this process; see capset(2)."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
-    nothing = (ctypes.c_uint32 * 6)()
-    _call("capset", header, nothing)
+    no_capabilities = (ctypes.c_uint32 * 6)()
+    _call("capset", header, no_capabilities)
 
 
 def _refuse_calls() -> None:
@@ -209,7 +209,7 @@ def is_refusal(error: OSError) -> bool:
     return error.errno in _REFUSALS or not _MOUNTS.exists()
 
 
-def enter(hidden: Iterable[str] = ()) -> None:
+def enter(hidden_folders: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
     Afterwards it has no network and no socket but local pairs; separate processes, IPC and host
@@ -230,7 +230,7 @@ def enter(hidden: Iterable[str] = ()) -> None:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NETWORK | _NEW_PIDS)
-    _replace_root(hidden)
+    _replace_root(hidden_folders)
     if is_root:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)

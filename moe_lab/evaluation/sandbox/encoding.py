@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 HUGE = 50_000
-"""Most parts of a value that is sent as a whole; see `_remaining` for what counts as parts."""
+"""Most parts of a value that is sent as a whole; see `_remaining_budget` for what counts as parts."""
 _PLAIN = (type(None), bool, float, str)
 _SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
 
@@ -88,12 +88,12 @@ _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
     """As `encode`, but a value of more than `parts` parts becomes its hash."""
-    if _remaining(value, parts) < 0:
+    if _remaining_budget(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
 
 
-def _remaining(value: Any, budget: int) -> int:
+def _remaining_budget(value: Any, budget: int) -> int:
     """`budget` less the number of parts of `value`; negative as soon as the budget is used up."""
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
@@ -105,9 +105,9 @@ def _remaining(value: Any, budget: int) -> int:
     for item in value:
         if budget < 0:
             return budget
-        budget = _remaining(item, budget)
+        budget = _remaining_budget(item, budget)
         if isinstance(value, dict):
-            budget = _remaining(value[item], budget)
+            budget = _remaining_budget(value[item], budget)
     return budget
 
 

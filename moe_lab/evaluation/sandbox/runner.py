@@ -86,15 +86,15 @@ class Request:
     process."""
 
 
-def main(confined: bool, hidden: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or
-    only with limits. The request `start` is answered once the process is confined; `run` runs a
+def main(confined: bool, hidden_folders: list[str]) -> None:
+    """Serve requests until standard input ends, in namespaces in which `hidden_folders` are empty,
+    or only with limits. The request `start` is answered once the process is confined; `run` runs a
     program."""
     for name in _USUAL_IMPORTS:
         __import__(name)
     if confined:
         try:
-            enter(hidden)
+            enter(hidden_folders)
         except OSError as error:
             raise SystemExit(
                 f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)
@@ -112,20 +112,20 @@ def main(confined: bool, hidden: list[str]) -> None:
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
     """Run one program. Returns its `client.Outcome` as a dictionary."""
-    results, sending = os.pipe()
+    read_end, write_end = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
-        fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE)
-    os.set_blocking(results, False)
+        fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
+    os.set_blocking(read_end, False)
     try:
         child = fork()
     except OSError as error:
         raise SystemExit(f"no process can be started for a program ({error})") from error
     if child == 0:
-        _child(request, sending)
-    os.close(sending)
+        _child(request, write_end)
+    os.close(write_end)
     watch = _Watch(child, request)
     poll = select.poll()
-    poll.register(results, 0)  # wakes only when the last writer has closed the pipe
+    poll.register(read_end, 0)  # wakes only when the last writer has closed the pipe
     poll.register(0, select.POLLIN)  # standard input, which the grader closes when it ends
     reply = None
     try:
@@ -136,10 +136,10 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
             if any(number == 0 for number, _ in poll.poll(1000 * min(_TICK, seconds))):
                 raise SystemExit("the grader has ended")
             with suppress(BlockingIOError):
-                reply = watch.take(os.read(results, _PIPE))
+                reply = watch.take(os.read(read_end, _PIPE))
         return reply
     finally:
-        os.close(results)
+        os.close(read_end)
         _kill(child)
 
 
@@ -182,7 +182,7 @@ class _Watch:
         self.times: list[float] = []
         """CPU seconds of each of these lines."""
         self.partial_line = bytearray()
-        self.received = 0
+        self.received_bytes = 0
         self.start = self.call_start = _cpu_seconds(child)
         self.call_wall_start = time.monotonic()
         self.wall_end = self.call_wall_start + _wall_limit(request.total_seconds)
@@ -190,10 +190,10 @@ class _Watch:
     def seconds_remaining(self) -> float:
         """Seconds until the first of four limits: the CPU and wall-clock limits of the current call
         and of the whole program."""
-        used = _cpu_seconds(self.child)
+        used_seconds = _cpu_seconds(self.child)
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
-        cpu_of_call = self.call_start + limit - used
-        cpu_of_program = self.start + self.request.total_seconds - used
+        cpu_of_call = self.call_start + limit - used_seconds
+        cpu_of_program = self.start + self.request.total_seconds - used_seconds
         wall_end = min(self.call_wall_start + _wall_limit(limit), self.wall_end)
         return min(cpu_of_call, cpu_of_program, wall_end - time.monotonic())
 
@@ -203,8 +203,8 @@ class _Watch:
         if not chunk:
             is_complete = len(self.lines) == len(self.limits) and not self.partial_line
             return self.reply("ok" if is_complete else "crash")
-        self.received += len(chunk)
-        if self.received > self.request.output:
+        self.received_bytes += len(chunk)
+        if self.received_bytes > self.request.output:
             return self.reply("output")
         *complete, partial_line = chunk.split(b"\n")
         if complete:  # joined only when a line is complete, as it may arrive in thousands of pieces
