@@ -46,6 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """`moe_lab.Plan`, imported at the first use."""
     if name != "Plan":  # imported late, as it imports numpy
         raise AttributeError(f"module moe_lab has no attribute {name}")
     from moe_lab.pruning.plan import Plan
@@ -55,27 +56,29 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ModelStatistics:
-    """Statistics of a model, as gathered by `calibrate`."""
+    """Statistics of a model, the result of `calibrate`."""
 
     layers: Mapping[int, Mapping[str, Any]]
-    """Decoder layer -> sums by name, fp64 arrays of the shapes in `moe_lab.statistics`."""
+    """Decoder layer -> name -> sums, fp64 arrays of the shapes in `moe_lab.statistics`."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
-    """The same sums, grouped by the pass that gathered them, such as statistics or gradients."""
+    """Name of a pass, such as statistics or gradients -> the sums in `layers` that the pass has
+    computed, in the form of `layers`."""
     facts: Mapping[str, Any]
-    """Parameters of the model, and for each layer its numbers of experts, channels and groups; see
+    """Parameters of the model, and the numbers of experts, channels and groups of each layer; see
     `models.facts`."""
     text: Mapping[str, Any]
-    """The text that was read: tokens of each source, rows, their length."""
+    """Report on the text that was read: tokens of each source, number of rows, length of rows."""
     identity: Mapping[str, str]
-    """Digests that tell the model from others of its shape; plans have them in their provenance.
-    See `models.identity`."""
+    """Digests that differ between models of the same shape. Plans have these digests in their
+    provenance. See `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
         return self  # pandas deep-copies the attributes of a data frame, and the arrays are large
 
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
-    """Load a model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
+    """Load a model and its tokenizer. Returns (model, tokenizer). The model is in eval mode, and
+    its weights are frozen.
 
     `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model.
     `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or
@@ -105,18 +108,21 @@ def calibrate(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
-    """Gather the statistics that `criteria` need: sums over the tokens of a text, and perhaps over
-    the weights.
+    """Compute the statistics that `criteria` need: sums over the tokens of a text, and for some
+    criteria sums over the weights.
 
-    One forward pass serves most criteria of whole experts; heapr and others add a backward pass.
-    `text`: a file, a hub id, or a list of documents. `settings`: fields of
-    `moe_lab.config.CalibrationConfig`; the defaults are tokens=32_768 in rows of length=512 (less
-    if the tokenizer's limit is lower), packing="chunk" (one stream). `replacement`: the replacement
-    of dropped experts that `plan` will get; it may need a pass of its own. The model is not
-    changed; its weights are read from memory. Raises UserError for a criterion that does not exist,
-    settings that cannot work, a text that is too short or has tokens without an embedding, and a
-    model without routed experts; and, unless `any_tokenizer`, for a tokenizer whose vocabulary or
-    added tokens differ from those of the checkpoint that the model was loaded from.
+    Most criteria of whole experts need one forward pass; heapr and others also need a backward
+    pass. The model is not changed, and its weights are read from memory.
+
+    `text`: a file, a hub id, or a list of documents. `replacement`: the replacement of dropped
+    experts that `plan` will get, since some replacements need further statistics. `settings`:
+    fields of `moe_lab.config.CalibrationConfig`. Defaults: tokens=32_768 in rows of length=512 (or
+    the tokenizer's limit if this is lower), packing="chunk" (one stream).
+
+    Raises UserError for a criterion that does not exist, settings that cannot work, a text that is
+    too short or has tokens without an embedding, and a model without routed experts. Without
+    `any_tokenizer`, raises UserError for a tokenizer whose vocabulary or added tokens differ from
+    the checkpoint from which the model was loaded.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
@@ -130,7 +136,7 @@ def calibrate(
     if not any_tokenizer:
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
-    with _evaluated(model):
+    with _eval_mode(model):
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
     empty: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = merge_passes([empty, *sums.values()])
@@ -141,7 +147,8 @@ def calibrate(
 def _calibration(
     tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
 ) -> Any:
-    """The batches of a text as `calibrate` reads it."""
+    """The batches of a text, with the defaults of `calibrate`. `settings`: fields of
+    CalibrationConfig. `caller`: name of the public function, for messages."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import valid
@@ -160,24 +167,24 @@ def _calibration(
 
 
 @contextmanager
-def _evaluated(model: Any) -> Iterator[None]:
+def _eval_mode(model: Any) -> Iterator[None]:
     """A context in which the model is in eval mode."""
-    training = model.training
+    is_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        model.train(is_training)
 
 
 @contextmanager
 def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
-    """A context with the path of a text; a list of documents becomes a temporary file of JSON
+    """A context with the path of a text. A list of documents is written to a temporary file in JSON
     lines."""
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # imported late, as processes that run a model's program import moe_lab and should be small
+    # imported here, as processes that run programs of models import moe_lab, and should be small
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +196,8 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
-    """Layer -> the sums of one pass, as numpy arrays."""
+    """Layer -> name -> numpy array: the sums that the pass `need` computes on the batches `rows`,
+    or over weights."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
@@ -208,8 +216,8 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     }
     sums = passes[need]()
     return {
-        layer: {name: part.numpy() for name, part in arrays.items()}
-        for layer, arrays in sums.layers.items()
+        layer: {name: tensor.numpy() for name, tensor in tensors.items()}
+        for layer, tensors in sums.layers.items()
     }
 
 
@@ -221,13 +229,16 @@ def score(
     seed: int = 42,
     **parameters: Any,
 ) -> pd.DataFrame:
-    """Score the experts or channels of a model by a criterion; higher means keep.
+    """Score the experts or the channels of a model by a criterion. Experts or channels with lower
+    scores are removed first.
 
-    Returns a data frame with the columns layer, expert and score (fp64), a row per expert; for
-    criteria of channels also a column channel, and a row per channel. `gate`: the weight that
-    multiplies expert outputs; `seed`: seed of random criteria; `parameters`: parameters of the
-    criterion. The statistics are attached in `attrs`, where `plan` finds them. Raises UserError for
-    an unknown criterion or parameter, and for statistics that lack what it needs.
+    Returns a data frame with the columns layer, expert and score (fp64), one row per expert. For a
+    criterion of channels, there is also a column channel, and one row per channel. The attribute
+    `attrs` of the data frame has the statistics, which `plan` reads.
+
+    `gate`: the weight by which expert outputs are multiplied. `seed`: seed of random criteria.
+    `parameters`: parameters of the criterion. Raises UserError for an unknown criterion or
+    parameter, and for statistics without the sums that the criterion needs.
     """
     import numpy as np
     import pandas as pd
@@ -252,7 +263,7 @@ def score(
         parameters=parameters,
     )
     frames = []
-    for layer, values in table.items():  # (E,), or (E, I) of channels
+    for layer, values in table.items():  # values: (E,), or (E, I) for channels
         ids = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), ids, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
@@ -262,9 +273,9 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores, (E,) or (E, I), from a data frame with rows in any order. Numbers may be
-    strings, as the keys of JSON are. Raises UserError unless each expert of `layers`, or each of
-    its channels, has one row."""
+    """Layer -> scores (E,), or (E, I) for channels, from a data frame with rows in any order.
+    `layers`: facts of the model's layers. Numbers may be strings, like keys of JSON objects.
+    Raises UserError unless there is exactly one row for each expert, or for each channel."""
     import numpy as np
     import pandas as pd
 
@@ -312,18 +323,19 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts, or which of their channels, are retained when `ratio` of the routed
-    experts' parameters is removed.
+    """Decide which experts, or which channels of experts, are retained when the share `ratio` of
+    the routed experts' parameters is removed.
 
-    `scores`: the data frame of `score`, or your own with the columns layer, expert, (channel,)
-    score and one row per expert or channel, numbered from 0; higher means keep. `allocation`: how
-    the budget is shared among layers and experts; allocations that search need a study.
-    `statistics`: statistics of the model, if none are attached to the scores. `parameters`:
-    parameters of the allocation. For `multiple_of`, `replacement` and `protect` see
-    `moe_lab.config.AllocationConfig`. A plan with replacement m_smoe or ream has to go through
-    `align` before `mask`, `prune` and `export`. Warns, with the numbers, when rounding to whole
-    experts or channels changes the removed share, and when scores are equal at the cut. Raises
-    UserError for a ratio that is not feasible, naming the nearest feasible one, and for scores
+    `scores`: the data frame that `score` returns, or your own data frame with the columns layer,
+    expert, (channel,) score, and one row per expert or channel, numbered from 0. Experts or
+    channels with lower scores are removed first. `allocation`: how the budget is shared among
+    layers and experts; allocations that search need a study. `statistics`: statistics of the model,
+    if `scores` is not from `score`. `parameters`: parameters of the allocation. `multiple_of`,
+    `replacement` and `protect`: as in `moe_lab.config.AllocationConfig`.
+
+    A plan with replacement m_smoe or ream must be aligned by `align` before `mask`, `prune` and
+    `export`. Warns when rounding to whole experts or channels changes the removed share, and when
+    scores are equal at the cut. Raises UserError for a ratio that is not feasible, and for scores
     without exactly one row for each expert or channel of the model.
     """
     from moe_lab.allocation import protection
@@ -365,8 +377,8 @@ def plan(
 def _allocation_identity(
     fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
 ) -> dict[str, Any]:
-    """The fields of AllocationConfig as they identify plans. UserError for fields that are not
-    valid for scores of this granularity."""
+    """The identity of an allocation, which is part of a plan's provenance. `fields`: fields of
+    AllocationConfig. UserError for fields that are not valid for scores of this granularity."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid
@@ -379,7 +391,8 @@ def _allocation_identity(
 
 
 def _check_evidence(settings: Mapping[str, Any], statistics: ModelStatistics) -> None:
-    """Raise UserError unless the statistics have what the settings of an allocation need."""
+    """Raise UserError unless the statistics have all sums that the settings of an allocation
+    need."""
     from moe_lab import allocation
     from moe_lab.errors import UserError
 
@@ -403,14 +416,16 @@ def align(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Match the channels of the experts that `plan` merges, so that their weights can be summed;
-    returns the matched plan.
+    """Match the channels of the experts that `plan` merges, which is necessary before the experts'
+    weights are summed. Returns a plan with the matched channels.
 
-    Channels are matched by their weights, as in M-SMoE (arXiv 2310.01334), and with a text also by
-    their activations on it, as in REAM (arXiv 2604.04356). `text`, `any_tokenizer` and `settings`:
-    as in `calibrate`; `any_model`: as in `mask`. The model is not changed. Raises UserError when
-    the plan does not fit the model or merges nothing, for a text without a tokenizer, and for
-    settings without a text.
+    Without a text, channels are matched by weights, as in M-SMoE (arXiv 2310.01334). With a text,
+    they are matched by weights and by activations on the text, as in REAM (arXiv 2604.04356). The
+    model is not changed.
+
+    `text`, `any_tokenizer` and `settings`: as in `calibrate`. `any_model`: as in `mask`. Raises
+    UserError when the plan does not fit the model or merges no experts, for a text without a
+    tokenizer, and for settings without a text.
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
@@ -437,7 +452,7 @@ def align(
     if not any_tokenizer:
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "align")
-    with _evaluated(model):
+    with _eval_mode(model):
         return align_by_activations(
             plan, gather(model, alignment_hook(plan), calibration.rows).layers
         )
@@ -445,14 +460,14 @@ def align(
 
 @contextmanager
 def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
-    """A context in which `model` computes what `prune(model, plan)` would compute; its weights are
-    not changed.
+    """A context in which `model` computes what `prune(model, plan)` would compute. The weights of
+    the model are not changed.
 
-    A plan states the model that it was made for by a digest of its weights in memory, and by the
-    fingerprint of its checkpoint, if it has one. Raises UserError for a plan of another model, or
-    of weights that were changed since. With `any_model=True` only layers and counts have to agree;
-    also if the plan states no model, with a warning. See `moe_lab.pruning.mask.mask` for how
-    exactly results agree, and for further errors.
+    A plan has a digest of the weights for which it was made, and the fingerprint of the checkpoint
+    from which they were loaded, if any. Raises UserError for a plan of another model, or when the
+    weights were changed after the plan was made. With `any_model=True`, only layers and counts must
+    agree. This is also so, with a warning, for a plan without digests. See
+    `moe_lab.pruning.mask.mask` for how exactly results agree, and for further errors.
     """
     from moe_lab.pruning.mask import mask as masked
 
@@ -462,7 +477,7 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
 
 
 def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
-    """A smaller copy of `model` that has only the experts and channels `plan` keeps; see
+    """A smaller copy of `model`, with only the experts and channels that `plan` retains; see
     `moe_lab.pruning.prune.prune`. `any_model`: as in `mask`."""
     from moe_lab.pruning.prune import prune as pruned
 
@@ -471,7 +486,7 @@ def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
-    """Raise UserError for a plan of another model, unless `any_model`."""
+    """Raise UserError for a plan of another model. With `any_model`, nothing is checked."""
     from moe_lab.models.identity import model_digests
 
     if not any_model:
@@ -486,11 +501,11 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns `out`.
+    """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`. Returns `out`.
 
-    `source`: as `path` of `load`. `shape`: natural (only what is retained), masked (the shape of
-    the original, with zeros) or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of
-    memory. `any_model`: as in `mask`; here the fingerprint of the checkpoint is compared.
+    `source`: as `path` in `load`. `shape`: natural (only what is retained), masked (the shape of
+    the original, with zeros) or padded; see `moe_lab.pruning.export`. `any_model`: as in `mask`,
+    but the fingerprint of the checkpoint is compared. Needs at most about 50 MB of memory.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder

@@ -1,4 +1,5 @@
-"""`python -m moe_lab`: compose the settings of a command line, and run them as a study."""
+"""`python -m moe_lab` composes the settings of a command line, and runs the study that they
+describe."""
 
 from __future__ import annotations
 
@@ -31,18 +32,19 @@ to start with:
       your model, your text
 
 `python -m moe_lab --help` lists every choice."""
+"""Text that is printed without arguments."""
 
 
 def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
-    """Print what is wrong and exit."""
+    """Print a sentence about an error, and exit with `code`."""
     print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
     sys.exit(code)
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
-    """Turn a user's mistake, and what is not available, into a sentence and an exit code, where
-    Hydra or a study would print a stack trace."""
+def _errors_as_sentences() -> Iterator[None]:
+    """A context in which expected errors (UserError, errors of Hydra's, Ctrl-C) print a sentence
+    and exit with a code, without a stack trace."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -69,28 +71,30 @@ def _sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the study of the command line. Exit code 2 for a user's mistake, 3 for models and texts
-    that are missing."""
+    """Run the study that the command line describes, and exit with its code. Without arguments,
+    print START."""
     words = sys.argv[1:]
     if not words:
         print(START)
         return
-    # -m, --cfg, --help, completion, or a setting of Hydra itself: Hydra does what they ask for.
-    flags = [
-        argument
-        for argument in words
-        if argument.startswith("-") and not argument.startswith(("--config-", "-cd", "-cn"))
+    # Hydra itself handles its settings and its flags, such as -m, --cfg and --help
+    hydra_flags = [
+        word
+        for word in words
+        if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))
     ]
-    hydras = [
-        argument.lstrip("+~") for argument in words if argument.lstrip("+~").startswith("hydra")
+    plain_words = [word.lstrip("+~") for word in words]
+    hydra_settings = [
+        word
+        for word in plain_words
+        if word.startswith("hydra") and not word.startswith("hydra.searchpath=")
     ]
-    asks_hydra = flags or any(not argument.startswith("hydra.searchpath=") for argument in hydras)
-    with _sentences():
-        sys.exit(_by_hydra(words) if asks_hydra else _study(words))
+    with _errors_as_sentences():
+        sys.exit(_run_hydra(words) if hydra_flags or hydra_settings else _run_study(words))
 
 
-def _study(words: Sequence[str]) -> int:
-    """Compose the words, and run the study they ask for. Returns its exit code."""
+def _run_study(words: Sequence[str]) -> int:
+    """Compose the settings of a command line, and run the study. Returns the study's exit code."""
     from moe_lab.compose import CONFIG, compose, hydra_context
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
@@ -99,15 +103,15 @@ def _study(words: Sequence[str]) -> int:
     flags, settings = parser.parse_known_args(list(words))
     with hydra_context(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
-    # not before settings are valid, so that a typo is reported at once
+    # imported only after settings were checked, so that a typo is reported at once
     from moe_lab.study.run import check_and_run
 
     return check_and_run(config, requests).code
 
 
-def _by_hydra(words: Sequence[str]) -> int:
-    """Let hydra.main do what the words ask for; each job of a multirun is composed from its words
-    as if alone."""
+def _run_hydra(words: Sequence[str]) -> int:
+    """Run hydra.main on the words of a command line, and return the highest exit code of its jobs.
+    The settings of each job of a multirun are composed again, by `compose`."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -117,31 +121,32 @@ def _by_hydra(words: Sequence[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
-    models: Models | None = None  # imported after the first job's settings are valid
+    models: Models | None = None
 
     def job(_: object) -> float:
+        """Run the study of one job, and return the value of `objective` for Hydra's sweeper."""
         from moe_lab.study.objective import objective_value
         from moe_lab.study.run import check_and_run
         from moe_lab.study.steps import files
 
         nonlocal code, models
         models = models or files.Models()
-        with _sentences():
+        with _errors_as_sentences():
             hydra_config = HydraConfig.get()
-            # hydra.job.chdir=true leaves it, and paths of settings are of here
+            # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
+            # folder of the command
             os.chdir(hydra_config.runtime.cwd)
             settings = [
                 *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
                 *hydra_config.overrides.task,
             ]
-            # with a launcher of Hydra's, each job is a study of its own
-            alone = hydra_config.mode == RunMode.MULTIRUN
+            is_multirun = hydra_config.mode == RunMode.MULTIRUN
             config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
-            if alone:
+            if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)
-            ended = check_and_run(config, requests, add=alone, models=models)
-            code = max(code, ended.code)
-            return objective_value(ended, requests)
+            result = check_and_run(config, requests, add=is_multirun, models=models)
+            code = max(code, result.code)
+            return objective_value(result, requests)
 
     with multirun(words):
         sys.argv[1:] = map(for_hydra, words)
