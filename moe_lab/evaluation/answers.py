@@ -294,9 +294,9 @@ class _Encoder:
 
 # cached, since all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
-def _encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    encoded = tokenizer([text], add_special_tokens=add_special_tokens, verbose=False)
-    return tuple(encoded.input_ids[0])
+def _encode_text(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
+    """Token ids of `text`, with the tokenizer's own special tokens if `add_special`."""
+    return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:

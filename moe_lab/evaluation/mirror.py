@@ -196,15 +196,16 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         origin, files = _copy(benchmark, source, path)
     else:
         origin, files = _download(benchmark, path)
-    entries: dict[str, dict[str, Any]] = {}
-    for name, (subset, split) in files.items():
-        entries[name] = {
+    entries: dict[str, dict[str, Any]] = {
+        name: {
             "subset": subset,
             "split": split,
             "rows": len(read_rows(path / name)),
             "sha256": sha256_of(path / name),
             "source": origin,
         }
+        for name, (subset, split) in files.items()
+    }
     evaluated_entries = {
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }

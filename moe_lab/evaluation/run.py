@@ -110,6 +110,10 @@ def _write_samples(samples: Sequence[Sample], file: Path) -> None:
     types["replicate"] = arrow.int64()
     rows = []
     for sample in samples:
-        texts = {name: value for name, value in sample.items() if isinstance(value, str)}
-        rows.append({**sample, **{name: replace_surrogates(text) for name, text in texts.items()}})
+        texts = {
+            name: replace_surrogates(value)
+            for name, value in sample.items()
+            if isinstance(value, str)
+        }
+        rows.append({**sample, **texts})
     parquet.write_table(arrow.Table.from_pylist(rows, arrow.schema(types)), file)

@@ -33,6 +33,8 @@ _PROCESSES = 4
 """Most threads and processes of a program. Solutions often recurse in a thread, and a thread that
 has ended still counts for a moment."""
 _COMPARISON_LIMITS = (60.0, 4 << 30)  # CPU seconds and bytes of memory
+_COLUMNS = ("inputs", "outputs")
+"""Names of the lists of a problem that have one entry for each test."""
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
@@ -138,8 +140,7 @@ class Programs:
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
             raise DataError("it has a problem without tests")
-        names = ("inputs", "outputs")
-        first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in names}}
+        first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
         results, notes = self.judge(solution, first_tests)
         if first_tests != tests and all(result is True for result in results):
             results, notes = self.judge(solution, tests)
@@ -168,7 +169,7 @@ class Programs:
         outcome = self._runners.run(request)
         # tests with an output, and the test at which the program failed
         number = len(outcome.encoded) + (outcome.status != "ok")
-        run_tests = {name: tests[name][:number] for name in ("inputs", "outputs")}
+        run_tests = {name: tests[name][:number] for name in _COLUMNS}
         arguments = [tests["fn_name"], run_tests, asdict(outcome)]
         judged = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if judged is None:

@@ -235,8 +235,7 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     from moe_lab.models.streamed import stored_dtype
 
     setting = precision(model)
-    dtype = stored_dtype(checkpoint) if setting == "auto" else setting
-    return str(dtype).removeprefix("torch.")
+    return str(stored_dtype(checkpoint) if setting == "auto" else setting).removeprefix("torch.")
 
 
 def _parallel_arguments(

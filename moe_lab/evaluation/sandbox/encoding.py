@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 HUGE = 50_000
-"""Most parts of a value that is sent as a whole; see `_remaining_budget` for what counts as parts."""
+"""Most parts of a value that is sent as a whole; `_remaining_budget` counts parts."""
 _PLAIN = (type(None), bool, float, str)
 _SHORT_INTEGER = 1 << 512  # longer integers would meet Python's limit on decimal digits
 
