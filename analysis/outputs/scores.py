@@ -81,8 +81,8 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     methods with the highest Avg, then RADAR_METHODS, then the other methods by Avg. Methods without
     any score are left out."""
     average = comparison.score(panel.averaged(comparison)).fillna(-1)  # no average: last
-    scores = comparison.benchmarks[list(radar_benchmarks(comparison, panel))]
-    has_scores = scores.notna().any(axis=1)
+    benchmarks = list(radar_benchmarks(comparison, panel))
+    has_scores = comparison.benchmarks[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
     published = [method for method in RADAR_METHODS if method in methods]

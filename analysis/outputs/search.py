@@ -38,18 +38,19 @@ TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 """Format of the name of a column with differences, from the name of the column of scores."""
 SIGNIFICANT = "Significant"
-_PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate"]
+"""Displayed column that lists the columns with significant differences."""
+_EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
-    """Cell with a searched allocation -> the cell with uniform allocation that is otherwise the
-    same; in the order of tables."""
+    """Cell with a searched allocation -> the cell with uniform allocation that is equal in all
+    other settings, in the order of tables. Searched cells without such a cell are left out."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
     pairs: dict[int, int] = {}
-    for _, group in groups(sorted_by_criterion(cells, "ratio"), _PAIRED):
+    for _, group in groups(sorted_by_criterion(cells, "ratio"), _EQUAL_COLUMNS):
         uniform = group.index[group["allocation"] == "uniform"]
         searched = group.index[group["allocation"].map(is_searched)]
         if len(uniform) == 1:
@@ -58,13 +59,13 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """Those of `searched_pairs` that were calibrated on general text, whatever text their search
-    used."""
-    sets = comparison.cells["calibration"].map(names.domain)
+    """The pairs of `searched_pairs` whose two cells were calibrated on general text. The text on
+    which the allocation was searched can be any text."""
+    domains = comparison.cells["calibration"].map(names.domain)
     return {
         cell: uniform
         for cell, uniform in searched_pairs(comparison).items()
-        if sets[cell] == "general"
+        if domains[cell] == "general"
     }
 
 
@@ -92,10 +93,12 @@ def allocation_table(
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    For each criterion with uniform and searched allocation, those of `columns` that were run and
-    their paired differences, with intervals. Holm's correction covers all differences of one model.
-    what: end of the title; pairs: function from a model's comparison to its pairs (searched cell ->
-    uniform cell).
+    A row per cell of the pairs. Columns: scores in those of `columns` that were run, and in rows of
+    searched cells the paired differences (searched minus uniform), with intervals, and the names of
+    the columns with significant differences.
+
+    what: end of the title; pairs: function from the comparison of a model to the model's pairs
+    (searched cell -> uniform cell).
     """
     rows = stacked(
         _rows(comparison, pairs(comparison), columns) for comparison in results.comparisons
@@ -105,66 +108,69 @@ def allocation_table(
     numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
     gains = [column for column in numbers if column.startswith(GAIN.format(""))]
     averages = [column for column in numbers if column not in gains]
-    tested = (rows.frame[SIGNIFICANT] != "").any()
-    significant = [SIGNIFICANT] if tested else []
+    has_tests = (rows.frame[SIGNIFICANT] != "").any()
+    last_column = [SIGNIFICANT] if has_tests else []
     return numbers_table(
         rows,
-        [*TEXT, *averages, *gains, *significant],
+        [*TEXT, *averages, *gains, *last_column],
         dict.fromkeys(gains, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {what}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
-        f"on the same items. {_SIGNIFICANT if tested else _UNTESTED} {score_setup(results.study)}",
+        f"on the same items. {_SIGNIFICANT if has_tests else _UNTESTED} "
+        f"{score_setup(results.study)}",
         blocks=TEXT[:4],
         optional=gains,
     )
 
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
-    """Rows of `allocation_table` for one model: each uniform cell, followed by its searched cells;
-    None when none of `columns` was run. pairs: searched cell -> uniform cell."""
-    ordered = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
-    cells = list(dict.fromkeys(ordered))
+    """Rows of `allocation_table` for one model: each uniform cell, followed by the searched cells
+    of its pairs. None when none of `columns` was run. pairs: searched cell -> uniform cell."""
+    cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
+    cells = list(dict.fromkeys(cells_of_pairs))
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    axes = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
+    settings = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
+    # add the columns of differences to the columns of scores
     frame, low, high = (
-        part.assign(**{GAIN.format(column): gain[end] for column, gain in gains.items()})
-        for part, end in (
+        part.assign(**{GAIN.format(column): gain[name] for column, gain in gains.items()})
+        for part, name in (
             (numbers.frame, "difference"),
             (numbers.low, "low"),
             (numbers.high, "high"),
         )
     )
-    significant = dict.fromkeys(cells, "") | _significant(comparison, pairs, gains)
+    significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = spelled(
-        axes,
+        settings,
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )
-    recovered = axes["recovery"].map(lambda recovery: names.RECOVERIES.get(recovery, recovery))
-    text["Allocation"] = list(map(comma_joined, text["Allocation"], recovered))
-    frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significant)})
+    recoveries = settings["recovery"].map(lambda recovery: names.RECOVERIES.get(recovery, recovery))
+    text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
+    frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significance)})
     return Numbers(frame, low, high, numbers.best)
 
 
-def _significant(
+def _significant_columns(
     comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
 ) -> dict[int, str]:
-    """Searched cell -> the columns whose difference is significant; only where both cells have
-    several seeds.
+    """Searched cell -> list of the columns with a significant difference; `none` without such a
+    column. Pairs with a cell of one seed are not tested and have no entry.
 
-    gains: column -> its `differences`. Holm's correction covers all columns and pairs."""
-    tested = [pair[0] for pair in pairs.items() if comparison.have_several_seeds(pair)]
-    p_values = pd.DataFrame({column: gain["p"][tested] for column, gain in gains.items()})
-    corrected = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
-    significant = {}
-    for cell, of_cell in zip(tested, corrected, strict=True):
-        columns = [column for column, p in zip(gains, of_cell, strict=True) if p < LEVEL]
-        significant[cell] = names.listing(columns) or "none"
-    return significant
+    gains: column -> `differences` of this column. Holm's correction covers all columns and tested
+    pairs."""
+    cells = [pair[0] for pair in pairs.items() if comparison.have_several_seeds(pair)]
+    p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
+    p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
+    texts = {}
+    for cell, cell_p_values in zip(cells, p_holm, strict=True):
+        columns = [column for column, p in zip(gains, cell_p_values, strict=True) if p < LEVEL]
+        texts[cell] = names.listing(columns) or "none"
+    return texts
 
 
 @output(
@@ -194,13 +200,15 @@ def searched_multiple_choice(results: Results, name: str) -> Table | None:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of its experts that each layer retains (column share): one row per layer and cell of
-    whole experts, with axes of the cell."""
+    """Share of the layer's experts that a plan retains; a row per cell of whole experts and layer.
+
+    Columns: cell, layer, share, criterion, allocation, ratio, removed_words, calibration,
+    recovery."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
-    axes = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
-    return pd.DataFrame(shares.join(cells[axes], on="cell"))
+    columns = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
+    return pd.DataFrame(shares.join(cells[columns], on="cell"))
 
 
 @output("evoesap.fig1", chapter="search", needs=SEARCHES)
@@ -208,18 +216,18 @@ def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
 def allocations_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer, by allocation.
 
-    EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel
-    per ratio. The criterion is the one that was run with most allocations. None when no criterion
-    was run with several allocations, one of them searched.
+    EvoESAP Fig. 1: all allocations of one criterion, a panel per ratio and calibration set, a line
+    per cell. The criterion is REAP or else the first of the criteria that were run with most
+    allocations. None when no criterion was run with several allocations, one of them searched.
     """
     shares = densities(results.study, comparison)
     panels = shares.groupby(["criterion", "ratio", "calibration"])
     shares = shares[panels["allocation"].transform("nunique") > 1]
     if not shares["allocation"].map(is_searched).any():
         return None
-    allocations = shares.groupby("criterion")["allocation"].nunique()
-    most = names.in_order(allocations.index[allocations == allocations.max()], names.CRITERIA)
-    criterion = "reap" if "reap" in most else most[0]
+    counts = shares.groupby("criterion")["allocation"].nunique()
+    candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
+    criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
     keys = {}
     ordered = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
@@ -243,8 +251,8 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Share of experts retained in each layer by searched allocations, by criterion.
 
-    EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a
-    searched allocation.
+    EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell with a searched
+    allocation. None without a searched allocation.
     """
     shares = densities(results.study, comparison)
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
@@ -268,27 +276,28 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """A drawing with a panel per ratio and calibration set: the densities of each cell as a line.
+    """A drawing of `densities` with a panel per ratio and calibration set and a line per cell.
 
-    keys: value of the column `by` -> legend entry with the style of its lines. If `uniform` is not
-    in keys, the mean density is drawn as a uniform allocation."""
+    keys: value of the column `by` -> legend entry with the style of the lines of cells with this
+    value. If `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
+    allocation."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
-    several = shares["calibration"].nunique() > 1
+    has_several_sets = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
-    uniform = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
-    for axes, (panel, of_panel) in zip(grid, panels, strict=True):
-        if uniform:
-            axes.axhline(of_panel["share"].mean(), **style.DASHED)
+    uniform_keys = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
+    for axes, (panel, rows) in zip(grid, panels, strict=True):
+        if uniform_keys:
+            axes.axhline(rows["share"].mean(), **style.DASHED)
         for value, key in keys.items():
-            lines = groups(of_panel[of_panel[by] == value].sort_values("layer"), ["cell"])
+            lines = groups(rows[rows[by] == value].sort_values("layer"), ["cell"])
             for _, line in lines:
                 style.draw(axes, key, line["layer"], line["share"])
-        calibration = f", {names.calibration(panel['calibration'])}" if several else ""
-        axes.set_title(f"{of_panel['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
+        calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
+        axes.set_title(f"{rows['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
         style.layer_axis(axes)
         style.percent(axes.yaxis)
         axes.grid(axis="y")
     for axes in grid[::3]:
         axes.set_ylabel("experts kept")
-    style.legend(drawing, [*keys.values(), *uniform], most=5)
+    style.legend(drawing, [*keys.values(), *uniform_keys], most=5)
     return drawing

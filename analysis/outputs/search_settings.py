@@ -29,7 +29,8 @@ COMPARED = ("Code", "WildBench", "MC Avg")
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 COMPETITOR = "DiEP"
-NOT_BUILT = (
+"""The method of EvoESAP's Table 4 that is not implemented here."""
+NOT_IMPLEMENTED = (
     "published; not implemented: EvoESAP gives its settings, but neither its objective nor code"
 )
 TEXT = {
@@ -38,8 +39,9 @@ TEXT = {
     "Calibration": "calibration",
     "Criterion": "criterion",
 }
-"""Displayed column -> axis of a cell."""
+"""Displayed column -> column of `Study.cells`."""
 SECONDS = "Search (s)"
+"""Displayed column with the seconds of a search."""
 _SETTINGS = {
     "Samples": ("samples", "{:,.0f}"),
     "Generations": ("generations", "{:,.0f}"),
@@ -50,12 +52,14 @@ _SETTINGS = {
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
 def cost_table(results: Results, name: str) -> Table:
-    """EvoESAP's Table 3: the time of each search, and the loading memory before and after
-    pruning."""
+    """EvoESAP's Table 3: settings, time and memory of each search, and loading memory of models.
+
+    A row per plan with a searched allocation; loading memory is that before and after pruning.
+    """
     study = results.study
-    steps = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
-    measured = time_and_memory(steps, study.reader).set_index("folder")
-    peaks = measured[["peak", "gpu_peak"]] / MEBIBYTE
+    folders = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
+    steps = time_and_memory(folders, study.reader).set_index("folder")
+    peaks = steps[["peak", "gpu_peak"]] / MEBIBYTE
     rows = (
         study.searches.join(study.cells, on="cell")
         .drop_duplicates("plan_folder")
@@ -66,7 +70,7 @@ def cost_table(results: Results, name: str) -> Table:
         lambda model: study.models.get(model, {}).get("parameters", np.nan)
     )
     rows = rows.assign(
-        fitness=rows["fitness"].map(_spelled),
+        fitness=rows["fitness"].map(_fitness_in_words),
         before=BYTES * parameters.astype(float) / MEBIBYTE,
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
@@ -99,15 +103,18 @@ def cost_table(results: Results, name: str) -> Table:
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
 def settings_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 5: uniform allocation and searches that differ in fitness, samples,
-    generations or candidates."""
+    """EvoESAP's Table 5: uniform allocation and searches with different settings.
+
+    Settings: fitness, samples, generations or candidates.
+    """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
+        """The searched and uniform cells without recovery; none with fewer than two searches."""
         cells = cells[cells["recovery"] == "none"]
-        searched = cells["allocation"].map(is_searched).astype(bool)
-        if searched.sum() < 2:
+        is_search = cells["allocation"].map(is_searched).astype(bool)
+        if is_search.sum() < 2:
             return cells[:0]
-        return cells[searched | (cells["allocation"] == "uniform")]
+        return cells[is_search | (cells["allocation"] == "uniform")]
 
     return _table(results, name, select, GROUPS, "What the settings of a search change")
 
@@ -119,10 +126,11 @@ def settings_table(results: Results, name: str) -> Table | None:
 )
 def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
-    fitness = results.study.searches.set_index("cell")["fitness"]
+    fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        fitnesses = fitness.reindex(cells.index)
+        """The cells with a fitness of FITNESSES; no cells unless each of FITNESSES occurs."""
+        fitnesses = fitness_of_cell.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
     return _table(results, name, select, COMPARED, "Searched by ESAP and by speculative decoding")
@@ -134,40 +142,44 @@ def fitness_table(results: Results, name: str) -> Table | None:
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
 def competitor_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 4: searched allocations and the published row of DiEP, which is not
-    implemented here."""
+    """EvoESAP's Table 4: searched allocations and the published row of DiEP.
+
+    DiEP is not implemented here.
+    """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        searched = cells["allocation"].map(is_searched).astype(bool)
-        return cells[searched & (cells["recovery"] == "none")]
+        """The searched cells without recovery."""
+        is_search = cells["allocation"].map(is_searched).astype(bool)
+        return cells[is_search & (cells["recovery"] == "none")]
 
-    measured = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
-    if measured is None or measured.low is None or measured.high is None:
-        return measured
-    numbers = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
-    frame = measured.frame[[*TEXT, "Allocation", *numbers]].assign(Source="measured")
+    searches = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
+    if searches is None or searches.low is None or searches.high is None:
+        return searches
+    numbers = [column for column in (*COMPARED, SECONDS) if column in searches.frame]
+    frame = searches.frame[[*TEXT, "Allocation", *numbers]].assign(Source="measured")
     published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
     rows = pd.concat([frame, published], ignore_index=True)
     return replace(
-        measured,
-        caption=f"DiEP: {NOT_BUILT}; its row was measured on two L40S. {measured.caption}",
+        searches,
+        caption=f"DiEP: {NOT_IMPLEMENTED}; its row was measured on two L40S. {searches.caption}",
         frame=rows[[*TEXT, "Allocation", "Source", *numbers]],
-        formats={column: measured.formats[column] for column in numbers},
+        formats={column: searches.formats[column] for column in numbers},
         best={},
         blocks=("Model", "Pruned"),
         optional=tuple(numbers),
-        low=measured.low.reindex(rows.index),
-        high=measured.high.reindex(rows.index),
+        low=searches.low.reindex(rows.index),
+        high=searches.high.reindex(rows.index),
     )
 
 
 def _published_row() -> dict[str, object]:
-    """The published row of DiEP."""
+    """The row of COMPETITOR in EvoESAP's Table 4: displayed column -> text or published number."""
     by_benchmark = {}
     for number in numbers():
         _, _, criterion, *_ = number.key
         if (number.paper, number.table, criterion) == ("evoesap", "4", COMPETITOR):
             by_benchmark[number.benchmark] = number
+    # all numbers of the row have the same key
     model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
     return {
         "Model": model,
@@ -175,7 +187,7 @@ def _published_row() -> dict[str, object]:
         "Calibration": names.calibration(calibration),
         "Criterion": criterion,
         "Allocation": COMPETITOR,
-        "Source": NOT_BUILT,
+        "Source": NOT_IMPLEMENTED,
         "Code": by_benchmark["Code"].value,
         "WildBench": by_benchmark["wildbench"].value,
         "MC Avg": by_benchmark["MC Avg"].value,
@@ -190,10 +202,9 @@ def _table(
     columns: Sequence[str],
     title: str,
 ) -> Table | None:
-    """A table of settings, scores and seconds, one row per cell.
+    """A table of settings, scores and seconds of searches, a row per cell; None without rows.
 
-    select: function that selects the cells to list, from cells that differ only in their search;
-    columns: the averages to list."""
+    select, columns: see `_rows`."""
     rows = stacked(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )
@@ -221,26 +232,30 @@ def _rows(
     select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
 ) -> Numbers | None:
-    """Rows of one model for `_table`; None when no cell is selected or none of `columns` was
-    run."""
+    """Rows of `_table` for one model; None when `select` returns no cell or none of `columns` was
+    run.
+
+    select: function that returns the cells to list, of cells that differ only in the settings of
+    their search; columns: the averages to list."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
-    selected = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
-    cells = pd.concat([pruned[:0], *selected])
+    selections = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
+    cells = pd.concat([pruned[:0], *selections])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:
         return None
     searches = study.searches.set_index("cell")
     rows = cells.join(searches).assign(
-        fitness=searches["fitness"].reindex(cells.index).map(_spelled)
+        fitness=searches["fitness"].reindex(cells.index).map(_fitness_in_words)
     )
-    measured = scores(comparison, list(cells.index), targets)
+    averages = scores(comparison, list(cells.index), targets)
     settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}
     text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
-    frame = pd.concat([text.assign(**settings), measured.frame], axis=1)
+    frame = pd.concat([text.assign(**settings), averages.frame], axis=1)
     frame[SECONDS] = rows["seconds"].astype(float)
-    return Numbers(frame, measured.low, measured.high, measured.best)
+    return Numbers(frame, averages.low, averages.high, averages.best)
 
 
-def _spelled(fitness: object) -> str:
-    """A fitness as the paper writes it; "" for an allocation that was not searched."""
+def _fitness_in_words(fitness: object) -> str:
+    """A fitness in the paper's spelling, such as SPEC-DEC; "" for NaN, the fitness of an allocation
+    that was not searched."""
     return fitness.upper().replace("_", "-") if isinstance(fitness, str) else ""
