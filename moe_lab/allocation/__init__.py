@@ -128,7 +128,7 @@ ALLOCATIONS: dict[str, Allocation] = {
 
 
 def register(allocation: Allocation) -> None:
-    """Add an allocation to the registry. UserError when its name is taken."""
+    """Add an allocation to the registry. UserError when the registry already has its name."""
     check_name("allocation", allocation.name)
     if allocation.name in ALLOCATIONS:
         raise UserError(f"allocation={allocation.name} is registered already: expected a new name")

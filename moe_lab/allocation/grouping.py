@@ -74,7 +74,7 @@ def output_and_logit_distances(sums: Sums) -> Array:
     s = (cos + 1) / 2   of the gated outputs, summed over all tokens: sum_t p_j f_j, p =
                         softmax(logits)
     r = 1 - d / max d   of the router's logits over all tokens: d = sqrt(2 - 2 cos), the Euclidean
-                        distance of their normalised columns
+                        distance of the normalised columns of the two experts
     """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
@@ -182,8 +182,8 @@ def parameters(replacement: str) -> dict[str, Any]:
 
 def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
     """Raise UserError when the groups of a layer that retains `retained` of its `count` experts
-    cannot hold all of them. `protected`: number of retained experts whose groups have no other
-    members."""
+    cannot hold all `count` experts. `protected`: number of retained experts whose groups have no
+    other members."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
@@ -202,8 +202,8 @@ def groups(
 ) -> Groups:
     """The sorted groups of the grouping settings["replacement"], as many as `retained` has ids.
     Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `scores`
-    (E,): the criterion's. UserError when all retained experts are protected, and for missing
-    sums."""
+    (E,): the scores of the criterion. UserError when all retained experts are protected, and for
+    missing sums."""
     name = settings["replacement"]
     grouping = GROUPINGS[name]
     unprotected = [expert for expert in range(len(scores)) if expert not in protected]

@@ -19,8 +19,8 @@ digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the file. UserError when it is missing, damaged, or neither a schedule nor a
-    plan."""
+    """The content of the file. UserError when the file is missing, damaged, or neither a schedule
+    nor a plan."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -46,8 +46,8 @@ def is_plan(content: Mapping[str, Any]) -> bool:
 
 
 def read_as(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file. UserError unless it lists numbers of the `granularity` that the
-    criterion scores: "expert" or "channel"."""
+    """The content of the file. UserError unless the file lists numbers of the `granularity` that
+    the criterion scores: "expert" or "channel"."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)

@@ -190,7 +190,7 @@ def round_down(value: float) -> int:
 
 
 def measurement(evidence: Evidence, need: str, layer: int, name: str) -> Array:
-    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is
+    """The array `name` that the step `need` measured for `layer`, fp64. UserError when the array is
     missing."""
     arrays = evidence.get(need, {}).get(layer, {})
     if name not in arrays:
@@ -208,8 +208,8 @@ def apportion(
     multiple of `step`.
 
     `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <=
-    sum(high). The shares `level * weights`, clipped to [low, high], sum to `total`. They are
-    rounded down, and then those with the largest remainders get one step more (ties: the first).
+    sum(high). The shares `level * weights`, clipped to [low, high], sum to `total`. Each share is
+    rounded down, and the shares with the largest remainders get one step more (ties: the first).
     When steps differ, the sum may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)

@@ -26,7 +26,7 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     hidden entries. An expert is super if a is above the 99.5th percentile of all experts of all
     layers (linear interpolation), a is above a tenth of the largest a, both strictly, and its layer
     is before the layer `end`. The paper's condition on layers, that massive activations form in
-    them, has no numeric rule.
+    these layers, has no numeric rule.
     """
     values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     pooled = numpy.concatenate(list(values.values()))

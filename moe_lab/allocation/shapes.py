@@ -105,8 +105,8 @@ def loss_based(
 
 
 def layerwise(problem: Channels) -> Budgets:
-    """HEAPr-L: every layer loses the same share of its channels, those of lowest score over all its
-    experts."""
+    """HEAPr-L: every layer loses the same share of its channels, namely the channels with the
+    lowest scores among all experts of the layer."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
@@ -168,7 +168,7 @@ def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Ar
 
 
 def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
-    """The loss of each layer (L,), >= 0. UserError when one is negative or all are 0.
+    """The loss of each layer (L,), >= 0. UserError when a loss is negative or all losses are 0.
 
     loss  sum_t ||m||^2 / (||y||^2 + eps), m the routed output and y the residual stream after the
           layer: MoE-Slimming's released code, up to a factor

@@ -104,7 +104,7 @@ class Group:
     @model_validator(mode="before")
     @classmethod
     def _check_internal(cls, content: Any) -> Any:
-        """Refuse values of `internal` fields in a file or a command."""
+        """Raise ValueError for values of `internal` fields in a file or a command."""
         for name in cls.internal & content.keys() if isinstance(content, dict) else ():
             raise ValueError(
                 f"{name} is set by other settings, and neither by a file nor by a command"
@@ -113,8 +113,8 @@ class Group:
 
     @model_validator(mode="after")
     def _check_storable(self) -> Self:
-        """Refuse values that cannot be stored and shown with the results, whether they come from a
-        file, a command or Python."""
+        """Raise ValueError for values that cannot be stored and shown with the results, whether
+        they come from a file, a command or Python."""
         for field in fields(self):
             for problem in storage_problems(getattr(self, field.name), field.name):
                 raise ValueError(problem)

@@ -408,7 +408,7 @@ class RecoveryConfig(Group):
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that change the trained or fitted weights, before they are stored in `bits`.
-        The text has an identity of its own; here only its role counts."""
+        The text has an identity of its own, so only the role of the text counts here."""
         return {**super().identity, "text": self.text_role}
 
     @model_validator(mode="after")

@@ -17,8 +17,8 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting, as it is typed; `meaning` is the text under it in its class, and `basic` whether
-    --help shows it."""
+    """One setting, as it is typed; `meaning` is the text under the setting in its class, and
+    `basic` whether --help shows it."""
 
     group: str
     name: str
@@ -86,7 +86,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def basic_lines() -> str:
-    """The basic settings for a terminal, one a line: the setting with its default, and a
+    """The basic settings for a terminal: each line has a setting with its default, and a
     sentence."""
     lines = {
         f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")

@@ -41,15 +41,15 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 
 def config_of(settings: ModelConfig) -> dict[str, Any]:
-    """config.json of a model, from its folder or the hub; empty if neither has it."""
+    """config.json of a model, from its folder or the hub; {} if neither has the file."""
     file = local_path(settings.path) / "config.json"
     return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs among which vLLM can divide each layer of a model: divisors of its number of
-    attention heads. Layers are not distributed among GPUs, since masks need all layers in each
-    process."""
+    """Numbers of GPUs among which vLLM can divide each layer of a model, which are divisors of the
+    number of attention heads. Layers are not distributed among GPUs, since masks need all layers in
+    each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
@@ -67,8 +67,8 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """n_experts, top_k and width (channels per expert) of a layer, from config.json, or from
-    `model.expected` without one; `model.top_k` overrides both. None when n_experts or top_k is not
-    known."""
+    `model.expected` without a config.json; `model.top_k` overrides both. None when n_experts or
+    top_k is not known."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -78,7 +78,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
 
 
 def _expected(settings: ModelConfig) -> dict[str, int]:
-    """The numbers of `model.expected`; {} without it."""
+    """The numbers of `model.expected`; {} if this setting is null."""
     return vars(settings.expected) if settings.expected else {}
 
 
@@ -89,11 +89,11 @@ def experts_implementation(device: str) -> str:
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and
-    topk_group. A router needs `top_k` experts to choose from. A group-limited router keeps the same
-    number in each of its `n_group` groups. The `topk_group` groups that a token reaches (None: all)
-    must have `top_k` experts together, and each group two, as groups are ranked by their two best
-    experts."""
+    """The smallest number of experts that a layer can keep. `router`: the facts top_k, n_group and
+    topk_group of its router. A router needs `top_k` experts to choose from. A group-limited router
+    keeps the same number in each of its `n_group` groups. The `topk_group` groups that a token
+    reaches (None: all) must have `top_k` experts together. Each group must have two experts,
+    because groups are ranked by their two best experts."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -127,9 +127,9 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 def check_chat_template(
     settings: ModelConfig, user: str, tools: bool, alternative: str = ""
 ) -> None:
-    """Raise UserError when a model on this machine has no chat template, or, with `tools`, none
-    that knows tools. For the message, `user`: the setting that needs the template; `alternative`:
-    what can be used instead of an instruction-tuned model."""
+    """Raise UserError when a model on this machine has no chat template, or, with `tools`, a chat
+    template without tools. For the message, `user`: the setting that needs the template;
+    `alternative`: what can be used instead of an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return

@@ -95,7 +95,7 @@ class MoELayer:
 
     @property
     def width(self) -> int:
-        """Channels of every expert, or of the widest expert if they differ."""
+        """Channels of every expert, or of the widest expert if widths differ."""
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
@@ -214,7 +214,7 @@ def is_ragged(module: nn.Module) -> bool:
 
 
 def _kind(model: nn.Module) -> str:
-    """The model_type of a model; its class without one."""
+    """The model_type of a model; the name of its class if its configuration has none."""
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 

@@ -114,8 +114,8 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 @lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
-    """config.json of a model on the hub, from the cache or the network; empty when neither has
-    it."""
+    """config.json of a model on the hub, from the cache or the network; {} when neither has the
+    file."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 
@@ -369,7 +369,7 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 def _snapshot(path: str, revision: str | None, weights: list[str], **settings: Any) -> Path:
     """A model in the hub's cache: its files that match `weights`, and all small files that describe
-    it."""
+    the model."""
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]

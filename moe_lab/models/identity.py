@@ -28,9 +28,9 @@ sample that takes a tenth of a second of a large model."""
 
 
 def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, function that computes the digest) for each digest that tells `model` from others of
-    its shape, the decisive digest first. Hashing a large checkpoint for the first time takes
-    minutes.
+    """(name, function that computes the digest) for each digest that tells `model` from other
+    models of its shape, the decisive digest first. Hashing a large checkpoint for the first time
+    takes minutes.
 
     weights_DTYPES  sha256 of a sample of the current weights, in their current types; not for a
                     model with offloaded weights
@@ -48,9 +48,9 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder of the checkpoint that `model` was loaded from; None if there is none. For a model
-    that was loaded by its name on the hub, the default revision in the cache, because a model does
-    not know its revision."""
+    """The folder of the checkpoint that `model` was loaded from; None if there is no such folder.
+    For a model that was loaded by its name on the hub, the default revision in the cache, because a
+    model does not know its revision."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None

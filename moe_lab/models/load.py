@@ -86,8 +86,8 @@ def skeleton(
     folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
     """Build the model of a folder on the meta device, without weights. `dtype`: the precision of
-    its weights; None takes the configuration's. UserError when transformers cannot build the
-    model."""
+    its weights; None takes the precision in the configuration. UserError when transformers cannot
+    build the model."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
@@ -103,9 +103,9 @@ def skeleton(
 
 def set_top_k(model: Any, top_k: int | None) -> None:
     """Make every router of `model` choose `top_k` experts, in place; None changes nothing. Gates
-    follow the router's own rule: a router that normalises them does so over the chosen experts.
-    UserError when a router has fewer experts to choose from, or a formula that is only valid for
-    its own top_k."""
+    follow the router's own rule: a router that normalises gates normalises them over the chosen
+    experts. UserError when a router has fewer experts to choose from, or a formula that is only
+    valid for its own top_k."""
     if top_k is None:
         return
     for layer in routed_layers(model):
@@ -152,7 +152,7 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     """The configuration object of a model folder. UserError when the installed transformers has no
-    causal language model for it."""
+    causal language model of its type."""
     check_code(folder, trust_remote_code)
     raw = read_json(folder / "config.json")
     kind = raw["model_type"]

@@ -36,9 +36,9 @@ class StoredRouting:
 
         In some families transformers rounds routing tensors to the precision of the model: biases
         that differ by little become equal, and tokens go to other experts. Vectors that are added
-        to scores get at least the precision of the files. So does the linear map of a router if
-        most other weights have a lower precision in the files; a checkpoint of one precision is
-        meant to be loaded in the model's.
+        to scores get at least the precision of the files. The linear map of a router also gets this
+        precision if most other weights have a lower precision in the files; a checkpoint of one
+        precision is meant to be loaded in the precision of the model.
         """
         stored = self._stored_tensors(layer)
         linear = {

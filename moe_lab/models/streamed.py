@@ -71,7 +71,8 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision of the stored weights that config.json states; fp32 if it states none."""
+    """The precision of the stored weights that config.json states; fp32 if config.json states
+    none."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
@@ -150,7 +151,7 @@ class StreamedModel:
             module.to("meta")
 
     def each_layer(self) -> Iterator[MoELayer]:
-        """The layers with routed experts, in order; each has its weights until the next is
+        """The layers with routed experts, in order; each has its weights until the next layer is
         requested."""
         numbers = sorted(self.moe)
         for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):

@@ -82,9 +82,9 @@ class AlignmentHook(StatisticsHook):
 
     The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. a and b
     are the activations of the two channels over all tokens, each divided by its norm. v and w are
-    their weights, in COMPONENTS principal components of the normalised weights of all channels of
-    the layer, each component times its singular value, and divided by their norms. All members of
-    groups run on all tokens. The `result` is order (M, I).
+    the weights of the two channels, in COMPONENTS principal components of the normalised weights of
+    all channels of the layer. Each component is multiplied by its singular value, and v and w are
+    divided by their norms. All members of groups run on all tokens. The `result` is order (M, I).
     """
 
     kind = "alignment"

@@ -104,7 +104,7 @@ def _routed_count(model: PreTrainedModel) -> int:
 def nf4_bytes(weights: int) -> int:
     """Bytes of a matrix of `weights` numbers in NF4 with double quantisation: 4 bits per weight in
     whole blocks of 64, 8 bits for the scale of a block, 32 bits for the scale of 256 scales, and 32
-    bits for their mean."""
+    bits for the mean of all scales."""
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 

@@ -60,7 +60,7 @@ class StoredExpert(NamedTuple):
         widen: Callable[[Any], Any],
         narrow: Callable[[Any, Any], Any],
     ) -> Any:
-        """One projection (W, H) of the stored expert; it must have members.
+        """One projection (W, H) of the stored expert, which must have members.
 
         `read(expert)`: the projection of a source expert (I, H), channels as rows, as a torch
         tensor or as the bits in a file. `widen` converts such a projection to numbers that can be
@@ -127,7 +127,7 @@ class LayerPlan:
     @cached_property
     def owner_positions(self) -> tuple[int, ...] | None:
         """(E',) for each retained expert, the position of its owner among the retained experts;
-        None if each is its own owner."""
+        None if each expert is its own owner."""
         positions = tuple(self.retained.index(self.owners[expert]) for expert in self.retained)
         return None if positions == tuple(range(len(self.retained))) else positions
 
@@ -220,7 +220,8 @@ class LayerPlan:
     def from_json(
         cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     ) -> LayerPlan:
-        """The layer that `as_json` wrote. ValueError, TypeError or LookupError if it is damaged."""
+        """The layer that `as_json` wrote. ValueError, TypeError or LookupError if `document` is
+        damaged."""
         merged = {}
         for owner, group in document.get("merged", {}).items():
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}

@@ -58,8 +58,8 @@ class Plan:
         n_experts: Mapping[int, int],
         provenance: Mapping[str, Any] | None = None,
     ) -> Plan:
-        """The plan that retains whole experts. `retained`: layer -> their ids, ascending.
-        `n_experts`: layer -> number of experts before pruning."""
+        """The plan that retains whole experts. `retained`: layer -> ids of these experts,
+        ascending. `n_experts`: layer -> number of experts before pruning."""
         if set(retained) != set(n_experts):
             raise UserError(
                 f"plan: retained experts are given for layers {sorted(retained)}, and numbers of "
@@ -115,7 +115,8 @@ class Plan:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether tokens are routed to experts that are computed with the weights of others."""
+        """Whether tokens are routed to experts that are computed with the weights of other
+        experts."""
         return any(layer.owner_positions for layer in self.layers.values() if layer.merged)
 
     @property
@@ -141,8 +142,8 @@ class Plan:
 
     def check(self, routers: Routers) -> None:
         """Raise UserError, with the nearest feasible number, unless routers work with the retained
-        experts, each of their groups of adjacent experts retains equally many, and protected
-        experts are retained whole."""
+        experts, all groups of a group-limited router retain equally many, and protected experts are
+        retained whole."""
         self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
@@ -178,8 +179,8 @@ class Plan:
     ) -> None:
         """Raise UserError if the plan was made for another model than this one, which messages call
         `model`. `identity`: (name, function that computes the value) of each digest of this model,
-        as by `models.identity`; the first name that is also in the provenance decides. Warns if
-        none is there, as then only layers and counts are compared."""
+        as by `models.identity`; the first name that is also in the provenance decides. Warns if the
+        provenance has no such name, because only layers and counts are compared then."""
         for name, compute in identity:
             stated = self.provenance.get(name)
             if not stated:

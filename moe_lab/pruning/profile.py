@@ -25,9 +25,9 @@ def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
     """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned)
-    over `batches`. Takes one forward pass, and with a plan one of the unpruned model for the output
-    losses. Raises UserError when the plan does not fit, and when hidden states are not finite
-    (naming the layer)."""
+    over `batches`. Takes one forward pass and, with a plan, another one of the unpruned model for
+    the output losses. Raises UserError when the plan does not fit, and when hidden states are not
+    finite (naming the layer)."""
     routed = {layer.index: layer for layer in routed_layers(model)}
     modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
     layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]

@@ -57,7 +57,7 @@ def prune(model: Model, plan: Plan) -> Model:
 def _update_config(pruned: Any) -> None:
     """Write the number of experts into the configuration of a pruned model, if all layers have the
     same number. If the configuration still does not describe the model, `save_pretrained` raises
-    UserError: its checkpoint would be loaded with random experts."""
+    UserError, because its checkpoint would be loaded with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}

@@ -87,7 +87,7 @@ class Candidates:
     - the vocabulary head at positions that are not evaluated;
     - the unpruned model's log-probabilities, which are stored if they fit `settings.memory_budget`.
 
-    Hidden states of the elites use the rest of that budget.
+    Hidden states of the elites use the rest of `settings.memory_budget`.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class PrefixStates:
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
         """Each schedule with all stored states of its prefixes; the caller adds the states of new
         prefixes before it takes the next schedule. Schedules are sorted, so that schedules with a
-        common prefix follow each other and share its states."""
+        common prefix follow each other and share the states of this prefix."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}

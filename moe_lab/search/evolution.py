@@ -44,8 +44,8 @@ def _checked_pattern(name: str) -> str:
 
 @pydantic_dataclass(config=SETTINGS, frozen=True)
 class SearchSettings:
-    """All of allocation.parameters with allocation=evolutionary. Defaults are those published for
-    OLMoE."""
+    """All of allocation.parameters with allocation=evolutionary. Defaults are the values published
+    for OLMoE."""
 
     population: Positive = 32
     """P: schedules of the first generation; later generations have the elites and P - m

@@ -81,8 +81,8 @@ def contexts(
     """The positions at which to compute the fitness, in a batch of `ids` (B, S) with flags of the
     answer tokens, `answers` (B, S). With `shift`, these are the positions that predict an answer
     token (no position predicts the first token of a row). Without `shift`, they are the positions
-    of the answer tokens, as in the released code of EvoESAP. These also predict the token after an
-    answer, but not the answer's first token."""
+    of the answer tokens, as in the released code of EvoESAP. Such positions also predict the token
+    after an answer, but not the answer's first token."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
@@ -92,9 +92,9 @@ def contexts(
 def row_sums(
     name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
 ) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the `positions` of each row. `log_p`
-    (N, V) fp32 is the full model's, None for a fitness that does not need it; `logits` (N, V) are
-    the candidate's."""
+    """(B,) fp64 on the CPU: the fitness `name` summed over the `positions` of each row. `log_p` (N,
+    V) fp32: log-probabilities of the full model, None for a fitness that does not need them.
+    `logits` (N, V): logits of the candidate."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []

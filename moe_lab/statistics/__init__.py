@@ -62,8 +62,8 @@ def read(
     path: Path | str, framework: str = "np", only: str | None = None
 ) -> dict[int, dict[str, Any]]:
     """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt").
-    `only`: the one name to read; None reads all. UserError when the file is missing, damaged or not
-    statistics."""
+    `only`: the only name to read; None reads all names. UserError when the file is missing, damaged
+    or not statistics."""
     header(path)  # raises UserError for a file that cannot be read
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:

@@ -25,8 +25,8 @@ TOKENS = 2048
 
 
 class DamageHook(StatisticsHook):
-    """Adds `damage` (E,) while computing the routed output, which equals that of the eager experts
-    up to rounding, at (k + 1) / k of the expert work of a forward pass."""
+    """Adds `damage` (E,) while computing the routed output, which equals the output of eager
+    experts up to rounding. This takes (k + 1) / k of the expert work of a forward pass."""
 
     kind = "damage"
     call: tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]

@@ -113,7 +113,7 @@ class ForwardHook(StatisticsHook):
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all
-        experts; its first call decides whether it is."""
+        experts, which its first call decides; otherwise {}."""
         if self.is_softmax_router is None:
             self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
@@ -141,8 +141,8 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities,
     renormalised or not. `logits` z (T, E), `index` and gates `weights` g (T, K): log g - z is then
-    the same for all experts of a token. With K = 1 it always is, so log g - log softmax(z) must be
-    the same for all tokens."""
+    the same for all experts of a token. With K = 1 this always holds, so log g - log softmax(z)
+    must be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)

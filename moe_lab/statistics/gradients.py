@@ -147,8 +147,8 @@ def loss_gradient(
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
     """Logits (B, n, V) for `states` (B, n, H) at the decoder's end, by the model's own forward with
-    its scaling or capping. The decoder is replaced by one that returns `states` in an object of the
-    type of `output`."""
+    its scaling or capping. The decoder is replaced by a function that returns `states` in an object
+    of the type of `output`."""
     with ExitStack() as undo:
         bypass(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
@@ -178,7 +178,8 @@ class WeightGradientHook(StatisticsHook):
     |w dL/dw| over the weights of a channel in the projection (Lee et al. 2019, by channel).
 
     LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the
-    absolute value is that of the gradient over all batches. A stopped pass cannot be resumed.
+    absolute value is taken of the gradient summed over all batches. A stopped pass cannot be
+    resumed.
     """
 
     kind = "weight_gradients"

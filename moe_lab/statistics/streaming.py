@@ -121,10 +121,10 @@ def stream(
     """The sums that `hook` collects in a forward pass, as by `gather`, with one decoder layer in
     memory.
 
-    Hidden states of all batches are kept in memory, up to SHARE of it, and the others in the folder
-    `out`, where the pass saves as `SaveTimer` decides. An interrupted pass resumes after the layer
-    that was finished at the last save. `layer_context`: a context in which a layer is run, such as
-    a mask."""
+    Hidden states of all batches are kept in memory, up to the share SHARE of it, and all other
+    hidden states in the folder `out`, where the pass saves as `SaveTimer` decides. An interrupted
+    pass resumes after the layer that was finished at the last save. `layer_context`: a context in
+    which a layer is run, such as a mask."""
     layer_pass = LayerPass(
         streamed,
         batches,

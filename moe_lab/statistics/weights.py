@@ -30,8 +30,8 @@ Source: TypeAlias = Path | str | nn.Module
 
 
 def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,),
-    count () by layer. An expert's gate, up and down weights count; biases, routers and shared
+    """Sum |w| and w^2 over each expert's weights, and count the weights: abs_sum (E,), square_sum
+    (E,), count () by layer. An expert's gate, up and down weights count; biases, routers and shared
     experts do not. Sums are taken in fp32 within a row and in fp64 over rows, on `device` (cpu or
     cuda[:N]) for a checkpoint, and on the device of the weights for a model in memory. UserError
     for a source without experts, quantised experts, damaged shards, and weights that are not finite
@@ -146,8 +146,8 @@ class StoredExperts:
         self.device = device
 
     def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
-        """(name, its block tensor, expert, weights) of every matrix, in the order of the bytes, one
-        tensor in memory at once."""
+        """(name, its block tensor, expert, weights) of every matrix, in the order in which they are
+        stored, with one tensor in memory at once."""
         for shard in self.checkpoint.shards:
             names = [name for name in self.block_tensors if self.tensors[name].shard == shard]
             with safe_open(
@@ -204,8 +204,8 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
     """Sum the squared differences of the weights of each two experts of a layer:
     weight_distance_square (E, E), fp64. Weights of gate_proj and up_proj count, as in MergeMoE
-    (arXiv 2510.14436). They are compared in fp64, because small distances are differences of large
-    sums, on `device`. Arguments and errors are those of `weigh_experts`."""
+    (arXiv 2510.14436). The weights are compared on `device` in fp64, because small distances are
+    differences of large sums. Arguments and errors are those of `weigh_experts`."""
     weights = _open(source, device)
     # layer -> roles of a projection -> expert (0 for a stack of all) -> name of the tensor
     names_of: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}

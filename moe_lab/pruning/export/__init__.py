@@ -117,7 +117,7 @@ def _check_target(target: Path) -> None:
 def _open_source(
     folder: Path, plan: Plan, shape: str, any_model: bool
 ) -> tuple[dict[str, Any], Checkpoint]:
-    """config.json and the files of the checkpoint in `folder`. UserError unless `plan` suits its
+    """config.json and the files of the checkpoint in `folder`. UserError unless `plan` suits the
     model and the checkpoint can be written in this `shape`; other arguments as for `export`."""
     config = read_json(folder / "config.json")
     check_routing(config, plan)
@@ -165,8 +165,8 @@ def _card_of(folder: Path) -> str:
 
 
 def _name(folder: Path) -> str:
-    """The name of the original model for the card: that of its folder, or OWNER/NAME for a folder
-    models--OWNER--NAME of the hub's cache."""
+    """The name of the original model for the card: the name of its folder, or OWNER/NAME for a
+    folder models--OWNER--NAME of the hub's cache."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")

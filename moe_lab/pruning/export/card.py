@@ -58,8 +58,8 @@ def model_card(
     """The model card in Markdown: what was pruned and how, how to load the model (`kind`: a key of
     `LOADING`) and how large it is. `unpruned_bytes` and `written`: bytes of all weights before and
     after pruning; `zeros`: bytes of zeros that only fill the `shape`. `left_out`: layers of the
-    original that are not written. The card `original` follows, whose front matter (licence and so
-    on) is inherited, but for the fields in `OF_ORIGINAL`."""
+    original that are not written. The card `original` follows. Its front matter (licence and so on)
+    is inherited, except for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"

@@ -26,7 +26,7 @@ def check(
     """Raise UserError unless the plan in folder `written` fits the model in folder `source`, as for
     `prune`, and the model that `written` describes has the experts and routers of the pruned model,
     and takes all of `tensors`, name -> (type, shape). transformers builds both models, without
-    weights; a model type for which it has no code is not checked."""
+    weights; a model type for which transformers has no code is not checked."""
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))

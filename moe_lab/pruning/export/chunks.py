@@ -94,7 +94,7 @@ class Projection:
 
     @property
     def matrix(self) -> Matrix:
-        """The matrix of the first member; all have its shape and type."""
+        """The matrix of the first member; the matrices of all members have this shape and type."""
         return self.matrices[self.stored.members[0].expert]
 
     @property
@@ -109,7 +109,8 @@ class Projection:
 
     @property
     def _width(self) -> int:
-        """Channels of the result: those in the file, unless some are dropped or zeros are added."""
+        """Channels of the result: as many as in the file, unless some are dropped or zeros are
+        added."""
         in_file = self.matrix.columns if self.down else self.matrix.rows
         channels = self.stored.members[0].channels
         return in_file if channels is None else len(channels)

@@ -64,9 +64,9 @@ def describe_export(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json for `form`, and the code needed to load the export: file name -> text; empty for
-    a stock checkpoint. `names`: names of the written tensors; if none is of layers that predict
-    several tokens, config.json counts no such layers. A quantised model's lists of modules name
-    experts by their new numbers. UserError when config.json is of another model or of a pruned
+    a stock checkpoint. `names`: names of the written tensors; if no tensor is of layers that
+    predict several tokens, config.json counts no such layers. A quantised model's lists of modules
+    name experts by their new numbers. UserError when config.json is of another model or of a pruned
     model whose layers differ, or when transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(

@@ -127,7 +127,7 @@ def _output_type(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter to its end. It is killed if this process dies."""
+    """Run the converter to its end. The converter is killed if this process dies."""
     search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
     with Child(
