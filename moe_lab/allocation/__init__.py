@@ -162,14 +162,14 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     criterion scores, and reads every field and parameter that is set, each with a valid value."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
-        allocated = next(iter(allocation.functions))
-        fitting = sorted(
+        unit = next(iter(allocation.functions))
+        names = sorted(
             name for name, other in ALLOCATIONS.items() if granularity in other.functions
         )
         raise UserError(
-            f"allocation={allocation.name} allocates {allocated}s, but the criterion scores "
-            f"{granularity}s: choose a criterion that scores {allocated}s, or one of the "
-            f"allocations of {granularity}s ({', '.join(fitting)})"
+            f"allocation={allocation.name} allocates {unit}s, but the criterion scores "
+            f"{granularity}s: choose a criterion that scores {unit}s, or one of the "
+            f"allocations of {granularity}s ({', '.join(names)})"
         )
     if granularity == "channel":
         _check_channel_settings(settings)

@@ -117,14 +117,14 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
     """Layer -> number of retained channels: all channels of protected experts, and others by CBA
     over the pooled channels of each layer, with the targets `shares` (L,)."""
     budgets = problem.fixed
-    free = problem.sizes > problem.fixed
-    if free.any():
+    has_room = problem.sizes > problem.fixed
+    if has_room.any():
         pools = []
         for layer, values in problem.scores.items():
             pool = values[problem.unprotected(layer)].ravel()
             if len(pool):
                 pools.append(pool)
-        budgets[free] += cover(pools, shares[free], problem.keep - int(budgets.sum()))
+        budgets[has_room] += cover(pools, shares[has_room], problem.keep - int(budgets.sum()))
     return dict(zip(problem.scores, budgets.tolist(), strict=True))
 
 

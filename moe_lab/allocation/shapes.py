@@ -241,6 +241,7 @@ def removals_within_limit(
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
+        """The removals at `ratio`. RatioTooLarge for more than `limit` choices in a layer."""
         removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]

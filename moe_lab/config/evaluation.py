@@ -120,6 +120,7 @@ class BackendConfig(Group):
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
+        """Raise ValueError for arguments without vLLM, and for reserved or invalid arguments."""
         if self.arguments and self.name != "vllm":
             raise ValueError(
                 f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"

@@ -249,6 +249,7 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
+        """Raise ValueError for fewer tokens than one row, and for more parts than batches."""
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
@@ -264,6 +265,8 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
+        """Raise ValueError unless there is a path or a mixture, with settings that it reads and
+        shares that add up to 1."""
         for name in OF_DOCUMENTS if self.sources else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
@@ -326,6 +329,8 @@ class AllocationConfig(Group):
 
     @model_validator(mode="after")
     def _check_readers(self) -> Self:
+        """Raise ValueError for a setting that the allocation does not read, and without a search
+        text that the allocation needs."""
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
@@ -413,6 +418,7 @@ class RecoveryConfig(Group):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
+        """Raise ValueError for several texts, and for settings that the recovery does not read."""
         texts = [
             f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
         ]
@@ -465,6 +471,7 @@ class ExportConfig(Group):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
+        """Raise ValueError for a format without a shape."""
         if self.shape is None and self.format != "safetensors":
             raise ValueError(
                 f"format={self.format} without a shape writes nothing: add export=natural"

@@ -116,6 +116,7 @@ class AlignmentHook(StatisticsHook):
         weights = principal_components(self.layer)
 
         def cost(owner: int, member: int) -> torch.Tensor:
+            """(I, I): the cost of adding each channel of `member` to each channel of `owner`."""
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
             activations = normalised_distance(self.sums[f"products.{member}"], *squares)
             owner_weights = weights[owner]

@@ -181,7 +181,7 @@ def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[
     """Layer -> number of experts, or channels, that have the same score as another one with the
     opposite decision, so that their ids decided. Layers without ties are omitted; arguments are as
     for `make_plan` and `make_channel_plan`."""
-    tied = {}
+    counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])
         # experts compete within a group
@@ -192,11 +192,11 @@ def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[
             _is_retained(layer, values).reshape(n_group, -1),
             strict=True,
         ):
-            equal = numpy.intersect1d(row[flags], row[~flags])
-            count += int(numpy.isin(row, equal).sum())
+            shared_scores = numpy.intersect1d(row[flags], row[~flags])
+            count += int(numpy.isin(row, shared_scores).sum())
         if count:
-            tied[number] = count
-    return tied
+            counts[number] = count
+    return counts
 
 
 def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:

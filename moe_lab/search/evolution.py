@@ -86,7 +86,8 @@ class SearchSettings:
     computes them again."""
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
+    def _check_fields(self) -> Self:
+        """Raise ValueError unless the fields agree with each other."""
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "

@@ -69,9 +69,9 @@ def export(
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
-    described, code = describe_export(config, form, written_names)
+    new_config, code = describe_export(config, form, written_names)
     experts = {index: layer.experts for index, layer in form.items()}
-    documents = {**renumbered_files(folder, experts), "config.json": described}
+    documents = {**renumbered_files(folder, experts), "config.json": new_config}
     family = family_of(config.get("text_config", config).get("model_type"))
     content = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
@@ -82,10 +82,11 @@ def export(
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
-        written = [piece for tensors in content.values() for piece in tensors]
-        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in written})
+        all_pieces = [piece for tensors in content.values() for piece in tensors]
+        shapes = {piece.name: (piece.dtype, piece.shape) for piece in all_pieces}
+        _check(folder, work, shape, shapes)
         write_weights(checkpoint, content, work)
-        size = sum(piece.size for piece in written)
+        size = sum(piece.size for piece in all_pieces)
         if (folder / INDEX).exists():
             shard_of = {
                 piece.name: shard for shard, tensors in content.items() for piece in tensors
@@ -96,10 +97,10 @@ def export(
             _name(folder),
             _card_of(folder),
             shape=shape,
-            kind=_kind(described, code),
+            kind=_kind(new_config, code),
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
-            zeros=sum(piece.zeros for piece in written),
+            zeros=sum(piece.zeros for piece in all_pieces),
             left_out=sorted(prefix.removesuffix(".") for prefix in left_out),
         )
         (work / CARD).write_text(card, encoding="utf-8")
@@ -129,10 +130,10 @@ def _open_source(
     return config, checkpoint
 
 
-def _kind(described: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """The key of `card.LOADING` for the export with the config.json `described` and the files of
+def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """The key of `card.LOADING` for the export with the config.json `new_config` and the files of
     `code`."""
-    if LAYERS_FIELD in described:
+    if LAYERS_FIELD in new_config:
         return "uneven"
     return "ported" if code else "stock"
 

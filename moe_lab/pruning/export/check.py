@@ -39,7 +39,7 @@ def check(
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
         model = skeleton(Path(written), trust_remote_code=code_is_ours)
         check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))
-        loaded = {
+        actual = {
             layer.index: tuple(getattr(layer, fact) for fact in ROUTING_FACTS)
             for layer in routed_layers(model)
         }
@@ -49,9 +49,9 @@ def check(
     for layer in layers:
         count = layer.n_experts if shape == "masked" else len(plan.layers[layer.index].retained)
         expected = (count, layer.top_k, layer.n_group, layer.topk_group)
-        if loaded.get(layer.index) != expected:
+        if actual.get(layer.index) != expected:
             raise UserError(
                 f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FACTS)} = "
-                f"{loaded.get(layer.index)}, expected {expected}: state these fields in "
+                f"{actual.get(layer.index)}, expected {expected}: state these fields in "
                 f"{source}/config.json"
             )

@@ -127,6 +127,7 @@ class Projection:
         converts = is_sum or self.matrix.dtype != self.dtype
 
         def channels_first(expert: int) -> NDArray[Any]:
+            """The projection of an expert, with channels as rows."""
             matrix = self.matrices[expert]
             values = matrix.read(folder)
             if converts:

@@ -99,10 +99,10 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 def pre_tokenizer(folder: Path) -> str | None:
     """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None if PRE_TOKENIZERS
     does not have this pre-tokenizer."""
-    described = read_json_if_there(folder / "tokenizer.json")
-    model = described.get("model") or {}
-    steps = described.get("pre_tokenizer") or {}
-    if model.get("type") != "BPE" or described.get("normalizer") or model.get("ignore_merges"):
+    tokenizer = read_json_if_there(folder / "tokenizer.json")
+    model = tokenizer.get("model") or {}
+    steps = tokenizer.get("pre_tokenizer") or {}
+    if model.get("type") != "BPE" or tokenizer.get("normalizer") or model.get("ignore_merges"):
         return None
     sequence = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):

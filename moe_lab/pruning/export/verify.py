@@ -68,16 +68,16 @@ def verify(
                     _align(stack.enter_context(model.layer(number, next_number=number + 1)))
                 with mask_layers([] if moe is None else [moe], plan):
                     output = masked.run_layer(number, ids, valid, state)
-                compared = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
+                pairs = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
                 if moe is not None and written is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
-                    compared.append(_all_experts(moe, written, plan.layers[number], hidden))
+                    pairs.append(_all_experts(moe, written, plan.layers[number], hidden))
             same_order = written is None or (
                 not plan.has_channels and written.n_experts == len(plan.retained[number])
             )
             bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
             location = f"decoder layer {number} of {exported}"
-            largest = max(largest, *(_difference(location, pair, bound) for pair in compared))
+            largest = max(largest, *(_difference(location, pair, bound) for pair in pairs))
             state = output
         assert state is not None
         _align(masked.model)
