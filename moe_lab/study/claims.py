@@ -181,21 +181,24 @@ class Claims:
         self.owned: set[Claim] = set()
         """Claims that this process holds."""
         self.lock = threading.Lock()
+        """Held while `owned` is changed or its claims are renewed."""
         self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
         """File of a claim -> (modification time in ns, token), and the monotonic time at which this
         process saw this pair first."""
-        self._beating = False
+        self._has_heartbeat = False
+        """Whether a thread renews the claims."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy in another process holds no claims.
         return Claims, (self.folder, self.in_queue, self.limit), {"shared": self.shared}
 
     def path(self, name: str, generation: int) -> Path:
-        """The file of a claim."""
+        """File of a generation of the claim `name`."""
         return self.folder / f"{name}.{generation}"
 
     def take(self, name: str) -> Claim:
-        """Claim a name. Raises Busy when another process, or this one, holds it."""
+        """Claim a name: create the file of the lowest generation above all stale files. Raises Busy
+        when another process, or this one, holds the claim."""
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
@@ -219,8 +222,8 @@ class Claims:
             os.close(claim.file)
         with self.lock:
             self.owned.add(claim)
-            if not self._beating:
-                self._beating = True
+            if not self._has_heartbeat:
+                self._has_heartbeat = True
                 threading.Thread(target=self._beat, daemon=True).start()
         return claim
 
@@ -245,19 +248,17 @@ class Claims:
         with suppress(ValueError, FileNotFoundError):
             latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent_seconds = time.time() - latest_file.stat().st_mtime
-            owner = _owner(latest_file)
-            if owner is None:
-                return "another process"
-            text = f"process {owner['pid']} on {owner['host']}"
-            if owner["job"]:
-                text += f", job {owner['job']}"
-            if silent_seconds > WATCH * BEAT:
-                text += f" (no heartbeat for {silent_seconds / 60:.0f} min)"
-            return text
+            if owner := _owner(latest_file):
+                text = f"process {owner['pid']} on {owner['host']}"
+                if owner["job"]:
+                    text += f", job {owner['job']}"
+                if silent_seconds > WATCH * BEAT:
+                    text += f" (no heartbeat for {silent_seconds / 60:.0f} min)"
+                return text
         return "another process"
 
     def _beat(self) -> None:
-        """Renew all owned claims, until none is owned."""
+        """Renew all owned claims every BEAT seconds, until no claim is owned."""
         pause = threading.Event()
         while not pause.wait(BEAT):  # waits by the monotonic clock
             with self.lock:
@@ -266,7 +267,7 @@ class Claims:
                         # the descriptor is of this claim, even if its path is of another owner
                         os.utime(claim.file)
                 if not self.owned:
-                    self._beating = False
+                    self._has_heartbeat = False
                     return
 
     def is_stale(self, path: Path) -> bool:
@@ -291,11 +292,11 @@ class Claims:
         if owner and is_own_job and owner["restarts"] < restarts():
             return True  # the owner ran before this job was requeued, perhaps on another node
         state = (beat_ns, owner["token"] if owner else "")
-        last_state, start_time = self._watched.get(path, (None, 0.0))
+        last_state, watch_start = self._watched.get(path, (None, 0.0))
         if state != last_state:
-            start_time = time.monotonic()
-            self._watched[path] = (state, start_time)
-        watched_seconds = time.monotonic() - start_time
+            watch_start = time.monotonic()
+            self._watched[path] = (state, watch_start)
+        watched_seconds = time.monotonic() - watch_start
         if watched_seconds < WATCH * BEAT and time.time() - beat_ns / 1e9 < MAXIMUM_CLOCK_ERROR:
             return False
         if owner is None:

@@ -244,14 +244,13 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
         "GPU-hours",
     )
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
-    missing = [step for step in steps if step.id not in done]
     total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
         of_kind = [step for step in steps if step.kind == kind]
-        to_do = [step for step in missing if step.kind == kind]
-        counts = (len(of_kind), len(of_kind) - len(to_do), len(to_do))
-        hours = _hours(to_do, gpu_memory, seconds)
-        table.add_row(kind, *map(str, counts), largest_memory(to_do), *hours.texts())
+        missing = [step for step in of_kind if step.id not in done]
+        counts = (len(of_kind), len(of_kind) - len(missing), len(missing))
+        hours = _hours(missing, gpu_memory, seconds)
+        table.add_row(kind, *map(str, counts), largest_memory(missing), *hours.texts())
         total = Hours(
             total.work + hours.work,
             total.gpu_work + hours.gpu_work,

@@ -155,8 +155,8 @@ def _referenced(store: Store) -> tuple[set[str], str]:
 
     A run refers to steps while it is active or its jobs may be queued, if it is the last of its
     study, and if it began after the last run with a record. Claims are read first, then the queue,
-    then records: records are written before claims and jobs disappear, so this order misses no
-    step.
+    then records. This order misses no step, as a record is written before the claims and jobs of
+    its run disappear.
     """
     referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
@@ -174,14 +174,14 @@ def _referenced(store: Store) -> tuple[set[str], str]:
             is_recent = run is study_runs[-1] or run.folder.name > record["run"]
             if not is_recent and not may_be_queued:
                 continue
-            # without a plan, the run was killed before it did anything
+            # a run without a plan was killed before it did anything
             if plan := run.plan:
                 referenced.update(folder[-DIGITS:] for folder in plan["steps"])
     return referenced, queue_error
 
 
 def _unreadable_error(store: Store, reason: str) -> UserError:
-    """The error that is raised when it cannot be read which steps are needed, for this `reason`."""
+    """The error for files, named in `reason`, that may refer to steps and cannot be read."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
@@ -210,7 +210,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _print(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table with number and bytes of the garbage by kind of step."""
+    """Print a table with number and bytes of the garbage for each kind of step."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

@@ -63,7 +63,7 @@ def uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CellSteps:
-    """The steps of one cell. The unpruned model has no scores, no plan and no export."""
+    """The steps of one cell. A cell of the unpruned model has no scores, no plan and no export."""
 
     cell: Cell
     model: Step
@@ -83,7 +83,7 @@ class CellSteps:
 
 
 class FigureKey(NamedTuple):
-    """What distinguishes the steps of a figure: names of calibration set and model, gate, seed."""
+    """Key of a step of a figure: names of its calibration set and model, its gate and seed."""
 
     calibration: str
     model: str
@@ -93,12 +93,12 @@ class FigureKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. The statistics and the fine-tuning of a cell are only in `steps` if
+    """All steps of a study. The steps `statistics` and `finetune` of a cell are only in `steps` if
     another step needs them."""
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
-    """Families, damages or contaminations -> the steps that only figures and remarks need."""
+    """Name in FIGURES -> steps that only the figures and remarks of the report need."""
 
     @cached_property
     @uncollected()
@@ -317,9 +317,8 @@ def _figure_steps(
                 benchmarks_of[key].update(item_benchmarks)
             if resolver.config.overlap:
                 resolved_cell = resolver.cell(cell)
-                exact = replace(resolved_cell, criterion=EXACT_DAMAGE)
                 figures["families"][key] = Family.of(resolved_cell)
-                figures["damages"][key] = Scores.of(exact)
+                figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
     for key, cell in cell_of.items():
         resolved_cell = resolver.cell(cell)
         figures["contaminations"][key] = Contamination.of(

@@ -47,9 +47,9 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), SHAPE, name)["results"]
         scores |= {entry["benchmark"]: entry["score"] for entry in results}
-        higher_is_better = [entry["score"] for entry in results if entry["scale"] == "score"]
-        if higher_is_better:
-            averages.append(fmean(higher_is_better))
+        increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]
+        if increasing_scores:
+            averages.append(fmean(increasing_scores))
     if objective == AVERAGE and averages:
         return fmean(averages)
     check_known("objective", objective, scores)

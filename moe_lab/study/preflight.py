@@ -7,7 +7,7 @@ each problem.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -99,10 +99,10 @@ def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
     fields. The sentence names these fields, and all models that do not read exactly these."""
     distinct = _distinct(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct if reads_text(cell)]
-    models: dict[tuple[str, ...], dict[str, None]] = {}
+    models = defaultdict[Any, dict[str, None]](dict)
     for cell in _distinct(text_cells, "model", "calibration"):
         if keys := calibrations.unread_keys(cell.calibration, cell.model):
-            models.setdefault((cell.calibration.name, *keys), {})[cell.model.name] = None
+            models[cell.calibration.name, *keys][cell.model.name] = None
     for (name, *keys), names in models.items():
         yield (
             f"calibration={name}: model={','.join(names)} does not read texts of one word, of "
@@ -169,10 +169,10 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
             checks.append((check_device, needed.model.device))
         for check, *arguments in checks:
             distinct[check, *map(id, arguments)] = (check, *arguments)
-    problems: dict[str, None] = {}
+    problems: list[str] = []
     for check, *arguments in distinct.values():
-        problems.update(dict.fromkeys(user_errors(check, *arguments)))
-    return list(problems)
+        problems += user_errors(check, *arguments)
+    return list(dict.fromkeys(problems))
 
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
@@ -276,14 +276,15 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when a benchmark needs a chat template that the model does not have."""
+    """Raise UserError when a benchmark with chat=true needs a chat template, and the model has none
+    or none with tools."""
     harness = harness_of(benchmark)
     if benchmark.chat:
-        alternative = ""
-        if not harness.gives_tools:
-            alternative = (
-                f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
-            )
+        alternative = (
+            ""
+            if harness.gives_tools
+            else f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
+        )
         user = f"benchmark {benchmark.name}"
         config_json.check_chat_template(cell.model, user, harness.gives_tools, alternative)
 
