@@ -8,6 +8,7 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ to start with:
 
 `python -m moe_lab --help` lists every choice."""
 """Text that is printed without arguments."""
+HYDRA_WORD = re.compile(r"-(?!-config-|cd|cn)|[+~]*hydra(?!\.searchpath=)")
+"""Beginning of a word that Hydra itself handles: a flag, such as -m, --cfg or --help, or a setting
+of Hydra. `compose` reads the other flags and hydra.searchpath."""
 
 
 def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
@@ -77,20 +81,9 @@ def main() -> None:
     if not words:
         print(START)
         return
-    # Hydra itself handles its settings and its flags, such as -m, --cfg and --help
-    hydra_flags = [
-        word
-        for word in words
-        if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))
-    ]
-    plain_words = [word.lstrip("+~") for word in words]
-    hydra_settings = [
-        word
-        for word in plain_words
-        if word.startswith("hydra") and not word.startswith("hydra.searchpath=")
-    ]
+    is_for_hydra = any(map(HYDRA_WORD.match, words))
     with _errors_as_sentences():
-        sys.exit(_run_hydra(words) if hydra_flags or hydra_settings else _run_study(words))
+        sys.exit(_run_hydra(words) if is_for_hydra else _run_study(words))
 
 
 def _run_study(words: Sequence[str]) -> int:

@@ -135,7 +135,7 @@ def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
-    method_obstacle = f"its weights are stored as {method}" if method else None
+    storage = f"its weights are stored as {method}" if method else None
     unfit = facts["moe_layers"][0].family.unfit
     channel_obstacle = f"its experts {unfit}" if unfit else None
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
@@ -146,8 +146,7 @@ def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
             and not (method and criterion.needs_plain_weights)
             and not obstacle
         ]
-        reason = obstacle or method_obstacle
-        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {reason}"
+        yield f"criteria of {granularity}s", ", ".join(names) or f"none, for {obstacle or storage}"
     shapes = [
         shape
         for shape in SHAPES

@@ -143,7 +143,7 @@ def minutes(limit: str) -> float:
     clock_minutes = sum(
         int(part) * 60.0**power for power, part in enumerate(reversed(parts), start=-1)
     )
-    return clock_minutes + 24 * 60 * int(days or 0)
+    return clock_minutes + 1440 * int(days or 0)  # a day has 1440 minutes
 
 
 def cancel(jobs: Iterable[str]) -> None:
