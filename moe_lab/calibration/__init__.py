@@ -1,6 +1,6 @@
 """Calibration sets: sources of documents, packing into rows, batches with a validity mask.
 
-This module checks a set before it is read, and identifies it.
+This module checks a calibration set before a step reads it, and computes its identity.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from moe_lab.paths import local_path
 
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """The sets of a mixture, each as (share of the tokens, settings); a set that is no mixture has
-    the share 1. A set without a seed gets the seed of the mixture."""
+    """(share of the tokens, settings) of each set of a mixture, or of the one set, with the share
+    1. A set of a mixture that has no seed gets the seed of the mixture."""
     sets = []
     for source in settings.sources:
         if part := source.settings:
@@ -41,8 +41,8 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with a conversation and the model, if it is in a local
-    folder, has no chat template that reads the whole conversation."""
+    """Raise UserError when a set begins with a conversation and the model is in a local folder and
+    has no chat template that reads the whole conversation."""
     alternatives = ", or a set of plain texts, or of instructions and outputs"
     for _, part in shares_and_sets(settings):
         for document in first_record(part):
@@ -52,13 +52,13 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                     model, user, bool(document.arguments.get("tools")), alternatives
                 )
                 if (tokenizer := _local_tokenizer(model)) is not None:
-                    # raises UserError for content that the template leaves out
+                    # Raises UserError for content that the template leaves out.
                     document_text(document, tokenizer, part.special_tokens)
 
 
 def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
-    """Keys of texts in the first record of each set that the model would not read, see
-    `unread_texts`; [] for a model that is not in a local folder."""
+    """Keys of texts, in the first record of each set, that the model would not read (see
+    `unread_texts`); [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
     documents = [document for _, part in sets for document in first_record(part)]
     if not any(unread_texts(document, None) for document in documents):
@@ -80,12 +80,16 @@ def _local_tokenizer(model: ModelConfig) -> Any:
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a file of plain texts is too short to fill the rows of
-    calibration.tokens. Its tokens are counted until they are enough, by the tokenizer.json of a
-    model in a local folder. Other sources are checked only when they are read."""
+    """Raise UserError when a file of plain texts has too few tokens to fill the rows of
+    calibration.tokens.
+
+    Tokens are counted by the tokenizer.json of a model in a local folder, until they are enough.
+    Nothing is checked for other models, for mixtures, and for sources other than local files of
+    plain texts.
+    """
     file = None if settings.sources else locate(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
-    # a token of more than 6 bytes is rare, so a larger file is long enough
+    # Few tokens have more than 6 bytes, so a file with more bytes per token is long enough.
     if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
         return
     from tokenizers import Tokenizer
@@ -112,9 +116,9 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """(first row, end) of each of the calibration.parts parts of the rows; [] where one pass reads
-    all rows. A part has the same whole batches as that pass, so that each batch gives the same
-    numbers."""
+    """(first row, row after the last) of each of the calibration.parts parts of the rows; [] if one
+    pass reads all rows. Parts consist of whole batches of such a pass, so that each batch gives the
+    same numbers."""
     if settings.parts in (None, 1):
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
@@ -125,8 +129,8 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed by which documents are shuffled; None for order=first. UserError for order=random
-    without a seed."""
+    """The seed by which documents are shuffled; None for order=first, without shuffling. UserError
+    for order=random without a seed."""
     if settings.order == "first":
         return None
     if settings.seed is None:
@@ -137,9 +141,12 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set that is identified by all that changes which documents are read and in
-    which batches: the content of its path, the sets and shares of a mixture, and the number of
-    rows in place of the number of tokens. The seed counts only where documents are shuffled."""
+    """A calibration set whose identity consists of all that determines the documents and batches.
+
+    The content of the path counts instead of the path, the number of rows instead of the number of
+    tokens, and the seed only where documents are shuffled. A mixture has the shares and identities
+    of its sets.
+    """
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -149,19 +156,20 @@ class IdentifiedText(CalibrationConfig):
         sources = [
             {"share": share, **_documents_identity(part)} for share, part in shares_and_sets(self)
         ]
-        # no seed of the mixture: each of its sets has one
+        # The seed of the mixture does not count, because each of its sets has a seed.
         return {**fields, "sources": sources, "seed": None}
 
 
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """The fields that identify the documents of one set, their order and how each is read."""
+    """The fields that identify the documents of one set, the documents' order, and how a document
+    is read from its record."""
     fields = {name: getattr(settings, name) for name in OF_DOCUMENTS}
     return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """The hash of the content that a path names: of a file, here or on the hub, or of a data set
-    on the hub; the path itself where the hub cannot be reached."""
+    """The hash of the content of a path, which names a local file, a file on the hub or a data set
+    on the hub; the path itself if the hub cannot be reached."""
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):

@@ -32,21 +32,24 @@ from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
 
 GAP = -1
-"""Stands for the filler token in rows of positions."""
+"""Position that stands for the filler token in rows of positions."""
 TOLERANCE = 0.01
-"""Largest difference between the share of tokens that a set of a mixture has and its share in the
-settings."""
+"""Largest allowed difference between the share of a set in the tokens of a mixture and the share in
+the settings."""
 
 
-# Packing: a stream of documents (token ids, none of them empty) becomes a stream of rows of exactly
-# `length` ids, some of which may be a filler. A row is yielded as soon as it is full, so that no
-# more documents are read than rows need.
+# Packing: a stream of documents, lists of token ids that are not empty, becomes a stream of rows
+# of exactly `length` ids, of which some may be a filler. A row is yielded as soon as it is full, so
+# that no more documents are read than the rows need.
 
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its
-    remainder dropped. After a document that leaves room in the row, one position holds the `gap`
-    token, unless it is None. A last row that the documents do not fill is dropped."""
+    """Pack documents like the code of REAP and EvoESAP: a document that does not fit into the rest
+    of a row is cut at the end of the row, and its remainder is dropped.
+
+    A document that leaves room in its row is followed by one `gap` token, unless `gap` is None. A
+    last row that the documents do not fill is dropped.
+    """
     row: list[int] = []
     for document in documents:
         row += document[: length - len(row)]
@@ -58,8 +61,8 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Join all documents, with a `gap` token after each unless it is None, and cut the stream every
-    `length` tokens. Only the last tokens, which fill no row, are lost."""
+    """Join all documents and cut the stream every `length` tokens. A `gap` token follows each
+    document, unless `gap` is None. Only the last tokens, which fill no row, are lost."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -73,8 +76,8 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
 
 
 def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """Pack one document per row: longer documents than `length` are cut, shorter ones are padded on
-    the right."""
+    """Pack one document per row: documents that are longer than `length` are cut, shorter documents
+    are padded on the right."""
     for document in documents:
         yield document[:length] + [padding] * (length - len(document))
 
@@ -92,40 +95,43 @@ class Calibration:
     """The batches of a calibration set, and a report about them."""
 
     rows: list[tuple[torch.Tensor, torch.Tensor]]
-    """Batches (ids, valid): (B, S) int64 token ids and (B, S) bool, False at gaps and padding,
-    which no statistic counts. The last batch may have fewer rows."""
+    """Batches (ids, valid): token ids (B, S) int64, and valid (B, S) bool, False at gaps and
+    padding, which no statistic counts. The last batch may have fewer rows."""
     report: dict[str, Any]
-    """What was read, JSON-ready; `calibration.json` of the statistics step."""
+    """Report on the sources and rows, see `_report`; the content of `calibration.json` of a
+    statistics step."""
 
 
 @dataclass
 class Source:
-    """One set of documents, and how much of it was used so far."""
+    """One set of documents, with counts of the documents and tokens that were packed so far."""
 
     settings: CalibrationConfig
     share: float
     documents: list[Document]
-    used: int = 0
+    documents_used: int = 0
     """Number of documents that were tokenised."""
-    tokens: int = 0
+    tokens_used: int = 0
     """Number of tokens of these documents."""
-    assigned: int = 0
-    """Number of tokens that were packed and not cut off."""
-    retained: int = 0
+    tokens_assigned: int = 0
+    """Number of tokens that are in rows or wait for the next row, without those that were cut off;
+    decides which set the next document is from."""
+    tokens_retained: int = 0
     """Number of tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
-    """How documents became text, see `rendering`."""
+    """Descriptions of how documents became text, see `rendering`."""
     unread: set[str] = field(default_factory=set)
-    """Keys of records that are not read, see `unread_texts`."""
+    """Keys of texts in records that the model does not read, see `unread_texts`."""
 
 
-class Packed:
+class PackedRows:
     """Rows of a calibration set, or of a mixture of sets, as positions in one list of tokens.
 
-    Rows hold positions instead of ids, so that the set of a token, and whether it belongs to an
-    answer, are still known after packing. The next document comes from the set that is
-    furthest behind its share of the tokens assigned so far; ties go to the set listed first. So the
-    interleaving depends only on the settings and the tokenizer."""
+    Positions, unlike ids, still tell after packing which set a token is from, and whether the token
+    belongs to an answer. The next document always comes from the set that is furthest behind its
+    share of the tokens assigned so far, or the first listed of several such sets. So the order of
+    documents depends only on the settings and the tokenizer.
+    """
 
     def __init__(
         self,
@@ -134,9 +140,12 @@ class Packed:
         read: Callable[[CalibrationConfig], list[Document]],
         encode: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set. `read` returns the documents of a set, and `encode` (document,
-        special tokens) the token ids of a document with a mark for each."""
-        # the model was not trained on later positions
+        """Read and pack the set.
+
+        read: function that returns the documents of a set; encode: function (document, whether to
+        add special tokens) that returns a document's token ids, and for each id a mark.
+        """
+        # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
             raise UserError(
                 f"calibration.length={settings.length} is more than the model reads at once: "
@@ -146,21 +155,21 @@ class Packed:
         self.tokenizer = tokenizer
         self._encode = encode
         self.sources = [
-            Source(part, share, _ordered(read(part), part))
+            Source(part, share, _order_documents(read(part), part))
             for share, part in shares_and_sets(settings)
         ]
         self.ids: list[int] = []
         self.marks: list[bool] = []
-        self._origins: list[Source] = []
-        self._exhausted: Source | None = None
-        self.gap = _filler(settings, tokenizer)
+        self._sources_of_positions: list[Source] = []
+        self._exhausted_source: Source | None = None
+        self.gap = _filler_id(settings, tokenizer)
         self.rows = self._pack()
         if len(self.rows) < settings.rows:
-            raise self._too_short()
+            raise self._too_short_error()
         self._check_shares()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(ids (B, S) int64, valid (B, S) bool, marks (B, S) bool), batch after batch."""
+        """Yield the batches as (ids (B, S) int64, valid (B, S) bool, marks (B, S) bool)."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
@@ -169,7 +178,8 @@ class Packed:
             yield ids[positions].masked_fill(~valid, self.gap or 0), valid, marks[positions] & valid
 
     def _pack(self) -> list[list[int]]:
-        """The rows: as many as the settings want, or fewer when a set runs out."""
+        """Pack documents into rows of positions: as many rows as the settings want, or fewer when a
+        set has no more documents."""
         packing = PACKINGS[self.settings.packing]
         gap = None if self.gap is None else GAP
         rows = []
@@ -179,30 +189,30 @@ class Packed:
             rows.append(row)
             for position in row:
                 if position != GAP:
-                    self._origins[position].retained += 1
-            # chunk cuts nothing off: tokens beyond this row go into the next row
+                    self._sources_of_positions[position].tokens_retained += 1
+            # With packing=chunk nothing is cut off: tokens beyond this row go into the next row.
             if self.settings.packing != "chunk":
                 for source in self.sources:
-                    source.assigned = source.retained
+                    source.tokens_assigned = source.tokens_retained
         return rows
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the positions of each document's tokens, until the set whose turn it is has no more
-        documents."""
+        """Yield the positions of each document's tokens, for documents of all sets in the order of
+        packing; end when the set whose turn it is has no more documents."""
         streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
-            source = min(self.sources, key=lambda source: source.assigned / source.share)
+            source = min(self.sources, key=lambda source: source.tokens_assigned / source.share)
             positions = next(streams[id(source)], None)
             if positions is None:
-                self._exhausted = source
+                self._exhausted_source = source
                 return
-            source.assigned += len(positions)
+            source.tokens_assigned += len(positions)
             yield positions
 
     def _documents_of(self, source: Source) -> Iterator[list[int]]:
         """Yield the positions of each document of one set. With packing=chunk, documents of a
         mixture are yielded in pieces of at most `length` positions."""
-        mixed = len(self.sources) > 1 and self.settings.packing == "chunk"
+        is_in_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._encode(document, source.settings.special_tokens)
             if not ids:
@@ -210,19 +220,19 @@ class Packed:
             positions = list(range(len(self.ids), len(self.ids) + len(ids)))
             self.ids += ids
             self.marks += marks
-            self._origins += [source] * len(ids)
-            source.used += 1
-            source.tokens += len(ids)
+            self._sources_of_positions += [source] * len(ids)
+            source.documents_used += 1
+            source.tokens_used += len(ids)
             source.renderings.add(rendering(document, self.tokenizer))
             source.unread |= set(unread_texts(document, self.tokenizer))
-            step = self.settings.length if mixed else len(positions)
+            step = self.settings.length if is_in_pieces else len(positions)
             yield from (positions[start : start + step] for start in range(0, len(positions), step))
 
-    def _too_short(self) -> UserError:
-        """The error for a set that runs out before all rows are filled."""
+    def _too_short_error(self) -> UserError:
+        """The error for a set whose documents do not fill all rows."""
         settings = self.settings
         filled = len(self.rows)
-        source = self._exhausted
+        source = self._exhausted_source
         assert source is not None
         hint = "expected a longer text"
         if filled:
@@ -230,17 +240,17 @@ class Packed:
         share = f", for its share of {source.share:g} of calibration={settings.name},"
         name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
         return UserError(
-            f"calibration.path={name} is too short: its {source.tokens} tokens are read when "
+            f"calibration.path={name} is too short: its {source.tokens_used} tokens are read when "
             f"{filled} of the {settings.rows} rows of calibration.length={settings.length} in "
             f"calibration.tokens={settings.tokens} are filled; {hint}"
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when the share of a set in the valid tokens differs from its share in the
-        settings."""
-        total = sum(source.retained for source in self.sources)
+        """Raise UserError when the share of a set in the valid tokens differs by more than
+        TOLERANCE from its share in the settings."""
+        total = sum(source.tokens_retained for source in self.sources)
         for source in self.sources:
-            share = source.retained / total
+            share = source.tokens_retained / total
             if abs(share - source.share) > TOLERANCE:
                 raise UserError(
                     f"calibration={self.settings.name}: {source.settings.name} makes {share:.1%} "
@@ -250,30 +260,31 @@ class Packed:
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
-    """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the
+    """Read, order, tokenise and pack a calibration set. The same settings and tokenizer give the
     same tensors. UserError for a source that cannot be read or is too short."""
 
     def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
+        """The document's token ids, with the mark False for each."""
         ids = tokenize(document, tokenizer, special_tokens)
         return ids, [False] * len(ids)
 
-    packed = Packed(settings, tokenizer, read, encode)
+    packed = PackedRows(settings, tokenizer, read, encode)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
-def _ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """Documents in the order of reading: that of the source, or shuffled by the seed (drawn without
-    replacement)."""
+def _order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
+    """The documents in the order in which they are read: the order of the source, or a random order
+    drawn from the seed."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
-def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id at invalid positions, which are gaps or, for packing=none, padding; None without
-    gaps."""
+def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
+    """The token id at invalid positions: at gaps or, with packing=none, at padding. None if rows
+    have no invalid positions. UserError for calibration.gap=eos without an end-of-text token."""
     if settings.packing == "none" or settings.gap == "zero":
-        # Causal attention hides padding on the right from the tokens before it, and no statistic
-        # counts it: any id will do.
+        # Any id will do for padding on the right: causal attention hides padding from the tokens
+        # before it, and no statistic counts padding.
         return 0
     if settings.gap == "none":
         return None
@@ -284,13 +295,13 @@ def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     return int(tokenizer.eos_token_id)
 
 
-def _report(packed: Packed) -> dict[str, Any]:
-    """What was read: the sources with their digests, numbers of documents and tokens, and the first
-    row as the model reads it."""
+def _report(packed: PackedRows) -> dict[str, Any]:
+    """JSON-ready report on a packed set: its sources with digests, numbers of documents and tokens,
+    how documents were rendered, and the text of the first row as the model reads it."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
-    retained = {source.settings.name: source.retained for source in sources}
+    retained = {source.settings.name: source.tokens_retained for source in sources}
     total = sum(retained.values())
     composition = ", ".join(f"{name} {count / total:.1%}" for name, count in retained.items())
     first_row = packed.rows[0]
@@ -314,20 +325,20 @@ def _report(packed: Packed) -> dict[str, Any]:
         else digests[0],
         **({"sources": shares} if settings.sources else {}),
         "documents_read": sum(len(source.documents) for source in sources),
-        "documents_used": sum(source.used for source in sources),
+        "documents_used": sum(source.documents_used for source in sources),
         "rendered": sorted(set().union(*(source.renderings for source in sources))),
         "unread": sorted(set().union(*(source.unread for source in sources))),
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,
         "valid_tokens": retained,
-        "tokens_cut": sum(source.tokens - source.retained for source in sources),
+        "tokens_cut": sum(source.tokens_used - source.tokens_retained for source in sources),
         "first_row": packed.tokenizer.decode(ids),
     }
 
 
 def _digest(source: Source) -> str:
-    """sha256 of the source's file, or of the documents of a hub set, which is not a single file."""
+    """sha256 of the source's local file, or, for a set on the hub, of its documents."""
     if (file := locate(source.settings.path)) is not None:
         return sha256_of(file)
     total = hashlib.sha256()
@@ -339,21 +350,21 @@ def _digest(source: Source) -> str:
 # Batches of tasks with solutions, in which the tokens of answers are marked.
 
 AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of
-answers."""
+"""(ids (B, S) int64, valid (B, S) bool, answers (B, S) bool): ids and valid as in a calibration
+batch; answers is True at the tokens of answers."""
 
 
 def answer_batches(
     settings: CalibrationConfig, tokenizer: Any, *, header: bool = False
 ) -> list[AnswerBatch]:
-    """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
+    """The batches of `batches(settings, tokenizer)`, with the tokens of answers marked.
 
-    An answer is an output, an answer, a completion or a turn of the assistant. A token belongs to
-    an answer if it contains a character of the answer. `header` also marks what the chat template
-    writes around an answer (the name of the speaker and the end of the turn), or the blank line
-    before the answer of a plain pair, as the released code of EvoESAP does. The tokens themselves
-    are marked, not the positions that predict them. UserError as for `batches`, and for a set
-    without answers.
+    An answer is the output, answer or completion of a record, or a turn of the assistant. A token
+    belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
+    not the positions that predict them. With `header`, marks include the text that the chat
+    template writes around an answer (the name of the speaker and the end of the turn), or the blank
+    line before the answer of a plain pair, like in the released code of EvoESAP. UserError as for
+    `batches`, and for a set without answers.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -361,21 +372,23 @@ def answer_batches(
             "cannot be marked: expected a fast tokenizer (a tokenizer.json)"
         )
     encode = partial(encode_with_answers, tokenizer=tokenizer, header=header)
-    answered = list(Packed(settings, tokenizer, read_answered, encode).batches())
-    if not any(bool(answers.any()) for _, _, answers in answered):
+    marked_batches = list(PackedRows(settings, tokenizer, read_answered, encode).batches())
+    if not any(bool(answers.any()) for _, _, answers in marked_batches):
         raise UserError(
             f"calibration.length={settings.length} cuts every answer of {settings.name} away: "
             "expected longer rows"
         )
-    return answered
+    return marked_batches
 
 
 def encode_with_answers(
     document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
 ) -> tuple[list[int], list[bool]]:
     """The token ids that `tokenize` returns, and for each id whether it belongs to an answer."""
-    text, add = document_text(document, tokenizer, special_tokens)
-    encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)
+    text, adds_special = document_text(document, tokenizer, special_tokens)
+    encoded = tokenizer(
+        text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
+    )
     spans = list(_answer_spans(document, text, tokenizer, header))
     answers = [
         any(max(first, start) < min(last, end) for start, end in spans)
@@ -387,7 +400,10 @@ def encode_with_answers(
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """(start, end) of each answer in `text`, in characters."""
+    """Yield (start, end) of each answer of a document in its text, in characters.
+
+    text: the document as the model reads it; header: see `answer_batches`.
+    """
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
     elif (plain := document.plain) and plain.answer is not None:
@@ -398,9 +414,12 @@ def _answer_spans(
 def _turn_spans(
     document: Chat, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """As `_answer_spans`, for a conversation that was rendered to `text` by a chat template. A turn
-    begins where `text` first differs from the rendered messages before it, whatever the template
-    writes after the last message."""
+    """Yield the `_answer_spans` of a conversation that a chat template rendered to `text`.
+
+    The turn of a message begins where `text` first differs from the text to which the template
+    renders only the messages before. So it does not matter what the template writes after the last
+    message.
+    """
     turns = document.messages
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
@@ -429,8 +448,8 @@ def _turn_spans(
 
 
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
-    """Length in characters of the longest common prefix of `text` and the first `count` messages,
-    rendered."""
+    """Length in characters of the longest common prefix of `text` and the rendering of the first
+    `count` messages alone."""
     rendered = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )

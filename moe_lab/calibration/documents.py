@@ -16,17 +16,16 @@ from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
 TASKS = (("instruction", "output"), ("question", "answer"))
-"""Field names under which sets publish a task and its solution."""
+"""Pairs of field names under which data sets publish a task and its solution."""
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Field of a record with arguments of the chat template, as documented by TRL."""
 BLANK_LINE = "\n\n"
-"""Separates the two halves of a pair for a model without a chat template, and the rows of a joined
-set."""
+"""Text between the halves of a pair for a model without a chat template, and between the rows of a
+joined set."""
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
-"""How the JSON text of messages begins: data sets that were stored as CSV have such columns."""
+"""Beginning of messages as JSON text, which data sets that were stored as CSV have in a column."""
 _ONE_WORD = re.compile(r"[!-~]*")
 """A text in ASCII without white space, such as an id, a source or an empty list in JSON."""
-
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions that a model may call, in the form of chat templates: {"type": "function", "function":
@@ -39,9 +38,10 @@ class Text:
 
     text: str
     answer: int | None = data_field(default=None, repr=False)
-    """Index in `text` at which the answer begins, such as the completion of a prompt."""
+    """Index in `text` at which the answer begins, for example the completion of a prompt; None for
+    a text without an answer."""
     unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
-    """Keys of the record's other texts, each of one word, that are not in `text`."""
+    """Keys of the record's other fields whose values are texts of one word that `text` lacks."""
 
     @property
     def plain(self) -> Text:
@@ -51,19 +51,19 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and the other fields of its record, which a chat template may read."""
+    """A conversation, and those other fields of its record that a chat template may read."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """Messages with a role, a content and all other keys; the arguments of `tool_calls` are
-    objects."""
+    """Messages with a role, a content and all other keys. Arguments of `tool_calls` are objects,
+    not JSON texts."""
     arguments: Mapping[str, Any] = data_field(default_factory=dict)
     """The other fields of the record, such as `tools`: the functions that the assistant may
     call."""
     plain: Text | None = None
-    """The text that a model without a chat template reads; None where only a chat template can
-    write the conversation."""
+    """The text that a model without a chat template reads; None if only a chat template can turn
+    the conversation into text."""
     location: str = data_field(default="calibration.path", compare=False, repr=False)
-    """Where its record was read, for messages of errors."""
+    """Place of the record in its source, for messages of errors."""
 
 
 Document = Text | Chat
@@ -75,8 +75,8 @@ def pair(
     arguments: Mapping[str, Any] | None = None,
     location: str = "calibration.path",
 ) -> Chat:
-    """An instruction and its answer: a conversation of two messages, or two paragraphs of plain
-    text."""
+    """A document with an instruction and its answer: two messages for a chat template, or two
+    paragraphs of plain text."""
     prompt = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
     return Chat(messages, arguments or {}, Text(prompt + output, len(prompt)), location)
@@ -89,22 +89,23 @@ def document(
     template: str | None = None,
     ignored: Collection[str] = (),
 ) -> Document:
-    """The document in one JSON record, which is at `location`.
+    """The document in one JSON record, which is at `location` in its source.
 
-    `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with
-    the optional `input` of instruction sets), `question` and `answer`, `prompt` and `completion`,
-    or `query`, `answers` and `tools` (a request and the calls that answer it): the first of these
-    that the record has. A chat template may read the other fields. UserError for other fields with
-    content in the record of a pair; the record of a `text` may have them. `template` is a text with
-    names of fields in braces, which is read as plain text after the fields are filled in.
-    `ignored`: keys of the record and of its messages that are not read. A key whose value is null
-    counts as missing.
+    field: name of the field to read. None reads the first of these that the record has: `text`;
+    `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
+    `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
+    answer it. A chat template may read further fields. Where no chat template can read further
+    fields with content, a UserError is raised; further fields beside `text` are always allowed.
+
+    template: a text with names of fields in braces; the document is this text, with the fields
+    filled in. ignored: keys of the record and of its messages that are not read. A key whose value
+    is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
             f"{location}: expected an object with fields such as text, found {record!r:.40}"
         )
-    record = _without(_without_null(record), ignored)
+    record = _without_keys(_without_null(record), ignored)
     if template is not None:
         setting = "calibration.template"
         return Text(
@@ -118,21 +119,22 @@ def document(
 
 
 def _without_null(value: Any) -> Any:
-    """The value without keys whose value is null: Arrow gives every object of a column the keys of
-    all objects of that column."""
+    """The JSON value without keys of objects whose value is null. Arrow gives every object of a
+    column the keys of all objects in the column, with null for keys that the object lacks."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _without(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+def _without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The record without these keys."""
     return {key: value for key, value in record.items() if key not in keys}
 
 
 def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in the fields under which sets usually publish it."""
+    """The document in the first of the standard fields that the record has, see `document`."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -144,13 +146,13 @@ def _from_standard_fields(
             instruction = BLANK_LINE.join(_field(record, part, location) for part in parts)
             answer = _field(record, solution, location)
             arguments = _arguments(record, [task, "input", solution], location)
-            unread = _without(arguments, [TEMPLATE_ARGUMENTS])
+            unread = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
             _check_unread(unread, f"{instruction} {answer}", f"{location} holds")
             return pair(instruction, answer, arguments, location)
     if "prompt" in record and "completion" in record:
         prompt = _field(record, "prompt", location)
         text = prompt + _field(record, "completion", location)
-        unread = _without(record, ["prompt", "completion"])
+        unread = _without_keys(record, ["prompt", "completion"])
         _check_unread(unread, text, f"{location} holds")
         return Text(text, len(prompt), _other_texts(unread, text))
     if all(name in record for name in ("query", "answers", "tools")):
@@ -161,21 +163,21 @@ def _from_standard_fields(
     raise UserError(
         f"{location}: none of the fields text, messages, instruction and output, question and "
         f"answer, prompt and completion, or query, answers and tools has a value (found: "
-        f"{_names(record)}): name it with calibration.field"
+        f"{_field_names(record)}): name it with calibration.field"
     )
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value is content, which a model must read. Numbers, flags, and texts of one word in
-    ASCII, such as ids, are metadata."""
+    """Whether a value of a record is content, which a model must read. Other values are metadata:
+    numbers, flags, empty values, and texts of one word in ASCII, such as ids."""
     if isinstance(value, str):
         return not _ONE_WORD.fullmatch(value)
     return bool(value) and not isinstance(value, int | float)
 
 
 def _check_unread(fields: Mapping[str, Any], text: str, source: str) -> None:
-    """Raise UserError, whose message begins with `source`, for content of `fields` that is not in
-    `text`."""
+    """Raise UserError if `fields` have content that is not in `text`. The message begins with
+    `source`."""
     for key, value in fields.items():
         is_in_text = isinstance(value, str) and not _missing_words([value], text)
         if is_content(value) and not is_in_text:
@@ -183,7 +185,7 @@ def _check_unread(fields: Mapping[str, Any], text: str, source: str) -> None:
 
 
 def _other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """Keys of `fields` whose values are texts with words that are not in `text`."""
+    """Keys of the `fields` whose values are texts with at least one word that `text` lacks."""
     texts = {
         key: value
         for key, value in fields.items()
@@ -193,6 +195,7 @@ def _other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
 
 
 def _unread_error(source: str, key: str, value: Any) -> UserError:
+    """The error for content that would not be read; its message begins with `source`."""
     return UserError(
         f"{source} {key}={value!r:.60}, which is not read: expected a model whose chat template "
         "reads it, or, for a calibration set, calibration.template with the fields to read, or "
@@ -203,8 +206,8 @@ def _unread_error(source: str, key: str, value: Any) -> UserError:
 def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in one field: a string, or a list of chat messages. The messages may be JSON
-    text."""
+    """The document in one field, which holds a string, or a list of chat messages, or such a list
+    as JSON text."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
@@ -215,29 +218,30 @@ def _from_field(
 
 
 def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_message(entry, location, ignored) for entry in _decoded(value, location, list))
+    """The messages in a list or in its JSON text, without `ignored` keys; see `_message`."""
+    return tuple(_message(entry, location, ignored) for entry in _decode(value, location, list))
 
 
-def _arguments(record: Mapping[str, Any], read: Collection[str], location: str) -> dict[str, Any]:
-    """The fields of a record but those that were `read`, as arguments of a chat template."""
-    arguments = _without(record, [*read, "tools"])
-    # no empty list: some templates write a heading for it
+def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) -> dict[str, Any]:
+    """The fields of a record as arguments of a chat template, without those of `keys`."""
+    arguments = _without_keys(record, [*keys, "tools"])
+    # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
-    if named := arguments.get(TEMPLATE_ARGUMENTS):
-        arguments[TEMPLATE_ARGUMENTS] = _decoded(named, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
+    if inner := arguments.get(TEMPLATE_ARGUMENTS):
+        arguments[TEMPLATE_ARGUMENTS] = _decode(inner, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
     return arguments
 
 
 def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
-    """The string in a field. UserError, with the nearest field and the `setting` that names this
-    field, when it is missing or no string."""
+    """The string in a field of a record. UserError when the field is missing or holds no string;
+    the message says which `setting` names the field."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
         raise UserError(
             f"{location}: the field {field} of {setting} is not there: {hint}(found: "
-            f"{_names(record)})"
+            f"{_field_names(record)})"
         )
     value = record[field]
     if not isinstance(value, str):
@@ -246,15 +250,16 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """A message with all its keys; its content may be missing if it calls functions."""
+    """A chat message with all its keys except `ignored` ones, and with calls as `_tool_call` gives
+    them. UserError without a role or content, except that a call needs no content."""
     error = UserError(
         f"{location}: expected messages with a role and a content that are strings, found "
         f"{entry!r:.80}"
     )
     if not isinstance(entry, Mapping):
         raise error
-    message = _without(entry, ignored)
-    if calls := _decoded(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
+    message = _without_keys(entry, ignored)
+    if calls := _decode(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
         message = {
             "content": "",
             **message,
@@ -266,39 +271,41 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call in the form of chat templates, with its arguments as an object."""
+    """A call of a function in the form of chat templates, with its arguments as an object."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
             f"{location}: expected tool_calls with a name and arguments, found {call!r:.80}"
         )
-    arguments = _decoded(
+    arguments = _decode(
         function.get("arguments", {}), f"{location}: arguments of {function['name']}", dict
     )
     if "function" in call:
         return {"type": "function", **call, "function": {**function, "arguments": arguments}}
     call_fields = {key: call[key] for key in ("type", "id") if key in call}
-    function = {**_without(call, call_fields), "arguments": arguments}
+    function = {**_without_keys(call, call_fields), "arguments": arguments}
     return {"type": "function", **call_fields, "function": function}
 
 
 def _tools(value: Any, location: str) -> Tools:
-    """The functions in the field `tools`, a list or its JSON text."""
+    """The functions in the field `tools`, a list or its JSON text, in the form of chat
+    templates."""
     tools = []
-    for tool in _decoded(value or [], f"{location}: tools", list):
-        wrapped = (
+    for tool in _decode(value or [], f"{location}: tools", list):
+        entry = (
             tool
             if isinstance(tool, Mapping) and "function" in tool
             else {"type": "function", "function": tool}
         )
-        if not fits(wrapped, {"function": {"name": str}}):
+        if not fits(entry, {"function": {"name": str}}):
             raise UserError(f"{location}: tools holds {tool!r:.80}, expected functions with a name")
-        tools.append(wrapped)
+        tools.append(entry)
     return tools
 
 
-def _decoded(value: Any, location: str, kind: type) -> Any:
-    """The list or object (`kind`: list or dict) that `value` is, or that its JSON text holds."""
+def _decode(value: Any, location: str, kind: type) -> Any:
+    """The list or object that `value` is, or that `value` holds as JSON text; UserError for any
+    other value. kind: list or dict."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -311,7 +318,8 @@ def _decoded(value: Any, location: str, kind: type) -> Any:
     return decoded
 
 
-def _names(record: Mapping[str, Any]) -> str:
+def _field_names(record: Mapping[str, Any]) -> str:
+    """Text that lists the names of a record's fields."""
     return ", ".join(sorted(map(str, record))) or "no field"
 
 
@@ -332,7 +340,7 @@ def has_answer(document: Document) -> bool:
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
-    """How `tokenize` turns this document into text, in words for the report."""
+    """Description of how `tokenize` turns this document into text, for the report."""
     if isinstance(document, Text):
         return "as it stands"
     if not tokenizer.chat_template:
@@ -344,29 +352,36 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record's texts of one word that are not in the document, and that the chat
-    template of `tokenizer` does not read (None: without a chat template)."""
+    """Keys of the record's texts of one word that a model does not read: they are not in the
+    document's text, and the chat template does not read them.
+
+    tokenizer: the tokenizer with the chat template; None to assume that there is no template.
+    """
     if isinstance(document, Text):
         return document.unread
     arguments = document.arguments
     if tokenizer is not None and tokenizer.chat_template:
         from moe_lab.models.transformers_private import template_variables
 
-        arguments = _without(arguments, template_variables(_template(arguments, tokenizer)))
+        arguments = _without_keys(arguments, template_variables(_template(arguments, tokenizer)))
     return _other_texts(arguments, " ".join(message["content"] for message in document.messages))
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
-    """Token ids of one document; `special_tokens` applies only to text without a chat template."""
-    text, add = document_text(document, tokenizer, special_tokens)
-    ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
+    """Token ids of one document. special_tokens: whether the tokenizer adds special tokens to text
+    that no chat template wrote."""
+    text, adds_special = document_text(document, tokenizer, special_tokens)
+    ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False)["input_ids"]
     return ids
 
 
 def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
-    """The text of a document as the model reads it, and whether the tokenizer must add special
-    tokens to it. Chat templates write special tokens themselves: the tokenizer would repeat the
-    first. UserError when the chat template leaves out content of the document, or is missing."""
+    """(text of a document as the model reads it, whether the tokenizer must add special tokens).
+
+    Chat templates write special tokens themselves, and the tokenizer would repeat the first one.
+    UserError when the chat template leaves out content of the document, or when there is no chat
+    template and the document needs one.
+    """
     if isinstance(document, Chat) and tokenizer.chat_template:
         source = f"{document.location} holds conversations with"
         return render_whole(document.messages, document.arguments, tokenizer, source), False
@@ -385,22 +400,26 @@ def from_template(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template, which gets the `arguments` that it reads,
-    and `options`. Today's date is that of the tokenizer. UserError when the template refuses."""
+    """Render messages with the tokenizer's chat template. The template gets `options` and those of
+    the `arguments` that it reads, and writes the date of `_date` as today's. UserError when the
+    template raises an error for these messages."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import rendered_on, template_variables
 
     template = _template(arguments, tokenizer)
-    read = template_variables(template)
-    passed = {name: value for name, value in _flat(arguments).items() if name in read}
+    variables = template_variables(template)
+    values = {
+        name: value for name, value in _flat_arguments(arguments).items() if name in variables
+    }
     try:
         with rendered_on(datetime.fromisoformat(_date(tokenizer)), template):
             text: str = tokenizer.apply_chat_template(
-                list(messages), **{**passed, **options, "tokenize": False}
+                list(messages), **{**values, **options, "tokenize": False}
             )
     except (TemplateError, TypeError) as error:
-        # TypeError: a template that joins arguments, an object, to a text
+        # TypeError comes from a template that appends the arguments of a call, an object, to a
+        # text.
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"the model's chat template refuses messages with roles {roles}: {error}"
@@ -409,22 +428,27 @@ def from_template(
 
 
 def _date(tokenizer: Any) -> str:
-    """The date that a chat template writes as today's; that of `ModelConfig` by default where
-    `load_tokenizer` did not load the tokenizer."""
+    """The date that a chat template writes as today's: the tokenizer's, if `load_tokenizer` has set
+    one, or else the default of `ModelConfig`."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
 
-def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a chat template by name: the fields of a record, and those in its field
-    `TEMPLATE_ARGUMENTS`."""
-    return {**_without(arguments, [TEMPLATE_ARGUMENTS]), **arguments.get(TEMPLATE_ARGUMENTS, {})}
+def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> argument of a chat template: the fields of a record, and the arguments within its
+    field TEMPLATE_ARGUMENTS."""
+    return {
+        **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
+        **arguments.get(TEMPLATE_ARGUMENTS, {}),
+    }
 
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
-    """The chat template that the tokenizer uses with these arguments; it may have a template of its
-    own for tools."""
-    template: str = tokenizer.get_chat_template(tools=_flat(arguments).get("tools") or None)
+    """The chat template that the tokenizer uses with these arguments. A tokenizer may have separate
+    templates with and without tools."""
+    template: str = tokenizer.get_chat_template(
+        tools=_flat_arguments(arguments).get("tools") or None
+    )
     return template
 
 
@@ -435,30 +459,36 @@ def render_whole(
     source: str,
     **options: Any,
 ) -> str:
-    """The text of a conversation, if the chat template reads all of it. Templates ignore fields
-    that they do not know, such as tools, documents or the role of a message, and some leave out the
-    thoughts in earlier answers. So content that the text lacks, or without which the text is the
-    same, is a UserError, whose message begins with `source`."""
+    """Render a conversation with the tokenizer's chat template, and check that the template reads
+    all of the conversation.
+
+    Templates ignore fields that they do not know, such as tools, documents or the role of a
+    message, and some leave out the thoughts in earlier answers. UserError, with a message that
+    begins with `source`, for content that the text lacks, and for content without which the
+    template renders the same text.
+    """
     from moe_lab.models.transformers_private import template_variables
 
     text = from_template(messages, arguments, tokenizer, **options)
-    flat = _flat(arguments)
+    flat_arguments = _flat_arguments(arguments)
     _check_words(messages, text, source)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
-            raise _unread_error(source, TEMPLATE_ARGUMENTS, {key: flat[key]})
-    texts = {key: value for key, value in flat.items() if isinstance(value, str)}
+            raise _unread_error(source, TEMPLATE_ARGUMENTS, {key: flat_arguments[key]})
+    texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
     _check_unread(texts, text, source)
-    for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat):
+    for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
         if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
             raise _unread_error(source, key, value)
         try:
-            without = from_template(remaining_messages, remaining_arguments, tokenizer, **options)
+            other_text = from_template(
+                remaining_messages, remaining_arguments, tokenizer, **options
+            )
         except UserError:
-            # A template that refuses the conversation without the value reads the value: such as
-            # the calls of a message that is empty without them.
+            # A template that refuses the conversation without the value does read the value, for
+            # example the calls of a message that has no other content.
             continue
-        if without == text:
+        if other_text == text:
             raise _unread_error(source, key, value)
     return text
 
@@ -466,20 +496,25 @@ def render_whole(
 def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """For each list or object in the messages and arguments: its key, its value, and the messages
-    and arguments without it."""
+    """For each list or object in the messages and arguments, yield its key, its value, and the
+    messages and arguments that remain without this list or object."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
-            yield key, value, messages, _without(arguments, [key])
+            yield key, value, messages, _without_keys(arguments, [key])
     for number, message in enumerate(messages):
         for key, value in message.items():
             if is_content(value) and not isinstance(value, str):
-                without = _without(message, [key])
-                yield key, value, [*messages[:number], without, *messages[number + 1 :]], arguments
+                remaining = _without_keys(message, [key])
+                yield (
+                    key,
+                    value,
+                    [*messages[:number], remaining, *messages[number + 1 :]],
+                    arguments,
+                )
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts in a value, such as those of documents or of the arguments of a call."""
+    """All texts within a JSON value, such as a list of documents or the arguments of a call."""
     if isinstance(value, Mapping):
         return _texts(list(value.values()))
     if isinstance(value, list):
@@ -504,7 +539,7 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
     missing = _missing_words([content.text for content in contents], text)
-    # contents that `text` does not have unchanged come first: they are the likeliest to lack words
+    # First come contents that are not in `text` as they stand, since these most likely lack words.
     for role, key, value in sorted(contents, key=lambda content: content.text.strip() in text):
         for word in _words(value):
             if word in missing:
@@ -516,7 +551,7 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
-    """The words of the contents that `text` lacks."""
+    """Number of times that each word of the contents is missing in `text`."""
     end = 0
     for content in contents:
         start = text.find(content.strip(), end)
@@ -525,10 +560,11 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
         end = start + len(content.strip())
     else:
         return Counter()  # `text` has all contents, one after another
-    # Templates may move a message, or write it as JSON, so that `text` has its words but not its
-    # text.
+    # A template may move a message, or write it as JSON. Then `text` has the words of the message,
+    # but not its text as it stands.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 
 def _words(text: str) -> Counter[str]:
+    """Number of occurrences of each word and each punctuation mark in a text."""
     return Counter(re.findall(r"\w+|[^\w\s]", text))

@@ -1,7 +1,7 @@
-"""Read documents from a text file, JSON lines or a JSON list (each also gzipped), or from a data
-set on the hub.
+"""Read documents from a text file, a file of JSON lines or a JSON list, each of which may be
+gzipped, or from a data set on the hub.
 
-Only data formats are read; nothing is unpickled. Nothing here needs torch or transformers.
+Only data formats are read, nothing is unpickled. This module needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ from moe_lab.paths import local_path
 
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".json")
-PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
-FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
-ANSWERED = (
+PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
+UNREADABLE_SUFFIXES = (
+    *PICKLE_SUFFIXES,
+    ".arrow",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".zip",
+    ".zst",
+    ".gz",
+)
+ANSWER_FIELDS = (
     "instruction and output, question and answer, prompt and completion, or messages of an "
     "assistant"
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""Prefix of a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read this way, because
-its split has 300 GB and one file 0.3 GB."""
+"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read by
+such a path, because its split has 300 GB and one file has 0.3 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source, in its order, without empty documents. UserError when there are
-    none."""
+    """All documents of the source that are not empty, in the order of the source. UserError when
+    there are no such documents."""
     file = locate(settings.path)
     if file is None and not is_hub_file(settings.path):
         rows = ((f"{settings.path} row {row}", record) for row, record in hub_rows(settings))
@@ -44,7 +53,7 @@ def read(settings: CalibrationConfig) -> list[Document]:
     else:
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
-        documents = [_joined(documents, settings)]
+        documents = [_join(documents, settings)]
     non_empty = [document for document in documents if not is_empty(document)]
     if not non_empty:
         raise UserError(
@@ -53,8 +62,9 @@ def read(settings: CalibrationConfig) -> list[Document]:
     return non_empty
 
 
-def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
-    """Join all documents into one text, empty ones included."""
+def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
+    """Join all documents into one text, empty documents included. UserError for documents that are
+    not plain texts."""
     if not all(isinstance(document, Text) for document in documents):
         raise UserError(
             f"calibration.joined=true: {settings.path} holds more than plain texts: expected a "
@@ -66,11 +76,12 @@ def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """As `read`; UserError also when no document has an answer."""
+    """All documents of the source, see `read`. UserError also when no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
         raise UserError(
-            f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}"
+            f"calibration.path={settings.path} holds no answers: expected the fields "
+            f"{ANSWER_FIELDS}"
         )
     return documents
 
@@ -82,9 +93,9 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 
 def locate(path: str) -> Path | None:
-    """The local file that `path` names, or None when it names a data set, or a file of one, on the
-    hub. UserError for a missing file (with the nearest name in its folder), a folder, an empty
-    file, and another format."""
+    """The local file that `path` names; None if `path` names a data set on the hub or a file of
+    such a data set. UserError for a missing file (with the nearest name in its folder), a folder,
+    an empty file, and a format that is not read."""
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
@@ -104,15 +115,16 @@ def locate(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether a path that is not a file looks like NAME or OWNER/NAME rather than like a mistyped
-    file."""
+    """Whether a path, which is no local file, looks like NAME or OWNER/NAME on the hub, and not
+    like the mistyped path of a file."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
-    looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + FOREIGN
+    looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
     return HUB_ID.fullmatch(path) is not None and not looks_like_file and not is_in_folder
 
 
 def _missing_error(path: str, file: Path) -> UserError:
+    """The error for a file that does not exist, with the nearest name in its folder."""
     if not file.parent.is_dir():
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
@@ -136,7 +148,7 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
         return "json"
     reason = (
         "pickles run code when read, so they never are"
-        if suffix in PICKLES
+        if suffix in PICKLE_SUFFIXES
         else "this format is not read"
     )
     formats = ", ".join(TEXT_SUFFIXES + JSON_SUFFIXES)
@@ -148,7 +160,7 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
 
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
-    """The documents of a file whose format is known."""
+    """The documents of a local file, before joining."""
     if file_format(str(file), file) == "json":
         return _documents(records(file, "calibration.path"), settings)
     text = text_of(file, "calibration.path").replace("\r\n", "\n")
@@ -156,7 +168,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """The documents of (location, record) pairs."""
+    """The documents in records, which come as pairs (location, record)."""
     return [
         document(record, settings.field, location, settings.template, settings.ignored)
         for location, record in records
@@ -164,20 +176,20 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 
 def lines(text: str) -> list[str]:
-    """Split a text into rows as the hub does for WikiText: a blank line becomes "", any other keeps
-    its line end."""
+    """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", any
+    other line keeps its line end."""
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of a local JSON file; [] for other sources. UserError for a
-    local file that is not UTF-8 text, naming the line."""
+    """A list with the document in the first record of a local JSON file; [] for other sources.
+    UserError for a local file that is not UTF-8 text."""
     file = locate(settings.path)
     if file is None:
         return []
     if file_format(settings.path, file) == "json":
         return _documents(islice(records(file, "calibration.path"), 1), settings)
-    text_of(file, "calibration.path")  # raises UserError if it is no text
+    text_of(file, "calibration.path")  # raises UserError for a file that is no text
     return []
 
 
@@ -196,7 +208,8 @@ def whole_text(file: Path, setting: str) -> str:
 
 
 def text_of(file: Path, setting: str) -> str:
-    """Read a UTF-8 text file, gzipped or not. UserError for anything else."""
+    """Read a UTF-8 text file, which may be gzipped. UserError, with the line, for any other file.
+    setting: name of the setting that names the file."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -218,8 +231,8 @@ def text_of(file: Path, setting: str) -> str:
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """(location, record) for each record of a JSON list or of JSON lines. UserError, naming the
-    line, for anything else; `setting` is the setting that names the file."""
+    """Yield (location, record) for each record of a file with a JSON list or JSON lines. UserError,
+    with the line, for any other file. setting: name of the setting that names the file."""
     text = text_of(file, setting)
     number = 1
     try:
@@ -235,7 +248,7 @@ def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 yield f"{file} line {number}", json.loads(line)
     except (ValueError, RecursionError) as error:
-        # damaged JSON, a number of too many digits, or too many nested brackets
+        # The JSON is damaged, or has a number of too many digits or too many nested brackets.
         line_of_error = number + getattr(error, "lineno", 1) - 1
         raise UserError(
             f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
@@ -248,7 +261,8 @@ def is_hub_file(path: str) -> bool:
 
 
 def hub_file(path: str) -> tuple[str, str]:
-    """OWNER/NAME and FILE of hf://datasets/OWNER/NAME/FILE. UserError when a part is missing."""
+    """(OWNER/NAME, FILE) of the path hf://datasets/OWNER/NAME/FILE. UserError when a part is
+    missing."""
     parts = path.removeprefix(FILE_PREFIX).split("/", 2)
     if len(parts) < 3:
         raise UserError(
@@ -258,7 +272,7 @@ def hub_file(path: str) -> tuple[str, str]:
 
 
 def download_file(path: str) -> Path:
-    """The local copy of hf://datasets/OWNER/NAME/FILE, downloaded once."""
+    """The local copy of hf://datasets/OWNER/NAME/FILE, which is downloaded if there is none yet."""
     from huggingface_hub import hf_hub_download
 
     name, file = hub_file(path)
@@ -269,7 +283,7 @@ def download_file(path: str) -> Path:
 
 
 def download(settings: CalibrationConfig) -> None:
-    """Download a source that is on the hub, once."""
+    """Download a source that is on the hub, if there is no local copy yet."""
     if locate(settings.path) is not None:
         return
     if is_hub_file(settings.path):
@@ -279,7 +293,7 @@ def download(settings: CalibrationConfig) -> None:
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """(number from 1, record) for each row of the source's split on the hub."""
+    """Yield (number of the row, from 1; record) for each row of the source's split on the hub."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -291,6 +305,7 @@ def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
 
 
 def _unreachable_error(path: str, error: Exception) -> UserError:
+    """The error for a source that is no local file and could not be downloaded."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     return UserError(
         f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "
