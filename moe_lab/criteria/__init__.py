@@ -251,8 +251,8 @@ def score(
         layer = Layer(chosen, index, experts[index], width, inputs.get(index, {}), gate, random)
         location = f"in layer {index}"
         scores[index] = _scores(layer, parameters, location, "the statistics are of another model")
-        if len(bad := numpy.argwhere(~numpy.isfinite(scores[index]))):
-            position = ", channel ".join(map(str, bad[0]))
+        if len(indices := numpy.argwhere(~numpy.isfinite(scores[index]))):
+            position = ", channel ".join(map(str, indices[0]))
             raise UserError(f"criterion={name} gives NaN or Inf {location}, expert {position}")
     return scores
 

@@ -82,6 +82,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: expected a safetensors file ({error})") from None
     with path.open("rb") as file:
+        # the first 8 bytes are the length of the header, which the data follow
         base = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(base - 8))
     header.pop("__metadata__", None)

@@ -271,19 +271,19 @@ def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], 
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
-    stored = (  # transposed, concatenated, with a gate, with biases
+    expected = (  # transposed, concatenated, with a gate, with biases
         first.channels == -1,
         not first.interleaved,
         "gate" in first.roles,
         "down_bias" in family.roles,
     )
-    marked = (
+    actual = (
         experts.is_transposed,
         experts.is_concatenated,
         experts.has_gate,
         getattr(experts, "has_bias", False),
     )
-    if marked != stored:
+    if actual != expected:
         raise refuse(
             f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know"
         )

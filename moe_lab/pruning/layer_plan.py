@@ -69,7 +69,7 @@ class StoredExpert(NamedTuple):
         total: Any = 0
         for expert, weight, channels in self.members:
             values = _select_rows(read(expert), channels)
-            if weight is None:
+            if weight is None:  # the only member
                 return values
             total = total + widen(values) * weight
         return narrow(total, values)

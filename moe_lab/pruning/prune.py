@@ -86,12 +86,12 @@ def share_copy(model: Model) -> Model:
 def install(layer: MoELayer, form: LayerForm) -> None:
     """Replace the experts of `layer` by those of `form`."""
     if form.widths is not None:
-        setattr(layer.block, layer.name.rpartition(".")[2], _packed(layer, form))
+        setattr(layer.block, layer.name.rpartition(".")[2], _pack_experts(layer, form))
         return
     experts: Any = layer.experts
     stacks: dict[str, torch.Tensor]
     if form.changed:
-        stacks = {name: _restacked(layer, form, name) for name in layer.family.stacks}
+        stacks = {name: _restack(layer, form, name) for name in layer.family.stacks}
     else:  # slice all parameters, also those that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
         stacks = {
@@ -106,7 +106,7 @@ def install(layer: MoELayer, form: LayerForm) -> None:
             setattr(experts, name, form.width)
 
 
-def _restacked(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
+def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
     """The stack `name` of the experts of `form`."""
     stack = getattr(layer.experts, name)
     axes = layer.family.stacks[name]
@@ -119,8 +119,8 @@ def _restacked(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
     return nn.Parameter(changed, stack.requires_grad)
 
 
-def _packed(layer: MoELayer, form: LayerForm) -> RaggedExperts:
-    """The experts of `form`, each with its own width."""
+def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
+    """The experts of `form` in packed matrices, each expert with its own width."""
     packed = RaggedExperts(
         layer.experts, form.widths or (), form.constants is not None, form.owners
     )

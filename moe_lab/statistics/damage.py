@@ -44,15 +44,15 @@ class DamageHook(StatisticsHook):
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            gates = self._coefficients(tokens, index[tokens])
+            factors = self._coefficients(tokens, index[tokens])
             if not torch.equal(
-                gates[:, 0], spread(index[tokens], weights[tokens], self.layer.n_experts)
+                factors[:, 0], spread(index[tokens], weights[tokens], self.layer.n_experts)
             ):
                 raise UserError(
                     f"criterion=exact_damage cannot repeat the router of {self.layer.name}: this "
                     "model is not supported"
                 )
-            mixes = mix_outputs(self.layer, hidden[tokens], gates)
+            mixes = mix_outputs(self.layer, hidden[tokens], factors)
             routed[tokens] = mixes[:, 0].to(routed.dtype)
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             valid_rows = slice(None) if valid is None else valid[tokens]

@@ -146,9 +146,9 @@ def loss_gradient(
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Logits (B, n, V) for `states` (B, n, H) at the decoder's end, by the model's own forward with
-    its scaling or capping. The decoder is replaced by a function that returns `states` in an object
-    of the type of `output`."""
+    """Logits (B, n, V) for `states` (B, n, H) at the decoder's end, by the model's own forward,
+    which may scale or cap logits. The decoder is replaced by a function that returns `states` in an
+    object of the type of `output`."""
     with ExitStack() as undo:
         bypass(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits

@@ -82,11 +82,10 @@ def export(
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
-        all_pieces = [piece for tensors in content.values() for piece in tensors]
-        shapes = {piece.name: (piece.dtype, piece.shape) for piece in all_pieces}
-        _check(folder, work, shape, shapes)
+        outputs = [piece for tensors in content.values() for piece in tensors]
+        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in outputs})
         write_weights(checkpoint, content, work)
-        size = sum(piece.size for piece in all_pieces)
+        size = sum(piece.size for piece in outputs)
         if (folder / INDEX).exists():
             shard_of = {
                 piece.name: shard for shard, tensors in content.items() for piece in tensors
@@ -100,7 +99,7 @@ def export(
             kind=_kind(new_config, code),
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
-            zeros=sum(piece.zeros for piece in all_pieces),
+            zeros=sum(piece.zeros for piece in outputs),
             left_out=sorted(prefix.removesuffix(".") for prefix in left_out),
         )
         (work / CARD).write_text(card, encoding="utf-8")
