@@ -21,7 +21,7 @@ from contextlib import suppress
 
 def main(grace: float, command: Sequence[str]) -> None:
     """Run the server until the server or standard input ends; then kill the whole process group."""
-    # The signal is for the server, which is in the same process group.
+    # This process ignores SIGTERM, which `_end_with_input` sends to the whole process group.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)

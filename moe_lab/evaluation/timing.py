@@ -33,8 +33,8 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
     warm-up.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
-    cache of keys and values. It always makes `settings.new_tokens` tokens after the first new
-    token; end tokens are ignored. Raises UserError for a prompt that leaves too little room.
+    cache of keys and values. A request always makes `settings.new_tokens` tokens after the first
+    new token; end tokens are ignored. Raises UserError for a prompt that leaves too little room.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(settings.prompt_lengths) + settings.new_tokens + 1
@@ -46,8 +46,9 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         )
     rows: list[tuple[Any, ...]] = []
     for size, length in product(settings.batch_sizes, settings.prompt_lengths):
-        repeats = -(-size * length // len(tokens))
-        ids = tokens.repeat(repeats)[: size * length].view(size, length).to(model.device)
+        # rounded up
+        copies = -(-size * length // len(tokens))
+        ids = tokens.repeat(copies)[: size * length].view(size, length).to(model.device)
         request = partial(_request, model, ids, settings.new_tokens)
         working_bytes = _working_bytes(model.device, request)
         for _ in range(WARMUP - 1):

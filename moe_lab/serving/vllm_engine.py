@@ -95,8 +95,8 @@ class Engine:
         stop: Sequence[str],
         ends: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
-        """Generate greedily after `prompts` of token ids. Yields (index of a prompt, its new
-        tokens, their log-likelihood in nats) as soon as a text is complete.
+        """Generate greedily after `prompts` of token ids. Yields (index of a prompt, new tokens
+        after the prompt, their log-likelihood in nats) as soon as a text is complete.
 
         The log-likelihood is NaN if a logit was NaN. ValueError for a text that vLLM broke off.
         """
@@ -179,9 +179,11 @@ class Engine:
         """Raise ValueError if a mask of half of the experts does not change the log-probabilities
         of a text, or if these stay changed after the mask is removed."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        # any token ids
         text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
+            # half of the experts are retained, and at least top k: first those with even numbers
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:

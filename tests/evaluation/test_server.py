@@ -465,7 +465,7 @@ def test_special_tokens_are_added_once(fake: Any, subject: LoadedModel) -> None:
     write(served, [f"{start}user"], 4, chat=True)
     write(served, ["user", f"{start}user"], 4)
     assert [body["prompt"] for body in server.asked] == ["user", "user", "user"]
-    with pytest.raises(UserError, match="wants none: expected backend=hf"):
+    with pytest.raises(UserError, match="allows no more tokens: expected backend=hf"):
         write(served, ["user"], 4, chat=True)
 
 

@@ -152,7 +152,7 @@ class _Grading:
             cache.clear()
         for task in new_tasks:
             verdict = verdicts[task]
-            # a crash is not cached, as another program may have caused it
+            # a crash is not cached, as an earlier program may have caused it
             if "crash" not in (verdict.base, verdict.plus):
                 cache[keys[task]] = verdict
         return {task: verdicts[task] for task in keys}
@@ -164,8 +164,8 @@ class _Grading:
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
-        """Run a program on all tests of a part. `seconds`: CPU limit of each test; `memory`: limit
-        on the address space in bytes."""
+        """Run a program on all tests of a part. `seconds`: CPU limit of each test; the program has
+        one more second for loading. `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],

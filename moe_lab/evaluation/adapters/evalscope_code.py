@@ -167,13 +167,13 @@ class Programs:
             processes=_PROCESSES,
         )
         outcome = self._runners.run(request)
-        # tests with an output, and the test at which the program failed
+        # number of tests with an output, plus the test at which the program failed
         number = len(outcome.encoded) + (outcome.status != "ok")
         run_tests = {name: tests[name][:number] for name in _COLUMNS}
         arguments = [tests["fn_name"], run_tests, asdict(outcome)]
         judged = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if judged is None:
-            error = "what it sent takes too long or too much to compare"
+            error = "its outputs take too much time or memory to compare"
             return [_WRONG], {"program": "output", "program_error": error}
         results, notes = judged
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}

@@ -118,8 +118,8 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
 
     Calls that are mentioned in the text of a message, such as an analysis or an argument, do not
     count. Without special tokens nothing separates a name from `json` or `commentary` after it, so
-    functions of the question are tried first. Raises Undecodable for a message to a function that
-    has no JSON object of arguments.
+    the names of the question's functions are tried before other names. Raises Undecodable for a
+    message to a function that has no JSON object of arguments.
     """
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
     header = re.compile(

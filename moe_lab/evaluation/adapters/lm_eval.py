@@ -103,19 +103,20 @@ def _questions_by_task(
     by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> list[list[_Question]]:
     """The questions of each task. The name of a question is the id of its item if all ids of the
-    task differ, else its number. With several tasks, the name of the task precedes it."""
+    task differ, else its number; with several tasks, TASK/ID or TASK/NUMBER."""
     questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
-        by_doc: dict[int, list[Instance]] = {}
+        requests_by_doc: dict[int, list[Instance]] = {}
         for request in task.instances:
-            by_doc.setdefault(request.doc_id, []).append(request)
+            requests_by_doc.setdefault(request.doc_id, []).append(request)
         names = {
-            number: str(requests[0].doc.get("id", number)) for number, requests in by_doc.items()
+            number: str(requests[0].doc.get("id", number))
+            for number, requests in requests_by_doc.items()
         }
         ids_differ = len(set(names.values())) == len(names)
         questions.append([])
-        for number, requests in by_doc.items():
+        for number, requests in requests_by_doc.items():
             name = names[number] if ids_differ else str(number)
             if len(by_name) > 1:
                 name = f"{task_name}/{name}"
@@ -344,12 +345,13 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
-    """The sample of a row. Its output is the generated text, or else the log-likelihoods."""
-    kind = row.question.requests[0].request_type
+    """The sample of a row. Its output is the generated text, or else the log-likelihoods. Of
+    several continuations, the number of the likeliest is extracted."""
+    request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
-    if kind == "generate_until":
+    if request_type == "generate_until":
         return row.answer.sample(result_name, outcome, str(row.extracted[0]))
-    if kind == "loglikelihood_rolling":
+    if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
     # lm-eval does not count the space in front of an answer.
     lengths = [

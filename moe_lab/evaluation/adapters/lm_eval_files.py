@@ -172,8 +172,8 @@ class _Observer:
             self.files.add(os.path.abspath(database))
         elif event in _PROGRAM_EVENTS:
             self.refusal = UserError(
-                f"{self.reader} calls {event}{arguments[:2]} while its items are made, and what "
-                "that reads does not identify them: expected code that reads files itself"
+                f"{self.reader} calls {event}{arguments[:2]} while its items are made, and files "
+                "read by this call do not identify the items: expected code that reads files itself"
             )
             raise self.refusal
 

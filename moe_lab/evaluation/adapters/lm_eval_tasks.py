@@ -233,8 +233,9 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
-    """Raise UserError for an item whose label is hidden (-1, null) or none of its choices: lm-eval
-    would grade every answer as wrong. A task with a grading function may have other labels."""
+    """Raise UserError for an item whose label is hidden (-1, null) or is no choice of the item, as
+    lm-eval would grade every answer as wrong. A task with a grading function may have other
+    labels."""
     if task.config.process_results is not None:
         return
     for number in numbers:

@@ -225,8 +225,8 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
-            f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and "
-            "{port}"
+            f"backend.command={backend.command}: expected the command of a server, with "
+            "{checkpoint} and {port}"
         )
     try:
         arguments = [Template(argument).substitute(os.environ) for argument in shlex.split(line)]

@@ -290,9 +290,9 @@ def _read(
 
 
 def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
-    """Whether the last tokens of a row can be removed from the cache: it holds only keys and values
-    of single tokens, the model takes position ids, and every layer has full attention. The inputs
-    `token_inputs` have one value per token."""
+    """Whether the last tokens of a row can be removed from the cache: the cache holds only keys and
+    values of single tokens, the model takes position ids, and every layer has full attention.
+    `token_inputs`: names of the inputs with one value per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache

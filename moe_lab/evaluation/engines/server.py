@@ -206,7 +206,7 @@ class ServedModel(Engine):
                 return text
         raise UserError(
             "a server adds the tokenizer's special tokens to every prompt, and the model's chat "
-            "template wants none: expected backend=hf"
+            "template allows no more tokens: expected backend=hf"
         )
 
 

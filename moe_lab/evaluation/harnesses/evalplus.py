@@ -136,7 +136,8 @@ HARNESS = EvalPlus()
 
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The program in an answer; "" if the thought does not end."""
+    """The program in an answer: a fenced block of a chat, or else the prompt with its completion.
+    "" if the thought does not end."""
     text = answer.reply.text
     if text is None:
         return ""

@@ -57,8 +57,8 @@ class EvalScope(Harness):
     lists_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """EvalScope's prompts: conversations for a chat template, or their text if benchmark.chat
-        is false.
+        """Items with EvalScope's prompts: conversations for a chat template or, if benchmark.chat
+        is false, the texts of their messages.
 
         There are no stop texts, because EvalScope reads complete answers.
         """

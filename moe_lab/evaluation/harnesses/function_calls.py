@@ -180,10 +180,10 @@ def _check_answer(question: Question, source: str) -> None:
     for call in question.right:
         if len(call) != 1:
             raise UserError(f"{source} has {len(call)} functions in one call: expected one")
-        ((name, allowed),) = call.items()
+        ((name, allowed_values),) = call.items()
         check_known(f"{source}: function", name, names)
-        for argument, values in allowed.items():
-            options: list[Any] = []
+        for argument, values in allowed_values.items():
+            options: list[Any] = []  # allowed values, and elements of allowed lists
             for value in values:
                 options += value if isinstance(value, list) else [value]
             if not fits([option for option in options if isinstance(option, dict)], [{str: list}]):

@@ -118,7 +118,7 @@ def _bind(source: str) -> None:
 def _mounts() -> dict[str, str]:
     """Mount id -> mount point, in this namespace."""
     rows = [line.split() for line in _MOUNTS.read_bytes().splitlines()]
-    # A space in a path is written as \040; all other bytes are as they are.
+    # Columns 0 and 4 are id and mount point. A space in a path is written as \040.
     return {
         os.fsdecode(row[0]): os.fsdecode(row[4].decode("unicode_escape").encode("latin-1"))
         for row in rows
@@ -212,13 +212,13 @@ def is_refusal(error: OSError) -> bool:
 def enter(hidden_folders: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
-    Afterwards it has no network and no socket but local pairs; separate processes, IPC and host
-    name; a read-only root without /proc, /home or /tmp; no capability and no way to gain one; no
-    memory that outlives its process. The caller continues as process 1 of its process tree, in a
-    fork whose parent waits. Root becomes the user `nobody`, because limits on processes do not
+    Afterwards the process has no network and no socket but local pairs; separate processes, IPC
+    and host name; a read-only root without /proc, /home or /tmp; no capability and no way to gain
+    one; no memory that outlives its process. The caller continues as process 1 of its process tree,
+    in a fork whose parent waits. Root becomes the user `nobody`, because limits on processes do not
     apply to root.
 
-    Raises OSError naming the call that the kernel refused.
+    Raises OSError, with the name of the call that the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
     is_root = os.geteuid() == 0

@@ -206,14 +206,15 @@ class _Watch:
         self.received_bytes += len(chunk)
         if self.received_bytes > self.request.output:
             return self.reply("output")
-        *complete, partial_line = chunk.split(b"\n")
-        if complete:  # joined only when a line is complete, as it may arrive in thousands of pieces
-            complete[0] = bytes(self.partial_line) + complete[0]
+        *complete_lines, partial_line = chunk.split(b"\n")
+        # the parts of a line are joined only once, as a line may arrive in thousands of parts
+        if complete_lines:
+            complete_lines[0] = bytes(self.partial_line) + complete_lines[0]
             self.partial_line.clear()
         self.partial_line += partial_line
         now = _cpu_seconds(self.child)
-        for line in complete:
-            if line.startswith(b"error "):
+        for line in complete_lines:
+            if line.startswith(b"error "):  # the text after these 6 characters is shortened
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
             if not line.isascii():
                 return self.reply("output", "it returned something that is not a value")
