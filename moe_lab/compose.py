@@ -216,7 +216,7 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         for text, override in parsed:
             with mistakes.caught():
                 hydra_texts += overrides.add_to_draft(text, override, groups, draft)
-        document, draft.chosen, searchpath = _compose_study(hydra_texts, config_name)
+        document, draft.file_names, searchpath = _compose_study(hydra_texts, config_name)
         groups = Groups(searchpath)
         draft.lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         draft.composed = {axis: document.pop(axis, None) for axis in grid.AXES}

@@ -108,11 +108,11 @@ class Draft:
     composed: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> content in the composed configuration. This is the only value of an axis without a
     list."""
-    chosen: Mapping[str, str] = field(default_factory=dict)
+    file_names: Mapping[str, str] = field(default_factory=dict)
     """Group -> name of the file from which the content in `composed` comes."""
-    typed: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Axis, or setting in a group -> values on the command line, which replace the lists in
-    files."""
+    command_lists: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Axis, or setting in a group -> list of values on the command line, which replaces the list in
+    a file."""
     overrides: list[tuple[str, Any]] = field(default_factory=list)
     """(setting in a group, value) from the command line. The value applies to all choices of the
     group."""
@@ -127,7 +127,7 @@ class Draft:
 def points(draft: Draft, files: Files) -> list[Point]:
     """The points of all grids, each once. Raises SettingsError with all mistakes in values, names
     and files."""
-    distinct: dict[Point, Point] = {}
+    point_of_key: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
         first, *further = [
@@ -146,8 +146,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
                     values.append(axes.values(axis, lists))
             if len(values) == len(AXES):
                 for point in itertools.product(*values):
-                    distinct.setdefault(_key(point), point)
-    return list(distinct.values())
+                    point_of_key.setdefault(_key(point), point)
+    return list(point_of_key.values())
 
 
 def _key(point: Point) -> Point:
@@ -162,8 +162,8 @@ Lists = Mapping[str, Sequence[Any]]
 
 
 def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
-    """The valid ones of the lists of a grid. For each invalid list, a sentence is added to
-    `mistakes`. `field`: the setting that has the lists, grid or more."""
+    """The lists of a grid, without invalid and empty lists. For each invalid list, a sentence is
+    added to `mistakes`. `field`: the setting that has the lists, grid or more."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
@@ -194,63 +194,63 @@ class _Axes:
 
     def grid_lists(self, lists: Lists) -> Lists:
         """The lists of a grid in a file, overridden by values and lists of the command line."""
-        overridden = [key for key, _ in self.draft.overrides]
-        in_file = {key: values for key, values in lists.items() if key not in overridden}
-        return {**in_file, **self.draft.typed}
+        override_keys = [key for key, _ in self.draft.overrides]
+        file_lists = {key: values for key, values in lists.items() if key not in override_keys}
+        return {**file_lists, **self.draft.command_lists}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
         """A list with the lists of a further grid, without choices that the command line excludes;
         [] if the command line excludes all choices of an axis. `first`: lists of the first grid."""
-        retained = {}
-        for axis, typed in self.draft.typed.items():
+        axis_names = {}
+        for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
                 continue
-            patterns = [_pattern(name) for name in typed]
-            retained[axis] = [
+            patterns = [_pattern(name) for name in command_names]
+            axis_names[axis] = [
                 name
                 for name in lists[axis]
                 if any(fnmatchcase(str(name), pattern) for pattern in patterns)
             ]
-        if not all(retained.values()):
+        if not all(axis_names.values()):
             return []
-        return [{**self.grid_lists({**first, **lists}), **retained}]
+        return [{**self.grid_lists({**first, **lists}), **axis_names}]
 
     def _field(self, axis: str) -> str:
         """Name for messages of the field from which the values of an axis come."""
-        return axis if axis in self.draft.typed else f"grid.{axis}"
+        return axis if axis in self.draft.command_lists else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
         """The values of an axis, checked. Raises SettingsError with all mistakes in the values."""
-        return self._numbers(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
+        return self._plain_values(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
 
-    def _numbers(self, axis: str, lists: Lists) -> list[Any]:
+    def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
         """The checked values of an axis of VALUES, each once. Without a list, the axis has the
         value in the composed configuration, or else the default."""
-        numbers = []
+        values = []
         with Mistakes() as mistakes:
             if axis not in lists:
                 value = self.draft.composed.get(axis)
                 if value is None:
                     value = CellConfig.__dataclass_fields__[axis].default
-                numbers.append(valid(KINDS[axis], value, axis))
+                values.append(valid(KINDS[axis], value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
-                    numbers.append(valid(KINDS[axis], value, self._field(axis)))
-        return list(dict.fromkeys(numbers))
+                    values.append(valid(KINDS[axis], value, self._field(axis)))
+        return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
         """Names of the files that match the list of a group, or [None] without a list. None stands
         for the content in the composed configuration."""
-        known = self.files.names(axis)
+        available = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
-            for listed in lists.get(axis, ()):
-                pattern = _pattern(listed)
-                matches = [name for name in known if fnmatchcase(name, pattern)]
+            for entry in lists.get(axis, ()):
+                pattern = _pattern(entry)
+                matches = [name for name in available if fnmatchcase(name, pattern)]
                 if not matches:
-                    mistakes.append(str(unknown(self._field(axis), pattern, known)))
+                    mistakes.append(str(unknown(self._field(axis), pattern, available)))
                 for name in matches:
-                    names.append(None if name == self.draft.chosen.get(axis) else name)
+                    names.append(None if name == self.draft.file_names.get(axis) else name)
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
@@ -265,16 +265,17 @@ class _Axes:
         """The choices of a group, checked and each once: the product of the listed files and of the
         listed values of settings in the group."""
         prefix = f"{axis}."
-        by_setting = {
+        setting_lists = {
             key.removeprefix(prefix): values
             for key, values in lists.items()
             if key.startswith(prefix)
         }
         choices: dict[int, Any] = {}
         with Mistakes() as mistakes:
-            for name, *values in itertools.product(self._names(axis, lists), *by_setting.values()):
+            names = self._names(axis, lists)
+            for name, *values in itertools.product(names, *setting_lists.values()):
                 with mistakes.caught():
-                    choice = self._choice(axis, name, dict(zip(by_setting, values, strict=True)))
+                    choice = self._choice(axis, name, dict(zip(setting_lists, values, strict=True)))
                     choices[id(choice)] = choice
         return list(choices.values())
 
@@ -329,7 +330,7 @@ class _Axes:
             )
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
-        composed_name = self.draft.chosen.get(axis, "")
+        composed_name = self.draft.file_names.get(axis, "")
         defaults = composed
         if name is None:  # no calibration set is named
             name = SHIPPED_TEXT
@@ -372,7 +373,7 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def is_shipped(model: ModelConfig) -> bool:
-    """Whether the model is part of moe_lab."""
+    """Whether the model ships with moe_lab."""
     return model.path.startswith(PREFIX)
 
 

@@ -123,7 +123,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     if not listed or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
     if key in grid.VALUES or (is_several and group in grid.GROUPS):
-        draft.typed[key] = listed
+        draft.command_lists[key] = listed
         return []
     if is_several:
         raise UserError(
@@ -145,7 +145,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
         items: Sequence[Any] = value if isinstance(value, list) else [value]
         names += ["null" if item is None else str(item) for item in items]
     if group in grid.GROUPS:
-        draft.typed[group] = names
+        draft.command_lists[group] = names
     elif len(names) != 1:
         raise UserError(
             f"{text} names several files, and {group} has one in a study: expected one of them"
