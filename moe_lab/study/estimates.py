@@ -54,11 +54,11 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
     those of this machine; with launcher=inline, as many of this machine as hold the weights."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
-    visible = len(visible_gpus())
-    if config.launcher.name == "local" or visible <= 1:
-        return visible
+    gpu_count = len(visible_gpus())
+    if config.launcher.name == "local" or gpu_count <= 1:
+        return gpu_count
     size = size_of(model)
-    return min(visible, _gpus_for_weights(size, config)) if size else visible
+    return min(gpu_count, _gpus_for_weights(size, config)) if size else gpu_count
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
@@ -88,10 +88,10 @@ def resolved_engine(
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
-    needed = _gpus_for_weights(size, config) if size else 1
-    if needed <= 1 or not config_json.config_of(model) or quantization(model):
+    gpus_needed = _gpus_for_weights(size, config) if size else 1
+    if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
-    gpus = {"slurm": needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
+    gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
 
 
@@ -117,7 +117,7 @@ def device_here(device: str) -> str:
 def check_memory(step: Step) -> None:
     """Raise UserError when a step loads all weights of a model on the CPU and they exceed the main
     memory of this machine. Only models of known size with plain (not quantised) weights are
-    checked, and no models that a server loads."""
+    checked. Models that a server loads are not."""
     needed = step.resources()
     model = needed.model
     if model is None or needed.weights != "model" or model.device != "cpu":
@@ -134,10 +134,10 @@ def check_memory(step: Step) -> None:
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, None without an estimate. `learned` returns such a function."""
+"""Step -> estimated seconds, None without an estimate. `seconds_estimator` returns one."""
 
 
-def learned(store: Store) -> Seconds:
+def seconds_estimator(store: Store) -> Seconds:
     """A function that estimates the seconds of a step from finished steps in a store: its units
     times the median of the seconds per unit of steps of equal kind and pace. None without such a
     step."""
@@ -197,7 +197,7 @@ def time_left(
             seconds_by_kind[step.kind] += spent
             work_by_kind[step.kind] += _work(step) * share
     remaining = [0.0]
-    unknown = list[str]()
+    unknown_kinds = list[str]()
     for step, spent, share in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
         total: float | None
         if work_by_kind[step.kind]:
@@ -205,13 +205,13 @@ def time_left(
         else:
             total = seconds(step)
         if total is None:
-            unknown.append(step.kind)
+            unknown_kinds.append(step.kind)
         elif share:
             remaining.append(total * (1 - share))
         else:
             # without known progress, at least half of the time spent so far remains
             remaining.append(max(total - spent, spent / 2))
-    return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown))
+    return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown_kinds))
 
 
 MINIMUM_PARAMETERS = 100_000_000

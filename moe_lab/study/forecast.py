@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from moe_lab.errors import user_errors
-from moe_lab.study.estimates import forecast, learned
+from moe_lab.study.estimates import forecast, seconds_estimator
 from moe_lab.study.other_stores import finished_in, open_other
 from moe_lab.study.preflight import capacity_problems
 from moe_lab.study.record import Study
@@ -19,7 +19,7 @@ def print_forecast(study: Study) -> list[str]:
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
     steps, done = study.in_store(set().union(*ids_elsewhere))
     print_notices(study.store)
-    seconds = learned(study.store)
+    seconds = seconds_estimator(study.store)
     console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
     missing = [step for step in steps if step.id not in done]
     problems = capacity_problems(study.store.root, missing, config.launcher)

@@ -86,12 +86,12 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     yield from _unread_fields(cells)
     roundings: dict[str, None] = {}
     for cell in _distinct(cells, "model", "criterion", "allocation", "ratio"):
-        removed = removed_share(cell)
-        if abs(removed - cell.ratio) > ROUNDED:
-            roundings[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
+        removed_ratio = removed_share(cell)
+        if abs(removed_ratio - cell.ratio) > ROUNDED:
+            roundings[f"{cell.model.name} {cell.ratio:g} -> {removed_ratio:.3g}"] = None
     if roundings:
-        listed = ", ".join(roundings)
-        yield f"ratio is rounded to whole experts (model requested -> removed): {listed}"
+        ratios = ", ".join(roundings)
+        yield f"ratio is rounded to whole experts (model requested -> removed): {ratios}"
 
 
 def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
@@ -120,8 +120,8 @@ BETWEEN_SEEDS = 0.05
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each request with the smallest difference between averages of two methods that
     a study would find with a power of 80 %. The test is a two-sided t-test at the 5 % level divided
-    by the number of pairs of methods, of those with several seeds. The variance of a difference is
-    the sum of the variance between seeds and of that between items."""
+    by the number of pairs of methods that have several seeds. The variance of a difference is the
+    sum of its variances over seeds and over items."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
@@ -296,18 +296,18 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
     from moe_lab.pruning.export import settings
 
     criterion = criteria.CRITERIA.get(cell.criterion.name)
-    allocated = allocation.get(cell.allocation.name)
+    allocation_rule = allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
     yield from settings.wrong(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
-    if granularity in allocated.uneven:
-        yield from user_errors(settings.check_uneven, config.export, allocated.name)
+    if granularity in allocation_rule.uneven:
+        yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     """Problems of a cell whose plan replaces dropped experts. If the router still routes tokens to
-    dropped experts (its rows are all kept), only the code of transformers can compute the model."""
+    dropped experts (it keeps all rows), only the code of transformers can compute the model."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":

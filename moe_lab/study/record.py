@@ -80,7 +80,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     store = study.store
     name = study.config.study
     store.check_exists()
-    errors = {step: error.document for step, error in schedule.failed.items()}
+    errors = {step_id: error.document for step_id, error in schedule.failed.items()}
     document = record_of(study, run, errors)
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
@@ -108,9 +108,9 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 def _write_end(store: Store, study: str) -> None:
     """Write ended.json of the last recorded run of a study, if the run has jobs."""
-    recorded = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
-    if recorded and recorded[-1].jobs:
-        store.write(recorded[-1].folder / ENDED, {"time": time.time()})
+    recorded_runs = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
+    if recorded_runs and recorded_runs[-1].jobs:
+        store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
     """Print errors of steps, and how many cells another run has recorded with other settings."""
     store = study.store
     name = study.config.study
-    has_several_records = " " in fingerprint(store, name)  # joining them takes long
+    has_several_records = " " in fingerprint(store, name)  # reading them takes long
     if has_several_records and (differing := read(store, name).get("differing")):
         inform(
             f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
@@ -157,8 +157,8 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
     which are dropped."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
-    for name, step in plans.items():
-        if name not in schedule.finished:
+    for step_id, step in plans.items():
+        if step_id not in schedule.finished:
             continue
         with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
@@ -176,20 +176,20 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
 
 
 def _print_exports(study: Study, schedule: Schedule) -> None:
-    """Print where the exported checkpoints are, and the results of verifying them."""
+    """Print the folders of the exported checkpoints, and the differences that verifying found."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
-    for name, step in exports.items():
-        if name not in schedule.finished:
+    for step_id, step in exports.items():
+        if step_id not in schedule.finished:
             continue
         folder = study.store.path(step)
-        verified = ""
-        with suppress(FileNotFoundError, Damaged):  # it was not verified
+        verification = ""
+        with suppress(FileNotFoundError, Damaged):  # the checkpoint was not verified
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
             precision = "bit for bit"
             if difference:
                 precision = f"up to {difference:.1e} of the largest number"
-            verified = f" (verified: its layers equal those of the masked model, {precision})"
-        inform(f"export: {(folder / 'checkpoint').absolute()}{verified}")
+            verification = f" (verified: its layers equal those of the masked model, {precision})"
+        inform(f"export: {(folder / 'checkpoint').absolute()}{verification}")
 
 
 def _report(study: Study) -> bool:
@@ -222,14 +222,15 @@ def _make_report(study: Study, page: Path) -> bool:
     store = study.store
     name = study.config.study
     folder = page.parent
-    report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
+    words = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     progress_file = folder / progress.NAME
     with show_regularly(
+        # [1] is the text of the progress
         lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
     ):
         environment = {**os.environ, progress.FILE: str(progress_file)}
         process = subprocess.run(
-            report, capture_output=True, text=True, env=environment, umask=store.umask
+            words, capture_output=True, text=True, env=environment, umask=store.umask
         )
     progress_file.unlink(missing_ok=True)
     if not process.stdout.strip():  # the path of the page is printed if the report was written
@@ -244,13 +245,13 @@ def _make_report(study: Study, page: Path) -> bool:
             f"printed is in {log})"
         )
         return False
-    if failed := sorted(log.stem for log in (folder / "failed").glob("*.log")):
+    if failures := sorted(log.stem for log in (folder / "failed").glob("*.log")):
         inform(f"report: {page.absolute()}")
         inform(
-            f"moe_lab: the report lacks {', '.join(failed)}: traces are in {folder / 'failed'}",
+            f"moe_lab: the report lacks {', '.join(failures)}: traces are in {folder / 'failed'}",
             style="red",
         )
-    return not failed
+    return not failures
 
 
 def fingerprint(store: Store, study: str) -> str:

@@ -48,7 +48,7 @@ BYTES_PER_TOKEN = 16
 """Bytes per token of a generated text in the store, which holds each text with its prompt as JSON,
 and again among the samples."""
 
-RUN = ("layers", "model", "server")
+WEIGHTS_TO_RUN = ("layers", "model", "server")
 """Values of `Resources.weights` for steps that run the model."""
 Check = tuple[Any, ...]
 """A function that raises UserError or returns sentences about problems, then its arguments."""
@@ -98,7 +98,7 @@ class Resources(NamedTuple):
     @property
     def runs_model(self) -> bool:
         """Whether the model is run."""
-        return self.weights in RUN
+        return self.weights in WEIGHTS_TO_RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
         """Whether `gpus` GPUs of `gpu_memory` GiB hold the step; a tenth of each is unusable."""
@@ -135,7 +135,7 @@ def channel_products(size: Size) -> float:
     return 8.0 * size.experts * size.width**2
 
 
-def _by_size(
+def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
     """Resources of a step, with `memory` and `disk` computed from the size of the model. Without a
@@ -143,7 +143,7 @@ def _by_size(
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
-    is_on_gpu = fields.get("weights") in RUN and on_gpu(model, size)
+    is_on_gpu = fields.get("weights") in WEIGHTS_TO_RUN and on_gpu(model, size)
     written = disk(size) if disk else 0.0
     return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=written, **fields)
 
@@ -156,7 +156,7 @@ def _gpu_counts(model: ModelConfig) -> Sequence[int]:
 
 def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
     """Resources of a step that reads the files of a model once, a piece at a time."""
-    return _by_size(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
+    return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
 def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
@@ -167,7 +167,7 @@ def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]
         layer_sums = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
         return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums  # fp64
 
-    return _by_size(model, memory, units=float(text.tokens), pace=pace)
+    return _resources_of_model(model, memory, units=float(text.tokens), pace=pace)
 
 
 def text_pass(
@@ -211,7 +211,7 @@ def text_pass(
             PROCESS + OVERHEAD * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
         )
 
-    return _by_size(
+    return _resources_of_model(
         model,
         memory,
         disk,
@@ -280,7 +280,7 @@ def export(
     def disk(size: Size) -> float:
         return float(size.bytes) * (1 + is_changed + is_converted)
 
-    return _by_size(model, memory, disk, weights="files", pace=pace)
+    return _resources_of_model(model, memory, disk, weights="files", pace=pace)
 
 
 def items(benchmark: BenchmarkConfig) -> int:
@@ -312,7 +312,7 @@ def benchmark_run(
         item_bytes = size.cache(PROMPT + new_tokens) if new_tokens else PROMPT * size.logits
         return PROCESS + OVERHEAD * size.bytes * copies + benchmark.batch_size * item_bytes
 
-    return _by_size(
+    return _resources_of_model(
         model,
         memory,
         weights="server" if backend.name == "server" else "model",

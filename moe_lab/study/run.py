@@ -98,7 +98,7 @@ def _run(study: Study) -> int:
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
-    with begin(store, config.study, all_steps) as current:
+    with begin(store, config.study, all_steps) as new_run:
         if config.also:
             from moe_lab.study.other_stores import take_over
 
@@ -111,18 +111,18 @@ def _run(study: Study) -> int:
             outdate_reports(store)
         print_notices(store)
         if len(steps) < len(all_steps):  # `steps` lacks the shares of finished passes
-            current.write_plan(steps)
+            new_run.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
         store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
         if problems := capacity_problems(store.root, missing, config.launcher):
-            current.remove()
+            new_run.remove()
             raise SettingsError(problems)
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         print_notices(store)
-        if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, current):
+        if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
-        return finish(study, schedule, current)
+        return finish(study, schedule, new_run)
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
@@ -138,7 +138,7 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
     }
 
 
-def inline(schedule: Schedule, study: Study, current: Run) -> bool:
+def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute one step after another in this process."""
     with (
         show_progress(schedule, study.store, 1),
@@ -148,7 +148,7 @@ def inline(schedule: Schedule, study: Study, current: Run) -> bool:
     return True
 
 
-def local(schedule: Schedule, study: Study, current: Run) -> bool:
+def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute steps in worker processes. Their number is launcher.processes, or else the number of
     cores, but at most the number of largest steps that main memory holds. With GPUs, steps that
     need one GPU run first, in a process for each GPU; then steps that need two, in a process for
@@ -209,12 +209,12 @@ def _compute(
         raise errors[0]
 
 
-def slurm(schedule: Schedule, study: Study, current: Run) -> bool:
+def slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Submit steps as jobs of a Slurm cluster; with wait=true, wait until they have ended."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
     from moe_lab.study.slurm.submit import submit
 
-    submit(schedule, study, current)
+    submit(schedule, study, new_run)
     if study.config.wait:
         wait_for_jobs(schedule, study)
     return study.config.wait

@@ -26,7 +26,7 @@ from moe_lab import progress
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
-from moe_lab.study.estimates import Seconds, StepTime, learned, time_left
+from moe_lab.study.estimates import Seconds, StepTime, seconds_estimator, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.provenance import code_state, error_document
 from moe_lab.study.step import Step
@@ -310,7 +310,7 @@ def show_progress(
 ) -> AbstractContextManager[None]:
     """Show the state of `schedule` until the block ends. `workers`: number of steps that run at the
     same time, from which the time left is estimated; 0 for the number that runs now."""
-    seconds = cache(learned(store))
+    seconds = cache(seconds_estimator(store))
     return show_regularly(lambda: overview(schedule, store, seconds, workers))
 
 

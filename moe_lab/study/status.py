@@ -106,11 +106,11 @@ def _step_states(
     queue: Mapping[str, Queued],
 ) -> list[StepState]:
     """States of the steps in the `plan` of a run, in its order. `jobs`: all jobs of the study by
-    id. `queue`: those in Slurm's queue."""
+    id. `queue`: the jobs in Slurm's queue by id."""
     job_of = _last_jobs(jobs, queue)
     finished = store.present()
-    claimed = store.claims.active()
-    in_active_runs = steps_of_active_runs(store)
+    claim_times = store.claims.active()
+    active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
         start = name[-DIGITS:]
@@ -118,7 +118,7 @@ def _step_states(
         inputs = [steps[index] for index in indices]
         if start in finished:
             state = "done"
-        elif start in claimed:
+        elif start in claim_times:
             state = "running"
         elif job_id in queue:
             state = "pending"
@@ -126,11 +126,11 @@ def _step_states(
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
-        elif job_id is None and start in in_active_runs:
+        elif job_id is None and start in active_steps:
             state = "pending"
         else:
             state = "missing"
-        steps.append(StepState(name, state, inputs, job_id, claimed.get(start, 0.0)))
+        steps.append(StepState(name, state, inputs, job_id, claim_times.get(start, 0.0)))
     return steps
 
 
@@ -176,10 +176,10 @@ def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, Queued], st
     except UserError as error:
         return {}, str(error)
     queued = {}
-    for name, job in jobs.items():
+    for job_id, job in jobs.items():
         # Slurm may have given the id to another job since
-        if name in queue and queue[name].name == job.name:
-            queued[name] = queue[name]
+        if job_id in queue and queue[job_id].name == job.name:
+            queued[job_id] = queue[job_id]
     return queued, ""
 
 

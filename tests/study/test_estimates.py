@@ -33,7 +33,7 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models import config_json
 from moe_lab.study import estimates
-from moe_lab.study.estimates import forecast, largest_memory, learned, resolved_engine
+from moe_lab.study.estimates import forecast, largest_memory, resolved_engine, seconds_estimator
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -274,7 +274,9 @@ def test_time_is_learned_from_finished_steps(
 ) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
     finish(store, finished, 30.0)
-    assert learned(store)(requested) == (None if seconds is None else pytest.approx(seconds))
+    assert seconds_estimator(store)(requested) == (
+        None if seconds is None else pytest.approx(seconds)
+    )
 
 
 MERGE = reading(120, parts=3)
@@ -288,14 +290,14 @@ def merged(store: Store) -> Store:
 
 
 def test_the_time_of_a_merge_is_not_that_of_a_pass(merged: Store) -> None:
-    assert learned(merged)(reading(120)) is None
-    table = forecast([*MERGE.merges, MERGE], set(), 80.0, learned(merged))
+    assert seconds_estimator(merged)(reading(120)) is None
+    table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds_estimator(merged))
     assert table.columns[-2].footer == "unknown"
 
 
 def test_parts_of_a_pass_take_equal_times_and_their_merge_none(merged: Store) -> None:
     finish(merged, reading(30), 30.0)
-    seconds = learned(merged)
+    seconds = seconds_estimator(merged)
     assert [seconds(part) for part in MERGE.merges] == pytest.approx([40.0] * 3)
     assert seconds(MERGE) == 0
     table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds)
@@ -321,7 +323,7 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
 def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:
     finish(store, reading(10), 3600.0)
     steps = [reading(10), reading(20), reading(30), reading(10, kind="damage")]
-    table = forecast(steps, {steps[0].id}, 80.0, learned(store))
+    table = forecast(steps, {steps[0].id}, 80.0, seconds_estimator(store))
     hours = dict(zip(table.columns[0].cells, table.columns[-2].cells, strict=True))
     assert hours == {"statistics": "5.00", "damage": "unknown"}
     assert table.columns[-2].footer == "5.00 + 1 unknown" == table.columns[-1].footer, (

@@ -28,7 +28,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import digest, write_json
 from moe_lab.models import files
 from moe_lab.paths import private_cache
-from moe_lab.study.estimates import learned
+from moe_lab.study.estimates import seconds_estimator
 from moe_lab.study.provenance import CODE_STATE_FILE, code_state
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, SubmittedJob, runs
@@ -117,7 +117,7 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     resources_of = partial(
         job_resources,
         settings=config.resources,
-        seconds=learned(store),
+        seconds=seconds_estimator(store),
         time_limits=scheduler.time_limits(),
     )
     arrays = arrange(missing, resources_of, config.launcher, scheduler.longest_array())
