@@ -239,7 +239,8 @@ class _Encoder:
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, window by window."""
+        """The rows of a document, one for each window. UserError for windows of a wrong length, and
+        for a document with fewer than two tokens."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(

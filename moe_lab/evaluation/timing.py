@@ -89,11 +89,11 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
     allocations on GPUs, else resident memory; NaN where the peak cannot be reset."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
-        before = sum(torch.cuda.memory_allocated(number) for number in gpus)
+        bytes_before = sum(torch.cuda.memory_allocated(number) for number in gpus)
         for number in gpus:
             torch.cuda.reset_peak_memory_stats(number)
         request()
-        return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - before)
+        return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - bytes_before)
     try:
         # return free memory to the system, because using it again would not be counted
         ctypes.CDLL(None).malloc_trim(0)
@@ -101,9 +101,9 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
     except (AttributeError, OSError):  # not Linux, or not permitted
         request()
         return float("nan")
-    before = _peak_bytes()
+    bytes_before = _peak_bytes()
     request()
-    return float(_peak_bytes() - before)
+    return float(_peak_bytes() - bytes_before)
 
 
 def _peak_bytes() -> int:

@@ -107,12 +107,12 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
             "each layer: export with export=padded"
         )
-    width = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
+    width_field = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
     fields: dict[str, dict[str, Any]] = {}
     for index, layer in layers.items():
         fields[index] = {name: layer["experts"] for name in COUNTS if name in config}
         if "width" in layer:
-            fields[index][width] = layer["width"]
+            fields[index][width_field] = layer["width"]
     names = {name for layer_fields in fields.values() for name in layer_fields}
     default_fields = {name: config[name] for name in names}  # fields of unpruned layers
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}

@@ -230,9 +230,9 @@ def _call_mistake(
 
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type in its description, and is one of the allowed
-    values. An allowed value of another type passes too: right answers name variables by texts,
-    whatever the type of the argument."""
+    """Whether the value of an argument has the type in the description and is one of the allowed
+    values. A value of another type passes if it equals an allowed value: right answers may have the
+    name of a variable, a text, in place of a value."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
     options: list[Any] = [option for option in allowed_values if isinstance(option, declared_type)]
@@ -243,6 +243,7 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
         return value_type is allowed_type and value in allowed_values
     if not _has_element_types(value, description, allowed_values):
         return False
+    # only names of variables are allowed
     if allowed_type not in (None, declared_type):
         return value in allowed_values
     if declared_type is dict:

@@ -157,8 +157,8 @@ def _load(
 
 
 class _Splits(dict[str, Any]):
-    """Splits of a data set, each read at its first use. A split that the mirror does not have is
-    empty."""
+    """Name -> split of a data set. A split is read from its files at its first use; a split without
+    files is empty."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
