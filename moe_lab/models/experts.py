@@ -135,6 +135,7 @@ def replace_experts(
     function = make(getattr(layer.experts, name))
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        # keyword arguments come in the order of the parameters
         return function(*args, *kwargs.values())
 
     forward.replaces_experts = True  # type: ignore[attr-defined]

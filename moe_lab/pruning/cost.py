@@ -309,15 +309,13 @@ def _by_part(
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
     container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
     block = experts.partition(".")[0]
-    moe_numbers = {str(layer.index) for layer in layers}
+    numbers = {str(layer.index) for layer in layers}  # of decoder layers with routed experts
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
         if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
             continue
         if child == block or f"{child}." in DISK_SHARED:
-            by_part["shared_experts" if number in moe_numbers else "dense"] += sum(
-                operations.values()
-            )
+            by_part["shared_experts" if number in numbers else "dense"] += sum(operations.values())
             continue
         for operation, flops in operations.items():
             by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops

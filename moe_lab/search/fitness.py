@@ -40,7 +40,7 @@ def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, which the
-    position's random number draws from q. Its expectation is esap."""
+    position's random number draws from q. The expectation of this probability is esap."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]

@@ -249,8 +249,8 @@ def gather(
 
 
 def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """The header of sums of a `kind` over `batches`, which equals the header of their file.
-    UserError without batches, and for a token for which `model` has no embedding."""
+    """The header of sums of a `kind` over `batches`, by which a file of the same sums is
+    recognised. UserError without batches, and for a token for which `model` has no embedding."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()

@@ -256,11 +256,11 @@ def _blocks(
 
 
 def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that
-    score channels. channel_down_square, channel_down_abs, channel_up_square and, for gated experts,
-    channel_gate_square, (E, I) each, per layer: sums over the weights of channel c in a projection,
-    a column of down_proj or a row of gate_proj or up_proj. Sums are fp32. Arguments and errors are
-    those of `weigh_experts`."""
+    """Sum the squared weights of every channel in each projection: channel_down_square,
+    channel_up_square and, for gated experts, channel_gate_square, (E, I) each, per layer; also |w|
+    in down_proj: channel_down_abs (E, I). The weights of a channel are a column of down_proj, and a
+    row of gate_proj and of up_proj. Sums are fp32. Arguments and errors are those of
+    `weigh_experts`."""
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor

@@ -24,8 +24,9 @@ TOKENS = 64
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest relative difference of outputs that is accepted where channels are summed in another
 order."""
-Compared = tuple[str, torch.Tensor, torch.Tensor]
-"""Outputs to compare: their name, the masked model's (..., H), and the export's (..., H)."""
+Pair = tuple[str, torch.Tensor, torch.Tensor]
+"""Outputs to compare: (name, outputs of the masked model (..., H), outputs of the export (...,
+H))."""
 
 
 def verify(
@@ -87,9 +88,7 @@ def verify(
     return max(largest, _difference(str(exported), logits, bound))
 
 
-def _all_experts(
-    layer: MoELayer, written: MoELayer, plan: LayerPlan, hidden: torch.Tensor
-) -> Compared:
+def _all_experts(layer: MoELayer, written: MoELayer, plan: LayerPlan, hidden: torch.Tensor) -> Pair:
     """The outputs of all retained experts of a layer, each for at least one row of `hidden` (T,
     H)."""
     retained = torch.tensor(plan.retained, device=hidden.device)
@@ -117,7 +116,7 @@ def _align(module: nn.Module) -> None:
             weight.data = weight.data.clone()
 
 
-def _difference(location: str, compared: Compared, bound: float) -> float:
+def _difference(location: str, compared: Pair, bound: float) -> float:
     """The relative difference of two outputs. Raises UserError, naming the `location`, when it is
     above `bound`."""
     name, expected, actual = compared
