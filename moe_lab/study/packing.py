@@ -68,8 +68,8 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do the work of `pack`. Raises errors of the disk. Also removes bad steps from packs, and
-        merges packs when there are more than MOST_PACKS."""
+        """Do the work of `pack`. Raises errors of the disk. Also removes damaged steps from packs,
+        and merges packs when more than MOST_PACKS have fewer than FULL bytes."""
         store = self.store
         if store.packs.damaged_steps:
             drop(store, store.packs.damaged_steps)
@@ -104,14 +104,14 @@ class Packing:
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
-                published = document["files"]
-                size = sum(entry["bytes"] for entry in published.values())
-                if size > SMALL or any("/" in name for name in published):
+                entries = document["files"]
+                size = sum(entry["bytes"] for entry in entries.values())
+                if size > SMALL or any("/" in name for name in entries):
                     self.large_steps.add(start)
                     continue
-                files = {name: (folder / name).read_bytes() for name in published}
+                files = {name: (folder / name).read_bytes() for name in entries}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
-                if any(hashes[name] != entry["sha256"] for name, entry in published.items()):
+                if any(hashes[name] != entry["sha256"] for name, entry in entries.items()):
                     continue
                 files[STEP] = (folder / STEP).read_bytes()
                 name = f"{folder.parent.name}/{folder.name}"

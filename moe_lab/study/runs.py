@@ -124,7 +124,7 @@ class Run:
 
     @uncollected()
     def write_plan(self, steps: Sequence[Step]) -> None:
-        """Write the steps of the run, and the version of the code."""
+        """Write run.json: the steps of the run with their inputs, and the version of the code."""
         indices = {step.id: index for index, step in enumerate(steps)}
         inputs = []
         for step in steps:
@@ -140,11 +140,13 @@ class Run:
 
     def remove(self) -> None:
         """Remove the folder of the run, and the folder of its study if it holds no other run."""
-        removed = self.store.root / f".{self.folder.name}"
+        hidden_folder = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
-            self.folder.rename(removed)  # started jobs may still write to it by its name
+            self.folder.rename(
+                hidden_folder
+            )  # so that started jobs, which know the old name, write nothing
             self.folder.parent.rmdir()
-        shutil.rmtree(removed, ignore_errors=True)
+        shutil.rmtree(hidden_folder, ignore_errors=True)
         shutil.rmtree(self.logs, ignore_errors=True)
 
 

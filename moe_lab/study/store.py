@@ -233,8 +233,8 @@ class Store:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
         is missing, and Damaged when it is not as it was published."""
         content = self._bytes(name, file)
-        published = self.document(name)["files"].get(file, {})
-        if file != STEP and sha256(content).hexdigest() != published.get("sha256"):
+        entry = self.document(name)["files"].get(file, {})
+        if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
 
@@ -383,7 +383,7 @@ class Store:
                     states[file] = "missing"
                 except Damaged:
                     states[file] = "damaged"
-        # the step may have been removed from its pack meanwhile
+        # no damage if the step has been removed from its pack meanwhile
         return states if self.packs.find(name[-DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
@@ -442,10 +442,10 @@ class Store:
         """Start of a step's id -> folders that are named like finished steps with such an id. There
         are several if a step is stored under several labels, and none for steps in packs."""
         folders = defaultdict(list)
-        for kind in sorted(self.root.glob("[!.]*/")):
+        for parent in sorted(self.root.glob("[!.]*/")):
             # lost+found, or a folder of a colleague, may not be readable
             with contextlib.suppress(PermissionError):
-                for entry in os.scandir(kind):
+                for entry in os.scandir(parent):
                     if (match := FOLDER.fullmatch(entry.name)) and entry.is_dir():
                         folders[match[1]].append(Path(entry.path))
         return folders

@@ -106,7 +106,7 @@ def _log_cell(
     that follow from `settings` and `entry`."""
     import wandb
 
-    # read before the run begins, so that a damaged result leaves no empty run
+    # results are read before the run begins, so that a damaged result leaves no empty run
     numbers, losses = _results(store, entry)
     arguments: Any = {
         **options,
