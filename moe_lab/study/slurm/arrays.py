@@ -22,7 +22,7 @@ from moe_lab.json_files import canonical
 from moe_lab.models.config_json import GPU_COUNTS, config_of
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.resources import GIB, Resources
-from moe_lab.study.slurm.scheduler import LONGEST
+from moe_lab.study.slurm.scheduler import MAX_ARRAY_TASKS
 from moe_lab.study.step import Step
 
 JobSteps = list[Step]
@@ -37,14 +37,14 @@ DEFAULT_MEMORY = 16.0 * GIB
 MINUTES_STEP = 30
 """Estimated minutes are rounded up to multiples of this number, and jobs of similar length then
 share an array."""
-MARGIN = 2.0
+TIME_FACTOR = 2.0
 """Requested time / estimated time. A job that shares its node can take twice as long."""
 MEMORY_TOLERANCE = 1.25
 """A step is tried if its estimated memory, which is rough, is at most this multiple of the GPUs'
 memory."""
 CPUS_PER_GPU = 8
 """CPU cores per GPU if `cpus` is not set. Clusters have at least as many."""
-HOST = 8.0
+HOST_MEMORY = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
@@ -92,7 +92,7 @@ def arrange(
     steps: Sequence[Step],
     resources_of: Callable[[Sequence[Step]], Mapping[str, Any]],
     settings: LauncherConfig,
-    longest: int = LONGEST,
+    longest: int = MAX_ARRAY_TASKS,
 ) -> list[Array]:
     """Divide steps into jobs, and jobs into arrays. `steps`: inputs come first. `resources_of`:
     steps of a job -> resources of the job. `longest`: maximum number of jobs in an array. In the
@@ -184,11 +184,11 @@ def job_resources(
     model = needed[0].model
     kind_config = settings.jobs.get(steps[0].kind)
     model_config = settings.of_model(model) if model else None
-    job_config = configured([settings.every, kind_config, model_config])
+    job_config = merge_configs([settings.every, kind_config, model_config])
     count = job_config["gpus"]
-    sbatch = job_options(job_config["sbatch"], on_gpus=True)
+    options = job_options(job_config["sbatch"], on_gpus=True)
     gpu_options = [
-        f"sbatch.{name}={value}" for name, value in sbatch.items() if is_for_gpus(name, value)
+        f"sbatch.{name}={value}" for name, value in options.items() if is_for_gpus(name, value)
     ]
     if gpu_options and count != 0 and (count or job_config["gpu_type"]):
         setting = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
@@ -215,16 +215,16 @@ def job_resources(
         # one decoder layer is in memory at a time, always on the same GPU
         count = 1
         job_config["gpus"] = count
-    largest = max(needs.memory or 0.0 for needs in needed) / GIB
+    max_gib = max(needs.memory or 0.0 for needs in needed) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
-    estimated = {
+    estimates = {
         "gpus": count,
         "cpus": max((model.threads if model else None) or 1, count * CPUS_PER_GPU),
-        "memory": ceil(HOST + largest) if count else ceil(2 * largest),
+        "memory": ceil(HOST_MEMORY + max_gib) if count else ceil(2 * max_gib),
         "minutes": int(min(minutes, _time_limit(job_config, time_limits))),
     }
     return {
-        name: estimated.get(name) if value is None else value for name, value in job_config.items()
+        name: estimates.get(name) if value is None else value for name, value in job_config.items()
     }
 
 
@@ -237,15 +237,16 @@ def _resources(step: Step) -> Resources:
 
 
 def _minutes(times: Sequence[float | None], longest: float) -> float:
-    """Requested minutes of a job, with MARGIN and rounded up: at most `longest`, and `longest` if
-    the time of a step is unknown. `times`: estimated seconds of each step; None: unknown."""
+    """Requested minutes of a job: TIME_FACTOR times the estimate, rounded up, but at most
+    `longest`. If the time of a step is unknown, `longest`. `times`: estimated seconds of each step;
+    None: unknown."""
     if None in times:
         return longest
-    expected = MARGIN * sum(filter(None, times)) / 60
+    expected = TIME_FACTOR * sum(filter(None, times)) / 60
     return min(longest, MINUTES_STEP * max(1, ceil(expected / MINUTES_STEP)))
 
 
-def configured(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
+def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
     """The fields of JobConfig, merged from `settings`: those of every job, of the job's kind and of
     the job's model. Later settings override earlier ones, but options in `sbatch` are merged."""
     job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {

@@ -34,7 +34,7 @@ from moe_lab.study.status import queued_jobs
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, retries
 
-SAVING = 20.0
+SAVE_SECONDS = 20.0
 """Seconds that a pass has to save its state. By default Slurm kills a preempted job 30 s after the
 warning signal."""
 
@@ -90,13 +90,13 @@ class StepsJob:
             os.kill(os.getpid(), signal.SIGUSR2)
             return
         if int(state.get("Restarts", "0")) > restarts():
-            self.worker.end(SAVING)
+            self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job that continues this one, after the pass has saved its state; None when
         `max_requeues` is used up. submitit calls this when the job must stop."""
-        self.worker.end(min(SAVING, self.launcher.signal_seconds / 2))
+        self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
             return None

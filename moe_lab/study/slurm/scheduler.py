@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from moe_lab.errors import UserError
 
-LONGEST = 1001
+MAX_ARRAY_TASKS = 1001
 """Maximum number of tasks of an array, Slurm's default MaxArraySize."""
 ENDED_STATES = (
     *(
@@ -32,12 +32,12 @@ ENDED_STATES = (
     *("BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
 """States of jobs that have ended, although squeue may still show them."""
-REQUEUED = ("COMPLETING", "None", "0:00")
+REQUEUED_STATE = ("COMPLETING", "None", "0:00")
 """(state, reason, time) of a job that is still ending, but was put back into the queue. Jobs that
 failed have other reasons."""
-ENDED = re.compile(r"Invalid job id|already completing")
+ENDED_MESSAGE = re.compile(r"Invalid job id|already completing")
 """Pattern of scancel's messages about jobs that have ended."""
-NEVER = "DependencyNeverSatisfied"
+NEVER_REASON = "DependencyNeverSatisfied"
 """squeue's reason of a pending job that cannot start because a job that it waits for failed."""
 IDS_PER_CALL = 500
 """Maximum number of job ids in one call of scancel, since the length of a command line is
@@ -58,7 +58,7 @@ SLURM_PREFIXES = (
 in a shell, or by a job in which this process runs."""
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables by which Slurm's commands find their cluster."""
-FROM_SHELL = ("partition", "account", "qos", "constraint", "reservation")
+SHELL_OPTIONS = ("partition", "account", "qos", "constraint", "reservation")
 """Options of sbatch that a variable of the shell may set if the job's settings do not."""
 
 
@@ -87,8 +87,8 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
     for user in {os.getuid(), *users}:
         rows = ROW.findall(run_command(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
-            has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED
-            if not has_ended and reason != NEVER:
+            has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
+            if not has_ended and reason != NEVER_REASON:
                 jobs[job_id] = Queued(job_id, name, state, reason, elapsed)
     return jobs
 
@@ -117,7 +117,7 @@ def longest_array() -> int:
         run_command("scontrol", "show", "config"),
         re.M,
     )
-    return max(1, min(map(int, limits), default=LONGEST))
+    return max(1, min(map(int, limits), default=MAX_ARRAY_TASKS))
 
 
 def time_limits() -> dict[str, float]:
@@ -155,7 +155,7 @@ def cancel(jobs: Iterable[str]) -> None:
         answer = _run("scancel", *ids[start : start + IDS_PER_CALL])
         if answer.returncode:
             lines = answer.stderr.strip().splitlines() or ["nothing"]
-            errors += [line for line in lines if not ENDED.search(line)]
+            errors += [line for line in lines if not ENDED_MESSAGE.search(line)]
     if errors:
         raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {errors[0]}")
 
@@ -216,8 +216,8 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 def submitting(options: Collection[str]) -> Iterator[None]:
     """A context in which sbatch is called. `options`: options of sbatch that the script of the job
     sets. Since variables of the shell override the script, only variables for other options in
-    FROM_SHELL remain. In jobs the hub is offline, as all downloads are done before."""
-    from_shell = [f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options]
+    SHELL_OPTIONS remain. In jobs the hub is offline, as all downloads are done before."""
+    from_shell = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
     variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):
         yield
@@ -235,13 +235,13 @@ REFUSALS = {
     r"time limit is invalid": "change the minutes that they ask for",
 }
 """Pattern of a message of sbatch -> advice."""
-UNANSWERED = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
+NO_ANSWER = re.compile(r"Socket timed out|Unable to contact slurm controller|^timeout: ")
 """Pattern of a message of sbatch when Slurm's controller has not answered."""
 
 
 def advice(message: str, kind: str) -> str:
     """Advice for the user after sbatch has refused jobs of the kind `kind` with `message`."""
-    if UNANSWERED.search(message):
+    if NO_ANSWER.search(message):
         return (
             "the scheduler has not answered, and may have accepted them: see squeue before you "
             "start this again"

@@ -37,16 +37,16 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import (
     Array,
     arrange,
-    configured,
     is_for_gpus,
     job_options,
     job_resources,
+    merge_configs,
 )
 from moe_lab.study.slurm.jobs import RecordJob, StepsJob
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step, unmerged
 
-EARLY = 60
+EARLY_SECONDS = 60
 """Slurm may send its warning signal by this number of seconds earlier than requested."""
 PAUSES = (10.0, 60.0)
 """Seconds before the first and the second retry of sbatch."""
@@ -123,11 +123,11 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     arrays = arrange(missing, resources_of, config.launcher, scheduler.longest_array())
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:
-        if array.resources["minutes"] * 60 <= signal_seconds + EARLY:
+        if array.resources["minutes"] * 60 <= signal_seconds + EARLY_SECONDS:
             raise UserError(
                 f"resources: {array.kind} jobs ask for minutes={array.resources['minutes']}, which "
                 f"is too short: Slurm warns them launcher.signal_seconds={signal_seconds} before "
-                f"the end, and may do so {EARLY} s early"
+                f"the end, and may do so {EARLY_SECONDS} s early"
             )
     begun = time.monotonic()
     _download(missing)
@@ -171,7 +171,7 @@ class Submission:
     def close(self) -> None:
         """Submit the job that writes the record. It starts when all other jobs have ended,
         successfully or not."""
-        resources = {**configured([self.study.config.resources.every]), **RECORD_RESOURCES}
+        resources = {**merge_configs([self.study.config.resources.every]), **RECORD_RESOURCES}
         if resources["memory"] != 0:  # with 0, memory is not requested
             resources["memory"] = RECORD_MEMORY
         job = RecordJob(self.study, self.run)
@@ -249,7 +249,7 @@ class Submission:
                 ids = [job.job_id for job in executor.submit_array(job_functions)]
                 break
             except (FailedJobError, FailedSubmissionError) as error:
-                if tries == len(PAUSES) or not scheduler.UNANSWERED.search(str(error)):
+                if tries == len(PAUSES) or not scheduler.NO_ANSWER.search(str(error)):
                     raise
             time.sleep(PAUSES[tries])
             tries += 1
@@ -340,7 +340,7 @@ def pending_jobs(
     return pending
 
 
-COPIED = ("moe_lab", "analysis", "conf")
+FOLDERS = ("moe_lab", "analysis", "conf")
 """Folders of the repository that jobs need."""
 
 
@@ -352,7 +352,7 @@ def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
     wait in the queue then do not change the jobs.
     """
     root = Path(moe_lab.__file__).parents[1]
-    paths = {path.relative_to(root): path for name in COPIED for path in (root / name).rglob("*")}
+    paths = {path.relative_to(root): path for name in FOLDERS for path in (root / name).rglob("*")}
     paths |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
     present_files = {
         file: path
