@@ -54,7 +54,7 @@ _SETTINGS = {
 def cost_table(results: Results, name: str) -> Table:
     """EvoESAP's Table 3: settings, time and memory of each search, and loading memory of models.
 
-    A row per plan with a searched allocation; loading memory is that before and after pruning.
+    A row per plan with a searched allocation; loading memory is listed before and after pruning.
     """
     study = results.study
     folders = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
@@ -74,7 +74,7 @@ def cost_table(results: Results, name: str) -> Table:
         before=BYTES * parameters.astype(float) / MEBIBYTE,
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
-    numbers = {
+    columns = {
         **_SETTINGS,
         "Evaluated": ("candidates", "{:,.0f}"),
         SECONDS: ("seconds", "{:,.1f}"),
@@ -84,14 +84,14 @@ def cost_table(results: Results, name: str) -> Table:
         "After (MiB)": ("after", "{:,.2f}"),
     }
     if rows["gpu_peak"].isna().all():
-        del numbers[GPU_PEAK]
+        del columns[GPU_PEAK]
     return Table(
         name=name,
         title="What searches cost, and what memory pruning saves",
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
-        **tabulated(rows, {**TEXT, "Fitness": "fitness"}, numbers),
+        **tabulated(rows, {**TEXT, "Fitness": "fitness"}, columns),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
@@ -155,18 +155,18 @@ def competitor_table(results: Results, name: str) -> Table | None:
     searches = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
     if searches is None or searches.low is None or searches.high is None:
         return searches
-    numbers = [column for column in (*COMPARED, SECONDS) if column in searches.frame]
-    frame = searches.frame[[*TEXT, "Allocation", *numbers]].assign(Source="measured")
+    columns = [column for column in (*COMPARED, SECONDS) if column in searches.frame]
+    frame = searches.frame[[*TEXT, "Allocation", *columns]].assign(Source="measured")
     published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
     rows = pd.concat([frame, published], ignore_index=True)
     return replace(
         searches,
         caption=f"DiEP: {NOT_IMPLEMENTED}; its row was measured on two L40S. {searches.caption}",
-        frame=rows[[*TEXT, "Allocation", "Source", *numbers]],
-        formats={column: searches.formats[column] for column in numbers},
+        frame=rows[[*TEXT, "Allocation", "Source", *columns]],
+        formats={column: searches.formats[column] for column in columns},
         best={},
         blocks=("Model", "Pruned"),
-        optional=tuple(numbers),
+        optional=tuple(columns),
         low=searches.low.reindex(rows.index),
         high=searches.high.reindex(rows.index),
     )

@@ -24,14 +24,15 @@ from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
 DECODE = "Decode (tokens/s)"
-FIRST = "First token (ms)"
+FIRST_TOKEN = "First token (ms)"
 PER_TOKEN = "Per token (ms)"
 WEIGHTS = "Weights (MiB)"
 PEAK = "Peak memory (MiB)"
+"""PREFILL to PEAK: displayed columns."""
 SPEEDS: Mapping[str, str] = {
     PREFILL: "{:,.1f}",
     DECODE: "{:,.1f}",
-    FIRST: "{:,.2f}",
+    FIRST_TOKEN: "{:,.2f}",
     PER_TOKEN: "{:,.2f}",
 }
 """Displayed column with a speed or duration -> its format."""
@@ -42,33 +43,34 @@ QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Summarize timings, one row per cell and kind of request.
+    """Summarize timings over repeated requests; a row per cell and kind of request.
 
-    Columns: REQUEST, the medians of SPEEDS, their quartiles (with suffixes ` low` and ` high`),
-    WEIGHTS, PEAK."""
-    columns = [*REQUEST, *(f"{name}{end}" for name in SPEEDS for end in QUARTILES), WEIGHTS, PEAK]
+    Columns: REQUEST; for each of SPEEDS the median and, with the suffixes ` low` and ` high`, the
+    lower and upper quartile; WEIGHTS; and PEAK (weights and working memory)."""
+    speed_columns = (f"{name}{suffix}" for name in SPEEDS for suffix in QUARTILES)
+    columns = [*REQUEST, *speed_columns, WEIGHTS, PEAK]
     rows = []
-    for key, of_request in groups(study.timings, REQUEST):
-        speeds = _speeds(of_request)
+    for key, timings in groups(study.timings, REQUEST):
+        speeds = _speeds(timings)
         row = dict(key)
-        for end, quantile in QUARTILES.items():
+        for suffix, quantile in QUARTILES.items():
             for name in SPEEDS:
-                row[f"{name}{end}"] = speeds[name].quantile(quantile)
-        weights = float(of_request["weight_bytes"].iloc[0])
-        peak = weights + float(of_request["working_bytes"].iloc[0])
-        rows.append({**row, WEIGHTS: weights / MEBIBYTE, PEAK: peak / MEBIBYTE})
+                row[f"{name}{suffix}"] = speeds[name].quantile(quantile)
+        weight_bytes = float(timings["weight_bytes"].iloc[0])
+        peak_bytes = weight_bytes + float(timings["working_bytes"].iloc[0])
+        rows.append({**row, WEIGHTS: weight_bytes / MEBIBYTE, PEAK: peak_bytes / MEBIBYTE})
     return pd.DataFrame(rows, columns=columns)
 
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """The columns SPEEDS of each request."""
+    """The columns SPEEDS, a row per timed request. timings: rows of `Study.timings`."""
     prompt_tokens = timings["batch_size"] * timings["prompt_length"]
     new_tokens = timings["batch_size"] * timings["new_tokens"]
     return pd.DataFrame(
         {
             PREFILL: prompt_tokens / timings["prefill_seconds"],
             DECODE: new_tokens / timings["decode_seconds"],
-            FIRST: 1000 * timings["prefill_seconds"],
+            FIRST_TOKEN: 1000 * timings["prefill_seconds"],
             PER_TOKEN: 1000 * timings["decode_seconds"] / timings["new_tokens"],
         }
     )
@@ -96,8 +98,8 @@ def speed_table(results: Results, name: str) -> Table:
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
     frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
     low, high = (
-        rows.reindex(columns=[f"{speed}{end}" for speed in SPEEDS]).set_axis(list(SPEEDS), axis=1)
-        for end in (" low", " high")
+        rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
+        for suffix in (" low", " high")
     )
     return Table(
         name=name,
@@ -105,7 +107,7 @@ def speed_table(results: Results, name: str) -> Table:
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         frame=frame.astype({"Prompts": str, "Tokens each": str}),
         formats={**SPEEDS, **sizes},
-        best={PREFILL: "max", DECODE: "max", FIRST: "min", PER_TOKEN: "min"},
+        best={PREFILL: "max", DECODE: "max", FIRST_TOKEN: "min", PER_TOKEN: "min"},
         blocks=("Model", "Device", "Prompts", "Tokens each"),
         low=low,
         high=high,
@@ -137,25 +139,28 @@ def conditions(study: Study) -> str:
 def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Memory of every timed model.
 
-    Weights and working memory of the model's largest request.
+    A bar per cell: weights, and working memory of the cell's largest request. None without timings.
     """
-    largest = _largest(results.study, comparison)
-    if largest.empty:
+    largest_requests = _largest_requests(results.study, comparison)
+    if largest_requests.empty:
         return None
-    drawing = style.drawing(style.PAGE, 0.24 * len(largest) + 1.1)
+    drawing = style.drawing(style.PAGE, 0.24 * len(largest_requests) + 1.1)
     axes = drawing.add_subplot()
-    positions = range(len(largest))
-    weights = axes.barh(positions, largest[WEIGHTS], color=style.CRITERIA["reap"], label="weights")
-    working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
+    positions = range(len(largest_requests))
+    weights = largest_requests[WEIGHTS]
+    working_memory = (largest_requests[PEAK] - weights).fillna(0)
     look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
-    working_bars = axes.barh(positions, working, left=largest[WEIGHTS], **look)
-    style.ticks(axes.yaxis, positions, largest["label"], labelsize=7)
+    handles = [
+        axes.barh(positions, weights, color=style.CRITERIA["reap"], label="weights"),
+        axes.barh(positions, working_memory, left=weights, **look),
+    ]
+    style.ticks(axes.yaxis, positions, largest_requests["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
-    drawing.legend(handles=[weights, working_bars], loc="outside lower center", ncols=2, fontsize=7)
-    size = int(largest["batch_size"].iloc[0])
-    length = int(largest["prompt_length"].iloc[0])
+    drawing.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7)
+    size = int(largest_requests["batch_size"].iloc[0])
+    length = int(largest_requests["prompt_length"].iloc[0])
     caption = f"Memory at {size} prompts of {length} tokens. {conditions(results.study)}"
     return Figure(name, f"Memory of a served model: {comparison.model}", caption, drawing)
 
@@ -171,31 +176,31 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
 )
 @per_model("pruned")
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Tokens per second and peak memory by the block size to which channels are rounded and the
-    smallest expert.
+    """Tokens per second and peak memory by the block size of channels and the smallest expert.
 
-    Block sizes are columns, smallest experts rows; two maps per ratio and recovery.
+    A row of two maps (BLOCK_MAPS) per ratio and recovery; the columns of a map are block sizes, its
+    rows smallest experts. None without two timed plans of aligned allocations.
     """
     study = results.study
-    timed = _largest(study, comparison)
-    rounded = plans.blocks(comparison.cells, study.reader)
-    if timed.empty or rounded.empty:
+    timings = _largest_requests(study, comparison)
+    blocks = plans.blocks(comparison.cells, study.reader)
+    if timings.empty or blocks.empty:
         return None
-    by_block = timed.merge(rounded, on="cell").join(
+    timed_blocks = timings.merge(blocks, on="cell").join(
         comparison.cells[["ratio", "recovery"]], on="cell"
     )
-    if len(by_block) < 2:
+    if len(timed_blocks) < 2:
         return None
-    unpruned = timed[timed["cell"] == comparison.unpruned]
-    rows = list(groups(by_block, ["ratio", "recovery", "device"]))
-    heights = [0.22 * of_row["smallest"].nunique() + 0.85 for _, of_row in rows]
+    unpruned = timings[timings["cell"] == comparison.unpruned]
+    rows = list(groups(timed_blocks, ["ratio", "recovery", "device"]))
+    heights = [0.22 * row_blocks["smallest"].nunique() + 0.85 for _, row_blocks in rows]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
     grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
-    for panels, (key, of_row) in zip(grid, rows, strict=True):
+    for panels, (key, row_blocks) in zip(grid, rows, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
         pruned = settings.comma_joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
         for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
-            _draw_map(axes, of_row, column)
+            _draw_map(axes, row_blocks, column)
             if unpruned[column].notna().any():
                 title += f"; unpruned {unpruned[column].iloc[0]:,.0f}"
             axes.set_title(f"{pruned}\n{title}", fontsize=7.5)
@@ -209,43 +214,53 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
 
 
-def _largest(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """The row of `requests` with most prompt tokens of each cell, on the first device, with a
-    column label."""
+def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
+    """For each cell of a model, the row of `requests` with most prompt tokens. Only the first
+    device in `requests` counts. The column label names the method and the removed share."""
     timings = requests(study)
     timings = timings[timings["cell"].isin(comparison.cells.index)]
     timings = timings[timings["device"].isin(timings["device"].iloc[:1])]
-    tokens = timings["batch_size"] * timings["prompt_length"]
-    timings = timings.loc[tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
-    ratios = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
-    labels = settings.method_labels(comparison.cells)
+    prompt_tokens = timings["batch_size"] * timings["prompt_length"]
+    timings = timings.loc[prompt_tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
+    removed_words = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
+    methods = settings.method_labels(comparison.cells)
     return timings.assign(
-        label=[settings.comma_joined(labels[cell], ratios[cell]) for cell in timings["cell"]]
+        label=[
+            settings.comma_joined(methods[cell], removed_words[cell]) for cell in timings["cell"]
+        ]
     )
 
 
 def _draw_map(axes: Axes, timings: pd.DataFrame, column: str) -> None:
-    """Draw a square for each block size and smallest expert that was run, shaded by `column`; a
-    dash where this was not measured."""
+    """Draw a square with the number in `column` for each row of `timings`: block sizes from left to
+    right, smallest experts from top to bottom. Squares are shaded from the lowest number (0.1 of
+    the colour map) to the highest (0.9); NaN is shown as a dash.
+
+    timings: block (size), smallest (expert, in channels) and `column`."""
     blocks = sorted(timings["block"].unique())
-    smallest = sorted(timings["smallest"].unique())
-    least = float(timings[column].min())
-    most = float(timings[column].max())
+    smallest_experts = sorted(timings["smallest"].unique())
+    low = float(timings[column].min())
+    high = float(timings[column].max())
     for row in records(timings):
         value = row[column]
-        share = 0.1
-        if most > least and not np.isnan(value):
-            share += 0.8 * (value - least) / (most - least)
-        text = "–" if np.isnan(value) else f"{value:,.{1 if most < 100 else 0}f}"
-        style.square(axes, blocks.index(row["block"]), smallest.index(row["smallest"]), share, text)
+        shade = 0.1
+        if high > low and not np.isnan(value):
+            shade += 0.8 * (value - low) / (high - low)
+        text = "–" if np.isnan(value) else f"{value:,.{1 if high < 100 else 0}f}"
+        x = blocks.index(row["block"])
+        y = smallest_experts.index(row["smallest"])
+        style.square(axes, x, y, shade, text)
     style.squares(
-        axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest]
+        axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest_experts]
     )
 
 
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results, name: str) -> Table:
-    """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
+    """Bytes of the model in bfloat16 before and after pruning, counted without its weights.
+
+    A row per model, removed share and number of bytes after pruning.
+    """
     memory = results.study.memory
     numbers = {
         "Before (MiB)": ("before", "{:,.2f}"),
@@ -271,35 +286,34 @@ def memory_table(results: Results, name: str) -> Table:
 
 @output("unified.table4", chapter="memory", needs="the facts of its models in the store")
 def architecture_table(results: Results, name: str) -> Table:
-    """Unified Expert Pruning's Table 4: layers, experts and parameters, from configurations
-    alone."""
+    """Unified Expert Pruning's Table 4: numbers of layers, experts and parameters of each model."""
     study = results.study
     rows = []
     for model, facts in study.models.items():
         layers = list(facts["layers"].values())
-        decoder = facts.get("decoder_layers", np.nan)
-        largest = {
+        maximum = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")
         }
+        # parameters of the routed experts to which a token is not given
         inactive = sum(
             (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )
         counts = {
             "Parameters (M)": facts["parameters"] / 1e6,
             "Active (M)": (facts["parameters"] - inactive) / 1e6,
-            "Experts": largest["n_experts"],
-            "Top-k": largest["top_k"],
-            "Shared experts": facts.get("shared_width", np.nan) / largest["width"],
+            "Experts": maximum["n_experts"],
+            "Top-k": maximum["top_k"],
+            "Shared experts": facts.get("shared_width", np.nan) / maximum["width"],
             "MoE layers": len(layers),
-            "Dense layers": decoder - len(layers),
-            "Hidden size": largest["hidden"],
-            "Channels": largest["width"],
+            "Dense layers": facts.get("decoder_layers", np.nan) - len(layers),
+            "Hidden size": maximum["hidden"],
+            "Channels": maximum["width"],
         }
         rows.append({"Model": model, "Type": str(facts.get("model_type", "")), **counts})
     formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}
-    counted = ("Experts", "Top-k", "MoE layers", "Dense layers", "Hidden size", "Channels")
-    formats |= dict.fromkeys(counted, "{:,.0f}")
+    integers = ("Experts", "Top-k", "MoE layers", "Dense layers", "Hidden size", "Channels")
+    formats |= dict.fromkeys(integers, "{:,.0f}")
     columns = list(rows[0]) if rows else ["Model", "Type"]
     return Table(
         name=name,

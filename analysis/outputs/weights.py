@@ -33,6 +33,7 @@ from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
 from analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
+"""Data that the tables of this module need."""
 SHADES = colormaps["viridis"]
 """Colours of scores from the lowest to the highest of a layer."""
 
@@ -40,14 +41,17 @@ SHADES = colormaps["viridis"]
 def weights_table(
     what: str, columns: Sequence[str]
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
-    """Decorator for functions that yield blocks: make a `score_table` of `columns` that compares
-    criteria that read weights alone with criteria that read a text. what: end of the title."""
+    """Decorator for a function that yields blocks of one model: `score_table` with the title and
+    the caption of this module's tables.
+
+    what: end of the title; columns: benchmarks and averages, differences are in the last."""
     title = f"Scores from weights alone and from text: {what}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
 def against_aimer(comparison: Comparison) -> Iterator[Block]:
-    """Blocks of all criteria at each ratio at which AIMER was run; differences are to AIMER."""
+    """Blocks of all criteria, a block per ratio at which AIMER was run; differences are to AIMER
+    (no differences if several cells of a ratio are AIMER's)."""
     for ratio, cells in by_ratio(cells_without_recovery(comparison)):
         aimer = cells[cells["criterion"] == "aimer"]
         if len(aimer):
@@ -59,7 +63,7 @@ def against_aimer(comparison: Comparison) -> Iterator[Block]:
 )
 @weights_table("group averages", GROUPS)
 def group_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Group averages of criteria that read weights alone and of those that read a text."""
+    """Group averages of criteria that read weights alone and of criteria that read a text."""
     return against_aimer(comparison)
 
 
@@ -84,48 +88,48 @@ def weight_multiple_choice(results: Results, comparison: Comparison) -> Iterator
     return against_aimer(comparison)
 
 
-PROFILED = ("magnitude", "aimer")
+FIGURE_CRITERIA = ("magnitude", "aimer")
 """The two criteria of the published figure."""
-NEGATED = ("aimer",)
-"""Criteria with the opposite sign in the store, in which the lowest scores are always pruned
-first."""
+OPPOSITE_SIGN = ("aimer",)
+"""Criteria whose scores in the store have the opposite sign of the paper's scores, because the
+lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 MODELS_IN_ROW = 3
 """Largest number of models side by side in the figure."""
 LAYERS = 8
-"""Largest number of layers labelled on an axis."""
+"""Largest number of layers with a label on an axis."""
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores by the criteria PROFILED, if the study has them: model, criterion, layer, expert,
-    score.
+    """Scores of experts by FIGURE_CRITERIA: COLUMNS, a row per model, criterion, layer and expert.
 
-    Scores have the sign of the paper: AIMER = ||w||_1 / (sqrt(N) ||w||_2) prunes the highest."""
+    Scores have the sign of the papers; the highest scores of AIMER, ||w||_1 / (sqrt(N) ||w||_2),
+    are pruned first. Scores that the store lacks are left out."""
     cells = study.cells[
-        study.cells["criterion"].isin(PROFILED) & study.cells["scores_folder"].notna()
+        study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
     ]
     frames = []
-    for row in records(cells.drop_duplicates(["model", "criterion"])):
-        folder = study.reader.folder(row["scores_folder"])
+    for cell in records(cells.drop_duplicates(["model", "criterion"])):
+        folder = study.reader.folder(cell["scores_folder"])
         table = study.reader.table(folder, "scores.parquet", COLUMNS[2:]) if folder else None
         if table is not None:
-            scores = table.to_pandas().assign(model=row["model"], criterion=row["criterion"])
-            if row["criterion"] in NEGATED:
+            scores = table.to_pandas().assign(model=cell["model"], criterion=cell["criterion"])
+            if cell["criterion"] in OPPOSITE_SIGN:
                 scores["score"] = -scores["score"]
             frames.append(scores)
     return stacked(frames, COLUMNS)
 
 
 def profiles(scores: pd.DataFrame) -> pd.DataFrame:
-    """`scores` with the columns profile and position.
+    """`weight_scores` with two more columns, computed inside each layer of a model and criterion.
 
-    profile: the score, min-max normalised in each layer of a model and criterion (0: lowest, 1:
-    highest); NaN when all experts of a layer have the same score. position: the rank of the expert
-    in its layer, from 0 (lowest score)."""
-    layer = scores.groupby(["model", "criterion", "layer"])["score"]
-    low = layer.transform("min")
-    high = layer.transform("max")
-    rank = layer.rank(method="first") - 1
+    profile: the score, scaled from 0 (lowest score of the layer) to 1 (highest); NaN when all
+    experts of the layer have the same score. position: rank of the expert in the layer, from 0
+    (lowest score)."""
+    layer_scores = scores.groupby(["model", "criterion", "layer"])["score"]
+    low = layer_scores.transform("min")
+    high = layer_scores.transform("max")
+    rank = layer_scores.rank(method="first") - 1
     return scores.assign(
         profile=(scores["score"] - low) / (high - low).replace(0, np.nan), position=rank
     )
@@ -135,25 +139,26 @@ def profiles(scores: pd.DataFrame) -> pd.DataFrame:
 def profile_figure(results: Results, name: str) -> Figure | None:
     """Distribution of Magnitude and AIMER scores over the experts of each layer.
 
-    A column of maps per model and a row per criterion; x axis: experts by rank, y axis: layers.
+    A map per model and criterion; x axis: experts by rank, y axis: layers. The criteria of a model
+    are below each other, with MODELS_IN_ROW models side by side. None without scores.
     """
     scores = weight_scores(results.study)
     if scores.empty:
         return None
-    scaled = profiles(scores)
-    models = list(dict.fromkeys(scaled["model"]))
-    criteria = names.in_order(scaled["criterion"], PROFILED)
+    scores = profiles(scores)
+    models = list(dict.fromkeys(scores["model"]))
+    criteria = names.in_order(scores["criterion"], FIGURE_CRITERIA)
     columns = min(MODELS_IN_ROW, len(models))
     rows = -(-len(models) // columns) * len(criteria)
     drawing = style.drawing(style.PAGE, 1.9 * rows + 0.5)
     grid = drawing.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
-        axes.set_visible(False)
-    for key, panel in groups(scaled, ["model", "criterion"]):
+        axes.set_visible(False)  # the last row of models can have empty places
+    for key, panel in groups(scores, ["model", "criterion"]):
         row, column = divmod(models.index(key["model"]), columns)
         axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
         axes.set_visible(True)
-        _draw_profile(axes, panel, first=column == 0)
+        _draw_profile(axes, panel, is_first_in_row=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
     ends = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
     handles = [Patch(facecolor=SHADES(share), label=label) for share, label in ends.items()]
@@ -167,9 +172,9 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
 
 
-def _draw_profile(axes: Axes, panel: pd.DataFrame, *, first: bool) -> None:
-    """Draw a map of `profiles`: a row per layer, experts by position; first: whether the panel is
-    the first of its row."""
+def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
+    """Draw a map of the column profile, with a row per layer and the experts by position. panel:
+    `profiles` of one model and criterion. Only the first map in a row has a label on the y axis."""
     image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
@@ -178,5 +183,5 @@ def _draw_profile(axes: Axes, panel: pd.DataFrame, *, first: bool) -> None:
     style.ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)
-    if first:
+    if is_first_in_row:
         axes.set_ylabel("layer")

@@ -29,15 +29,12 @@ from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
-def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
-    """The figure and the table of a winner map; [] for a map of one column, which would repeat the
-    ranking."""
-    if win_rows.empty or win_rows["column"].nunique() < 2:
+def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
+    """The figure and the table of a winner map; [] for a map of one displayed column, because such
+    a map would repeat the ranking. wins: rows of `winner_map`."""
+    if wins.empty or wins["column"].nunique() < 2:
         return []
-    return [
-        winner_figure(win_rows, name, title),
-        winner_table(results.study, win_rows, name, title),
-    ]
+    return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
 
 
 @output(
@@ -70,16 +67,16 @@ def baseline_winners(results: Results, name: str) -> list[Item]:
     )
 
 
-def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) -> Table:
-    """A winner map as a table: the best method in each column, its lead over the second, and a
-    verdict."""
-    rows = win_rows.assign(
+def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Table:
+    """A winner map as a table: for each cell of the map the best methods, the score, the lead over
+    the runner-up, and a verdict. wins: rows of `winner_map`."""
+    rows = wins.assign(
         winner=[
-            label(tied, score)
-            for tied, score in zip(win_rows["winners"], win_rows["score"], strict=True)
+            label(winners, score)
+            for winners, score in zip(wins["winners"], wins["score"], strict=True)
         ],
-        runner_up=win_rows["runner_up"].map(names.method),
-        verdict=[verdict(row) for row in records(win_rows)],
+        runner_up=wins["runner_up"].map(names.method),
+        verdict=[verdict(win) for win in records(wins)],
     )
     text = {
         "Model": "model",
@@ -95,15 +92,15 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
         name=name,
         title=title,
         caption=(
-            f"{proved_wins(win_rows)} {_P_MEANS if _tested(win_rows) else _UNTESTED} "
+            f"{proved_wins(wins)} {_P_MEANS if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
-        low=win_rows[["lead_low"]].set_axis(["Lead"], axis=1),
-        high=win_rows[["lead_high"]].set_axis(["Lead"], axis=1),
+        low=wins[["lead_low"]].set_axis(["Lead"], axis=1),
+        high=wins[["lead_high"]].set_axis(["Lead"], axis=1),
     )
 
 
@@ -118,8 +115,8 @@ NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = (
 
 
 def verdict(win: Mapping[str, Any]) -> str:
-    """Verdict on a row of `winner_map`: NO_RESULT, TIE, UNTESTED (where a criterion has one seed),
-    PROVED or NOT_PROVED."""
+    """Verdict on a row of `winner_map`: NO_RESULT (no winner), TIE (several winners), UNTESTED (a
+    criterion has only one seed), PROVED or NOT_PROVED."""
     winners = win["winners"]
     if not winners:
         return NO_RESULT
@@ -130,7 +127,7 @@ def verdict(win: Mapping[str, Any]) -> str:
     return PROVED if win["proved"] else NOT_PROVED
 
 
-_UNTESTED = (
+_NO_TESTS = (
     "Wins are tested where every criterion has several seeds; none is here, and intervals are over "
     "items."
 )
@@ -141,18 +138,20 @@ _P_MEANS = (
 )
 
 
-def _tested(win_rows: pd.DataFrame) -> bool:
-    """Whether some win is tested."""
-    return bool(win_rows["p"].notna().any())
+def _has_tests(wins: pd.DataFrame) -> bool:
+    """Whether at least one row of `winner_map` has a p-value."""
+    return bool(wins["p"].notna().any())
 
 
-def proved_wins(win_rows: pd.DataFrame) -> str:
-    """A sentence with the number of cells of a winner map that are proved wins, tied, not tested
-    and without a result."""
-    counts = Counter(verdict(row) for row in records(win_rows))
-    phrases = [f"{counts[kind]} {phrase}" for kind, phrase in _PHRASES.items() if kind in counts]
-    more = f" ({names.listing(phrases)})" if phrases else ""
-    return f"Proved wins: {counts[PROVED]} of {len(win_rows)} cells{more}."
+def proved_wins(wins: pd.DataFrame) -> str:
+    """A sentence with the number of cells of a winner map that are proved wins, and in brackets the
+    numbers of cells that are tied, not tested or without a result."""
+    counts = Counter(verdict(win) for win in records(wins))
+    phrases = [
+        f"{counts[outcome]} {phrase}" for outcome, phrase in _PHRASES.items() if outcome in counts
+    ]
+    others = f" ({names.listing(phrases)})" if phrases else ""
+    return f"Proved wins: {counts[PROVED]} of {len(wins)} cells{others}."
 
 
 _PHRASES = {
@@ -163,15 +162,16 @@ _PHRASES = {
 """Verdict -> its description in `proved_wins`."""
 
 
-def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
-    """Figure of the rows of `winner_map`: a map of displayed columns and calibration sets for each
-    model, ratio and gate; wins that are not proved are hatched."""
-    maps = list(groups(win_rows, SETTINGS))
-    rows = max(len(group["column"].unique()) for _, group in maps)
-    drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
-    for axes, (key, group) in zip(grid, maps, strict=True):
-        _draw_map(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
-        axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned")
+def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
+    """A map for each model, ratio and gate, with a row per displayed column and a column per
+    calibration set; wins that are not proved are hatched. wins: rows of `winner_map`."""
+    maps = list(groups(wins, SETTINGS))
+    most_rows = max(map_wins["column"].nunique() for _, map_wins in maps)
+    drawing, grid = style.panels(len(maps), 2, max(0.36 * most_rows, 1.1) + 0.75, below=0)
+    map_inches = drawing.get_figwidth() / min(2, len(maps)) - _LABELS
+    for axes, (key, map_wins) in zip(grid, maps, strict=True):
+        _draw_map(axes, map_wins, map_inches)
+        axes.set_title(f"{key['model']}, {map_wins['pruned'].iloc[0]} pruned")
     handles = [
         Patch(facecolor=style.RULE, label="proved win"),
         Patch(
@@ -189,9 +189,9 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
         "tested."
     )
     caption = (
-        f"{proved_wins(win_rows)} Each cell names the leading criterion of a column and "
+        f"{proved_wins(wins)} Each cell names the leading criterion of a column and "
         "calibration set, or all criteria with the highest score. "
-        f"{proved if _tested(win_rows) else _UNTESTED}"
+        f"{proved if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
 
@@ -200,11 +200,12 @@ _LABELS = 0.8
 """Inches for the labels of the rows."""
 
 
-def _draw_map(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
-    """Draw one map, whose cells are `inches` wide together."""
-    columns = list(dict.fromkeys(win_rows["column"]))
-    sets = names.calibrations_in_order(win_rows["calibration"])
-    for win in records(win_rows):
+def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
+    """Draw one map: a cell with text for each row of `winner_map`, and a square in the colour of
+    the winner unless there is a tie. inches: width of the map."""
+    columns = list(dict.fromkeys(wins["column"]))
+    sets = names.calibrations_in_order(wins["calibration"])
+    for win in records(wins):
         x = sets.index(win["calibration"])
         y = columns.index(win["column"])
         winners: tuple[str, ...] = win["winners"]
@@ -214,7 +215,7 @@ def _draw_map(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
             )
             square.set(alpha=0.3, hatch=None if win["proved"] else style.HATCH)
             axes.add_patch(square)
-        text, size = _fitted(winners, win["score"], inches / len(sets))
+        text, size = _text_and_size(winners, win["score"], inches / len(sets))
         axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.0)
     for edge in range(len(sets) + 1):
         axes.axvline(edge, color=style.SURFACE, linewidth=2)
@@ -223,22 +224,24 @@ def _draw_map(axes: Axes, win_rows: pd.DataFrame, inches: float) -> None:
     style.squares(axes, list(map(names.calibration, sets)), list(map(names.benchmark, columns)))
 
 
-def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
-    """The text in a cell of a map that is `inches` wide, and its font size in points.
+def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
+    """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    Tied winners are named on two lines, at most three of them, with the number of the others:
-    `A = B =` and `C +2`; if this does not fit, only their number is given."""
-    letters = int(inches / SMALL_LETTER)
+    The text is the `label` of the winners, in the small font if the label is too long for one line.
+    Tied winners with a score other than 0 are named on two lines, at most three of them, with the
+    number of the other winners: `A = B =` and `C +2`; if these lines do not fit, the text is the
+    number of tied winners."""
+    letters_in_line = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
-        displayed = [names.method(name) for name in winners[:3]]
-        more = f" +{len(winners) - 3}" if len(winners) > 3 else ""
+        methods = [names.method(name) for name in winners[:3]]
+        others = f" +{len(winners) - 3}" if len(winners) > 3 else ""
         if len(winners) == 2:
-            text = " =\n".join(displayed)
+            text = " =\n".join(methods)
         else:
-            text = f"{displayed[0]} = {displayed[1]} =\n{displayed[2]}{more}"
-        fits = max(map(len, text.splitlines())) <= letters
-        return (text, 5.6) if fits else (f"{len(winners)} tied", 6.5)
+            text = f"{methods[0]} = {methods[1]} =\n{methods[2]}{others}"
+        is_fitting = max(map(len, text.splitlines())) <= letters_in_line
+        return (text, 5.6) if is_fitting else (f"{len(winners)} tied", 6.5)
     text = label(winners, score)
     if len(text) > inches / LETTER:
-        return textwrap.fill(text, letters), 5.6
+        return textwrap.fill(text, letters_in_line), 5.6
     return text, 7.5 if len(winners) == 1 else 6.5
