@@ -142,9 +142,8 @@ class Run:
         """Remove the folder of the run, and the folder of its study if it holds no other run."""
         hidden_folder = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
-            self.folder.rename(
-                hidden_folder
-            )  # so that started jobs, which know the old name, write nothing
+            # first renamed, as started jobs may still write to the folder by its old name
+            self.folder.rename(hidden_folder)
             self.folder.parent.rmdir()
         shutil.rmtree(hidden_folder, ignore_errors=True)
         shutil.rmtree(self.logs, ignore_errors=True)
