@@ -39,7 +39,7 @@ from moe_lab.study.steps.recovery import Export, Pruned, export_of
 if TYPE_CHECKING:
     from moe_lab.evaluation.engines import Engine
 
-PHRASE = 13
+WORDS_PER_PHRASE = 13
 """Number of words of a phrase."""
 ITEMS_PER_PHRASE = 10
 """Phrases in more items of a benchmark are not counted, as they belong to the benchmark's
@@ -297,7 +297,7 @@ class Contamination(Step):
     kind = "contamination"
     small = True
     facts: Facts
-    """The model, whose tokenizer determines where the text ends."""
+    """Facts of the model whose tokenizer determines where the calibration set ends."""
     text: IdentifiedText
     asked: tuple[tuple[str, Questions], ...]
     """(name of a benchmark, its questions). The name of this field is part of the id."""
@@ -327,14 +327,14 @@ class Contamination(Step):
     def work(self, files: Files) -> None:
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
-        text_phrases = {phrase for passage in self._passages() for phrase in phrases(passage)}
+        text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
         counts = {}
         for name, questions in self.asked:
             items = harness_of(questions.benchmark).items(questions.benchmark)
             counts[name] = count_contamination(items, text_phrases)
         write_json(files.out / CONTAMINATION, counts)
 
-    def _passages(self) -> Iterator[str]:
+    def _texts(self) -> Iterator[str]:
         """The texts of the calibration set, decoded from runs of valid tokens in each row."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
@@ -354,10 +354,11 @@ Task = Callable[[Pruned], Evaluate | Grade]
 
 
 def phrases(text: str) -> Iterator[str]:
-    """All sequences of PHRASE adjacent words (runs of letters and digits) in a text, in lower
-    case."""
+    """All sequences of WORDS_PER_PHRASE adjacent words in a text, in lower case. Words are runs of
+    letters and digits."""
     words = _WORD.findall(text.lower())
-    return (" ".join(words[start : start + PHRASE]) for start in range(len(words) - PHRASE + 1))
+    for end in range(WORDS_PER_PHRASE, len(words) + 1):
+        yield " ".join(words[end - WORDS_PER_PHRASE : end])
 
 
 def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
@@ -368,8 +369,8 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
     comparable = 0
     shared_phrases = []
     for item in items:
-        for pieces in _pieces(item):
-            item_phrases = {phrase for piece in pieces for phrase in phrases(piece)}
+        for texts in _item_texts(item):
+            item_phrases = {phrase for text in texts for phrase in phrases(text)}
             comparable += bool(item_phrases)
             shared_phrases.append(item_phrases & text_phrases)
     counts = Counter(phrase for shared in shared_phrases for phrase in shared)
@@ -379,7 +380,7 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
     return {"comparable": comparable, "found": found}
 
 
-def _pieces(item: Item) -> Iterator[list[str]]:
+def _item_texts(item: Item) -> Iterator[list[str]]:
     """Lists of texts; each list counts as one item. One list has all texts of the item's requests:
     prompts followed by the answer, if known, and messages of conversations. For a document, there
     is one list per paragraph."""

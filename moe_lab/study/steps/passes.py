@@ -34,6 +34,7 @@ from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, r
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that computes its rows from the sums of layers."""
 LOSS_RISES = "moe_lab.search.ablation:loss_rises"
+"""MODULE:NAME of the function that computes the sums of `LossRise`."""
 
 
 class Facts(Step):
@@ -95,7 +96,7 @@ class StepModel(IdentifiedModel):
     computed once."""
 
     @cached_property
-    def identity_loaded(self) -> Loaded:
+    def loaded_field(self) -> Loaded:
         """The field `loaded` of all steps that load the model. dtype=auto stands for float32 on the
         CPU, and for the precision of the files on a GPU."""
         device = "cpu"
@@ -110,15 +111,15 @@ class StepModel(IdentifiedModel):
 
 def loaded_as(model: ModelConfig) -> Loaded:
     """The field `loaded` of steps that load the model, whose device is resolved. Loads nothing."""
-    return StepModel.of(model).identity_loaded
+    return StepModel.of(model).loaded_field
 
 
 def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
     """Write the sums of all layers, and the small tables `figures`, which are computed from
     them."""
     sums.save(files.out / STATISTICS)
-    for name, columns, rows in figures:
-        files.table(name, columns, rows(sums.layers))
+    for name, columns, compute_rows in figures:
+        files.table(name, columns, compute_rows(sums.layers))
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,17 @@ class Measurement:
     computes sums from a checkpoint."""
     figures: tuple[Table, ...] = ()
     """Small tables for figures."""
-    backward: bool = False
+    has_backward: bool = False
     """Whether the pass has a backward pass through the layers."""
-    divides: bool = True
+    can_divide: bool = True
     """Whether sums of several rows can be added, so that calibration.parts divides the pass."""
     per_layer: Bytes | None = None
     """Function for the bytes that a layer in memory needs besides its weights."""
 
 
 class Pass(Step):
-    """Sums over the tokens of a calibration set."""
+    """Sums over the tokens of a calibration set, or of a share of its rows. A step with `merges`
+    adds the sums of shares and reads no text."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
@@ -156,13 +158,13 @@ class Pass(Step):
         "gradients": Measurement(
             "moe_lab.statistics.gradients:GradientHook",
             figures=(("gradients.parquet", results.GRADIENTS, tables.gradients),),
-            backward=True,
+            has_backward=True,
         ),
         # gradients of the experts' weights, reduced to a number per channel
         "weight_gradients": Measurement(
             "moe_lab.statistics.gradients:WeightGradientHook",
-            backward=True,
-            divides=False,
+            has_backward=True,
+            can_divide=False,
             per_layer=expert_weights,
         ),
         # the exact damage of removing each expert alone, when the next expert of each token
@@ -190,7 +192,7 @@ class Pass(Step):
         text = IdentifiedText.of(cell.calibration)
         on_several_gpus = cls.whole_model and text.engine == "streamed"
         shares: tuple[Self, ...] = ()
-        if cls.kinds[kind].divides and not on_several_gpus:
+        if cls.kinds[kind].can_divide and not on_several_gpus:
             bounds = calibrations.part_bounds(text)
             shares = tuple(cls(kind, model, text, rows=rows) for rows in bounds)
         return cls(kind, model, text, merges=shares)
@@ -207,7 +209,7 @@ class Pass(Step):
             pace,
             rows=self.rows,
             engine="resident" if self.whole_model else self.text.engine,
-            backward=measurement.backward,
+            backward=measurement.has_backward,
             per_layer=measurement.per_layer,
         )
 
@@ -228,7 +230,7 @@ class Pass(Step):
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
-        return passes.gather_gradients(hook) if measurement.backward else passes.gather(hook)
+        return passes.gather_gradients(hook) if measurement.has_backward else passes.gather(hook)
 
     def merge(self, shares: list[Path]) -> Any:
         """Layer -> name -> tensor: the sums in the files `shares`, added."""

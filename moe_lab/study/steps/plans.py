@@ -169,18 +169,18 @@ def check_sequential(cell: Cell) -> None:
     """Raise UserError unless the criterion reads forward statistics, and apart from them only sums
     over weights. No other sums are computed anew after lower layers were pruned."""
 
-    def fits(needs: Sequence[str]) -> bool:
-        """Whether a criterion with these input steps can be used."""
+    def can_use(needs: Sequence[str]) -> bool:
+        """Whether a criterion that needs these input steps can be used."""
         return "statistics" in needs and not any(
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
 
-    fitting = [name for name, criterion in criteria.CRITERIA.items() if fits(criterion.needs)]
-    if (name := cell.criterion.name) not in fitting:
+    names = [name for name, criterion in criteria.CRITERIA.items() if can_use(criterion.needs)]
+    if (name := cell.criterion.name) not in names:
         raise UserError(
             "allocation=sequential scores each layer by its forward statistics, and "
             f"criterion={name} reads {' and '.join(criteria.get(name).needs) or 'none'}: expected "
-            f"one of {', '.join(fitting)}"
+            f"one of {', '.join(names)}"
         )
 
 
@@ -201,7 +201,7 @@ class PlanRequest(StepFields):
         return self.allocation.replacement in GROUPINGS
 
     @property
-    def allocated(self) -> dict[str, Any]:
+    def allocation_settings(self) -> dict[str, Any]:
         """Settings of the allocation from the identity of the step, and the ratio. `path` is a
         digest of the file when the id was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
@@ -210,21 +210,21 @@ class PlanRequest(StepFields):
         """The facts of a model, with the experts of each layer that the plan must retain because of
         allocation.protect."""
         facts = files.facts(model)
-        if self.allocated["protect"] is None:
+        if self.allocation_settings["protect"] is None:
             return facts
         from moe_lab.allocation import protection
         from moe_lab.statistics import read
 
-        largest = read(
+        statistics = read(
             files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
         )
-        return protection.with_protected(self.allocated, facts, largest)
+        return protection.with_protected(self.allocation_settings, facts, statistics)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan: settings, and the hash of the model's files. `model`: the facts
         of the model."""
-        origin = {"allocation": self.allocated, "model_sha256": model["sha256"]}
-        if self.allocated["protect"] is not None:
+        origin = {"allocation": self.allocation_settings, "model_sha256": model["sha256"]}
+        if self.allocation_settings["protect"] is not None:
             from moe_lab.allocation import protection
 
             origin |= protection.provenance(model)
@@ -285,7 +285,7 @@ class FromScores(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The plan of a cell."""
+        """The step that makes a cell's plan."""
         return cls(
             plan_request(cell),
             loaded_as(cell.model).facts,
@@ -300,8 +300,8 @@ class FromScores(CellPlan):
 
         model = self.request.facts_of(self.facts, files)
         origin = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        # `allocated` has a digest of the file instead of its path
-        settings = {**self.request.allocated, "path": self.request.allocation.path}
+        # `allocation_settings` has a digest of the file instead of its path
+        settings = {**self.request.allocation_settings, "path": self.request.allocation.path}
         evidence: dict[str, Any] = files.sums(self.request.evidence)
         if "by" in self.request.evidence:
             evidence["by"] = files.expert_scores(self.request.evidence["by"])
@@ -312,13 +312,13 @@ class FromScores(CellPlan):
         else:
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, model["layers"], evidence, provenance=origin)
-        tied = ties(plan, scores, model["layers"])
-        # if allocation.path is a plan, that plan is the result, after the checks above
+        tie_counts = ties(plan, scores, model["layers"])
+        # if allocation.path is a plan, it has passed the checks of an allocation, and is the result
         if plan_of_file := plan_in(self.request.allocation):
             plan = plan_of_file
-            tied = {}
+            tie_counts = {}
             plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
-        save_plan(plan, model, files, tied)
+        save_plan(plan, model, files, tie_counts)
         if granularity == "channel" and plan.has_channels:
             masks = {
                 number: layer.channels
@@ -329,8 +329,8 @@ class FromScores(CellPlan):
 
 
 class Search(CellPlan):
-    """A plan by evolutionary search, and the history of the search. The search starts from scores,
-    and evaluates candidates on a text."""
+    """A plan that an evolutionary search finds, and the history of the search. The search starts
+    from scores, and evaluates candidates on a text."""
 
     kind = "search"
     whole_model = True
@@ -368,7 +368,7 @@ class Search(CellPlan):
             tokenizer,
             facts=self.request.facts_of(self.loaded.facts, files),
             scores=files.expert_scores(self.scores),
-            settings=self.request.allocated,
+            settings=self.request.allocation_settings,
             text=self.text,
             out=files.out,
             partial=files.partial,
@@ -401,7 +401,7 @@ class Reconstruction(CellPlan):
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
         model = self.request.facts_of(self.loaded.facts, files)
-        settings = self.request.allocated
+        settings = self.request.allocation_settings
         best = reconstruct(
             engine(self.loaded.model, self.text, files).gather,
             facts=model,
@@ -470,18 +470,18 @@ class Sequential(CellPlan):
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
         settings = {
-            **self.request.allocated,
+            **self.request.allocation_settings,
             "name": "uniform" if granularity == "expert" else "layerwise",
         }
 
-        tied: dict[int, int] = {}
+        tie_counts: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
             """The plan of one layer. `sums`: forward statistics of the layer."""
             facts = {layer: model["layers"][layer]}
             scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, facts)
             plan = plan_from_scores(settings, scores, facts, {}, provenance={})
-            tied.update(ties(plan, scores, facts))
+            tie_counts.update(ties(plan, scores, facts))
             return plan
 
         plan = prune_sequentially(
@@ -495,4 +495,4 @@ class Sequential(CellPlan):
                 **self.request.origin(model),
             },
         )
-        save_plan(plan, model, files, tied)
+        save_plan(plan, model, files, tie_counts)
