@@ -156,10 +156,10 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
     """
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
-    owner = numpy.repeat(order, [len(threshold) for threshold in thresholds])
+    group_ids = numpy.repeat(order, [len(threshold) for threshold in thresholds])
     flat = numpy.concatenate(thresholds)
     ranking = numpy.argsort(flat, kind="stable")
-    return numpy.bincount(owner[ranking[:budget]], minlength=len(groups))
+    return numpy.bincount(group_ids[ranking[:budget]], minlength=len(groups))
 
 
 def _thresholds(scores: Array, prior: float) -> Array:
@@ -272,10 +272,10 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 
 
 def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
-    """The budgets (E,) of one layer in whole blocks. `scores`: (E, I)."""
+    """The budgets (E,) of one layer, rounded to whole blocks as `align` says. `scores`: (E, I)."""
     block = alignment.block
-    active = (budgets >= alignment.fewest) & (budgets > 0)
-    rounded = numpy.where(active, budgets // block * block, 0)
+    is_retained = (budgets >= alignment.fewest) & (budgets > 0)
+    rounded = numpy.where(is_retained, budgets // block * block, 0)
     lost: NDArray[Any] = budgets - rounded
     leftover = int(lost.sum()) // block
     if alignment.order == "scores":
@@ -284,7 +284,8 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
         lost = (descending * is_lost).sum(axis=1)
-    room = numpy.where(active, (scores.shape[1] - rounded) // block, 0)
+    # blocks that each expert can get
+    room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
     order = numpy.argsort(-lost, kind="stable")
     added = numpy.zeros_like(room)
     while leftover > 0:

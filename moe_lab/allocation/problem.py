@@ -216,6 +216,7 @@ def apportion(
     least, most, steps = (
         numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step)
     )
+    # the sum of the clipped shares is piecewise linear in the level, with these corners
     levels = numpy.sort(numpy.concatenate([least / weight, most / weight]))
     totals = [numpy.clip(level * weight, least, most).sum() for level in levels]
     share = numpy.clip(numpy.interp(total, totals, levels) * weight, least, most)

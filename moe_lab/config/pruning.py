@@ -265,8 +265,8 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Raise ValueError unless there is a path or a mixture, with settings that it reads and
-        shares that add up to 1."""
+        """Raise ValueError for settings that a mixture leaves to its sets, for shares that do not
+        add up to 1, and without a path or a mixture."""
         for name in OF_DOCUMENTS if self.sources else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(

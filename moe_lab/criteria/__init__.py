@@ -287,6 +287,7 @@ def _scores_once(layer: Layer, parameters: Mapping[str, Any], location: str, rem
     except (UserError, MemoryError, _UnknownStatistic):
         raise
     except Exception as error:
+        # the line of the criterion, right below this call
         line = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(

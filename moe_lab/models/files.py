@@ -41,6 +41,7 @@ def sha256_of(file: Path) -> str:
     """sha256 (hex) of a file's bytes. A large file is read again only if its path, size, time or
     inode changes."""
     real = file.resolve()
+    # the hub's cache names a large file by its sha256
     if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
         return real.name
     status = real.stat()
@@ -359,8 +360,8 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
         # all errors of the hub and of the network are OSErrors
         revision = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        kind = UserError if hub_answers() else Unavailable
-        raise kind(
+        error_type = UserError if hub_answers() else Unavailable
+        raise error_type(
             f"model.path={settings.path} is no folder, and the hub gave no such model{revision} "
             f"({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"

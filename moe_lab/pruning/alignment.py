@@ -168,6 +168,7 @@ def normalised_distance(
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )
+    # sums of two squared lengths, each 1 after normalisation, or 0 for a vector of zeros
     lengths = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
     distances: torch.Tensor = (lengths - 2 * cosine).clamp_min(0).sqrt()
     return distances

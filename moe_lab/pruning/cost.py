@@ -179,6 +179,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
     vocabulary = 0 if head is None else int(head.weight.numel())
+    # the head multiplies and adds once for each of its weights
     parts = _by_part(counter.get_flop_counts(), layers, model)
     return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * vocabulary}
 
@@ -239,7 +240,7 @@ def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
     """Measure the routing of the valid tokens of `batches` in the masked model, with one forward
-    pass. `pruned`: the layers of the model that is pruned by the plan."""
+    pass. `pruned`: the layers of the pruned model."""
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),

@@ -135,6 +135,7 @@ class Projection:
             return values.T if self.down else values
 
         if self._width:
+            # `channels_first` gives numbers already, and `_bits` rounds
             result = self.stored.projection(
                 channels_first, lambda numbers: numbers, lambda total, _: total
             )

@@ -110,13 +110,13 @@ def describe_export(
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
     """config.json of a checkpoint whose layers differ, or that the family's configuration cannot
-    describe. It has a model type of its own, so that no stock class fills missing weights with
-    random numbers. `LAYERS_FIELD` has the shape of each layer, and the fields that a program has to
-    restore to load the checkpoint by a class of the family."""
+    describe. The export has a model type of its own, so that no stock class fills missing weights
+    with random numbers. `LAYERS_FIELD` has the shape of each layer, and the fields that a program
+    has to restore to load the checkpoint by a class of the family."""
     kind = config.get("model_type", "")
     check_causal(kind)
-    replaced = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
-    stock: dict[str, Any] = {name: config[name] for name in replaced if name in config}
+    replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
+    stock: dict[str, Any] = {name: config[name] for name in replaced_fields if name in config}
     layers = {}
     for index, layer in form.items():
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}

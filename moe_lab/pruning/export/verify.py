@@ -73,10 +73,10 @@ def verify(
                 if moe is not None and written is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
                     pairs.append(_all_experts(moe, written, plan.layers[number], hidden))
-            same_order = written is None or (
+            has_same_order = written is None or (
                 not plan.has_channels and written.n_experts == len(plan.retained[number])
             )
-            bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
+            bound = 0.0 if device == "cpu" and has_same_order else TOLERANCE[dtype]
             location = f"decoder layer {number} of {exported}"
             largest = max(largest, *(_difference(location, pair, bound) for pair in pairs))
             state = output

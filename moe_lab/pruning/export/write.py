@@ -32,8 +32,8 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with an empty folder next to `target` that replaces it at the end; nothing stays
-    when it fails."""
+    """A context with an empty folder, which becomes `target` at the end; if the context fails,
+    nothing stays."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
