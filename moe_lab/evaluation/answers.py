@@ -70,7 +70,7 @@ class _Query:
     reference_bytes: int = 0
     """Bytes of the reference's scored tokens."""
     marks: tuple[tuple[int, str], ...] = ()
-    """Special tokens that part the text into thought and answer, or may end it."""
+    """Special tokens that part the text into thought and answer, or that stop texts contain."""
 
 
 def collect_answers(

@@ -29,7 +29,7 @@ _BUSY = (408, 409, 429)
 """HTTP status codes below 500 after which the client repeats a request. It also repeats a request
 after every status code from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
-"""Values of finish_reason of incomplete replies; those of complete replies differ between
+"""Values of finish_reason of incomplete replies. The values of complete replies differ between
 endpoints."""
 ATTEMPTS = 8
 """How often a request is sent while the endpoint is busy, broken or unreachable: about a minute."""
@@ -144,7 +144,9 @@ def _verdict(
     settings = judge.identity  # without the address
     key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
-    with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
+    with suppress(
+        OSError, ValueError
+    ):  # a reply that is not in the cache, or damaged, is requested
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
     reason = "canceled"

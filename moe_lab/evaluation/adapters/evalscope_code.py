@@ -38,7 +38,7 @@ _COLUMNS = ("inputs", "outputs")
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # no output becomes a hash: EvalScope's comparison needs the values
 
-# The program that runs in the sandbox: EvalScope's functions around a solution.
+# The program that runs in the sandbox: a solution, with the functions of EvalScope that run it.
 _PROGRAM = """
 import ast, json, sys
 from io import BytesIO, StringIO, TextIOWrapper

@@ -157,7 +157,7 @@ _NEUTRAL_VALUES = {
     "no_repeat_ngram_size": 0,
     "min_new_tokens": 0,
 }
-"""Setting -> the only value of it that greedy generation can follow."""
+"""Setting -> its only value that greedy generation can follow."""
 
 
 def _limit_and_stop(

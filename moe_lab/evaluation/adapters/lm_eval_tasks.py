@@ -209,8 +209,8 @@ def _source_of_examples(task: Any) -> Any:
 
 
 def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError unless a task has enough examples to show with an item, none of which is the
-    item itself."""
+    """Raise UserError unless a task has enough examples to show with an item; the item itself does
+    not count."""
     split = _evaluated_split(task)
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
@@ -258,7 +258,7 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
 
 
 def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
-    """The label of an item: number or text of a choice, several of them, or a text."""
+    """The label of an item: the number or text of a choice, a list of these, or a text."""
     return task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
 
 

@@ -164,8 +164,8 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the tokenizer's end token, and those of the checkpoint's
-    generation_config.json or else of its config.json."""
+    """The tokens that end a text: the tokenizer's end token, and the end tokens in the checkpoint's
+    generation_config.json or else in its config.json."""
     ends = read_json_if_there(checkpoint / "generation_config.json").get("eos_token_id")
     if ends is None:
         ends = read_json_if_there(checkpoint / "config.json").get("eos_token_id")

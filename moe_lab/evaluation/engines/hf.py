@@ -1,5 +1,4 @@
-"""The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same
-way.
+"""The loaded model as an engine, which computes texts and likelihoods for all benchmarks alike.
 
 Texts are generated greedily for a batch of prompts, and end at different times. transformers
 prepares the inputs of each step, as a family needs them. The loop is moe_lab's own, for two
@@ -126,7 +125,7 @@ class Batch:
         stop = self.generation.stop
         if not stop or not open_rows:
             return open_rows
-        # enough tokens for a stop text that ends in the new ones: every token adds at least a byte
+        # enough tokens for a stop text that ends in new tokens, as each token has at least a byte
         window = max(len(text.encode()) for text in stop) + unseen
         last_tokens = [texts[row].tokens[-window:] for row in open_rows]
         endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
@@ -309,8 +308,8 @@ def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
     """The beginning of a text: the first tokens of its right answer, as far as the model chooses
-    them too, and then the model's next token. `logits` (n, V) are those after the prompt and after
-    each token of the answer."""
+    the same tokens, and then the model's next token. `logits` (n, V) are those after the prompt and
+    after each token of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
     choices = likeliest_tokens.tolist()

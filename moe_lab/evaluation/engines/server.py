@@ -1,4 +1,4 @@
-"""A server with OpenAI's interface as an engine that generates texts: it is started for a
+"""A server with OpenAI's interface as an engine that generates texts. The server is started for a
 checkpoint, checked, and stopped."""
 
 from __future__ import annotations

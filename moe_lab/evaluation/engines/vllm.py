@@ -115,7 +115,7 @@ class VllmModel(Engine):
         `seconds` plus backend.ready_seconds.
 
         Raises Unavailable when the engine fails, ends, or sends nothing for too long. The engine is
-        closed then, since it still has requests.
+        closed after such a failure, since requests are still under way.
         """
         try:
             with self._reply_seconds(seconds) as limit:

@@ -43,8 +43,7 @@ OWN_SUBSETS = "math_500"
 
 
 class EvalScope(Harness):
-    """EvalScope, which runs in an interpreter of its own: its requirements contradict those of
-    moe_lab."""
+    """EvalScope. It runs in an interpreter of its own, as its requirements contradict moe_lab's."""
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
@@ -104,7 +103,7 @@ class EvalScope(Harness):
         return graded_by_mean(answers, benchmark, verdict, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
-        """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
+        """EvalScope's version in the benchmark's interpreter; None without EvalScope."""
         try:
             return package_version_in(_python(benchmark), "evalscope")
         except UserError:

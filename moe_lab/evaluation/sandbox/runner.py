@@ -2,7 +2,7 @@
 outputs.
 
 It gets requests as lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed
-in a child process and called on each input, and the values that it returned are sent back encoded
+in a child process and called on each input, and the values that it returns are sent back encoded
 (`encoding.py`). A program can harm only its own child process, which has no network, no writable
 file, no view of other processes, and limits on memory, processes, time and output. The child and
 all processes that it started are killed before the reply is written. Nothing that it sends is
