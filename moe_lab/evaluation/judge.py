@@ -144,9 +144,7 @@ def _verdict(
     settings = judge.identity  # without the address
     key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
-    with suppress(
-        OSError, ValueError
-    ):  # a reply that is not in the cache, or damaged, is requested
+    with suppress(OSError, ValueError):  # a missing or damaged reply is requested below
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
     reason = "canceled"

@@ -1,2 +1,2 @@
-"""What imports lm-eval, EvalPlus or EvalScope, or follows the rules of BFCL. Harnesses use it to
-ask and to grade."""
+"""Modules that import lm-eval, EvalPlus or EvalScope, or follow the rules of BFCL. Harnesses use
+these modules to ask and to grade."""
