@@ -179,8 +179,8 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
     vocabulary = 0 if head is None else int(head.weight.numel())
-    # the head multiplies and adds once for each of its weights
     parts = _by_part(counter.get_flop_counts(), layers, model)
+    # the head multiplies and adds once for each of its weights
     return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * vocabulary}
 
 

@@ -154,7 +154,7 @@ class _Sums:
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
-        if self.moe is None:
+        if self.moe is None:  # no routing, so no entropies
             return (self.index, variance, *(float("nan"),) * 3, 0)
         load_entropy = _entropy(_shares(self.load.double())[None])
         return (

@@ -85,6 +85,7 @@ def make_channel_plan(
     """
     masks: dict[int, Mask] = {}
     for number in sorted(scores):
+        # rank 0 has the lowest score
         ranks = finite(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
         masks[number] = ranks >= (ranks.shape[1] - keep[number])[:, None]
     if not any(mask.any() for mask in masks.values()):

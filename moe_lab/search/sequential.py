@@ -49,12 +49,12 @@ def prune_sequentially(
             with (
                 streamed.layer(number, next_number=number + 1),
                 torch.no_grad(),
-                ExitStack() as masked,
+                ExitStack() as masks,
             ):
                 if number in streamed.moe:
                     sums = layer_pass.run(number, ForwardHook, keep=False)
                     plan = choose(number, sums[number])
-                    masked.enter_context(mask_layers([streamed.moe[number]], plan))
+                    masks.enter_context(mask_layers([streamed.moe[number]], plan))
                 if number + 1 < len(streamed.layers):
                     layer_pass.run(number, None, keep=True)
             layer_pass.finish(sums, [number + 1])

@@ -224,6 +224,7 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
             for block in _blocks(weights, layer, [names[expert] for expert in experts], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
+        # ||v - w||^2 = ||v||^2 + ||w||^2 - <v, w> - <w, v>
         layers[layer] = {
             "weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(
                 min=0
