@@ -128,10 +128,11 @@ def channel_agreement(
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """(`pass` and `ablation` -> seconds of the first such step behind `cells`, the machines of
-    these two steps). A step whose time the store lacks has NaN seconds.
+    """(seconds, machines) of two steps: the first shown pass of `cells` and the first ablation that
+    a plan of `cells` reads.
 
-    cells: all cells of one model and calibration set."""
+    seconds: `pass` and `ablation` -> seconds of this step; NaN when the store lacks them. cells:
+    all cells of one model and calibration set."""
     folders = shown_passes(study.cells)["statistics_folder"]
     passes = list(folders[folders.index.isin(cells.index)])
     ablations = [

@@ -182,17 +182,18 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     and high in points. Benchmarks in which lower is better are left out."""
     rows = []
     for (label, ratio), line in lines_by_tokens(study, comparison).items():
-        first, *larger = (int(str(cell)) for cell in line.index)
+        base_cell, *other_cells = (int(str(cell)) for cell in line.index)
         more_is_better = [
             str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
         ]
         ordered = names.in_order(more_is_better, names.BENCHMARKS)
-        for benchmark in mean_target(comparison, [first, *larger], ordered):
-            points = POINTS * differences(comparison, (benchmark,), dict.fromkeys(larger, first))
+        for benchmark in mean_target(comparison, [base_cell, *other_cells], ordered):
+            base_of_cell = dict.fromkeys(other_cells, base_cell)
+            points = POINTS * differences(comparison, (benchmark,), base_of_cell)
             key = {"label": label, "ratio": ratio, "benchmark": benchmark}
             no_change = {"difference": 0.0, "low": 0.0, "high": 0.0}
-            rows.append({**key, "read": line["read"][first], **no_change})
-            for cell, change in zip(larger, records(points[list(no_change)]), strict=True):
+            rows.append({**key, "read": line["read"][base_cell], **no_change})
+            for cell, change in zip(other_cells, records(points[list(no_change)]), strict=True):
                 rows.append({**key, "read": line["read"][cell], **change})
     return pd.DataFrame(
         rows, columns=["label", "ratio", "benchmark", "read", "difference", "low", "high"]

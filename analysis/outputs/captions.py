@@ -47,11 +47,11 @@ def score_setup(study: Study) -> str:
     noun = "metric" if len(metrics) == 1 else "metrics"
     protocol = f" ({protocols(study.cells)})" if protocols(study.cells) else ""
     level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
-    measured = (
+    text = (
         f"{items} items per benchmark; {noun} {names.listing(metrics)}{protocol}; {level}; "
         f"{run_setup(study)}"
     )
-    return " ".join([measured, *mixed_metrics(study.results, study.cells)])
+    return " ".join([text, *mixed_metrics(study.results, study.cells)])
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:

@@ -188,9 +188,10 @@ def expert_stacks(
         pieces_of_expert[key["expert"]] = np.diff(cumulated)
     stacks = pd.DataFrame.from_dict(pieces_of_expert, orient="index").sort_index()
     shares = retained[retained["layer"] == layer].set_index("expert")["share"]
-    first = experts[experts["layer"] == layer].set_index("expert")["first"]
-    highest = first.max()
-    return stacks.assign(kept=shares, attribution=first / (highest if highest > 0 else np.nan))
+    attributions = experts[experts["layer"] == layer].set_index("expert")["first"]
+    highest = attributions.max()
+    scale = highest if highest > 0 else np.nan
+    return stacks.assign(kept=shares, attribution=attributions / scale)
 
 
 def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
@@ -317,18 +318,18 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     equal. None without such plans.
     """
     cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
-    by_score = {
+    stacks_of_score = {
         score: stacks_of(results.study, comparison, cell) for score, cell in cell_of_score.items()
     }
-    if not by_score or not all(by_score.values()):
+    if not stacks_of_score or not all(stacks_of_score.values()):
         return None
-    layers = sorted(by_score[ACTIVATION])
+    layers = sorted(stacks_of_score[ACTIVATION])
     layer = layers[(len(layers) - 1) // 2]
     panels: list[tuple[str, pd.DataFrame]] = []
-    for score, stacks in by_score.items():
+    for score, stacks in stacks_of_score.items():
         for part in _split(stacks[layer]):
             panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", part))
-    above, below = map(names.criterion, by_score)
+    above, below = map(names.criterion, stacks_of_score)
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
     return bars_figure(
         results.study,
@@ -344,8 +345,8 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     and the same allocation, calibration set and gate; {} when there is no such pair."""
     scores = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
-        by_criterion = candidates.reset_index().drop_duplicates("criterion")
-        cell_of_criterion = by_criterion.set_index("criterion")["cell"]
+        cells_of_criteria = candidates.reset_index().drop_duplicates("criterion")
+        cell_of_criterion = cells_of_criteria.set_index("criterion")["cell"]
         if set(scores) <= set(cell_of_criterion.index):
             return {score: int(cell_of_criterion[score]) for score in scores}
     return {}

@@ -157,7 +157,7 @@ def _row(
     for name, target in targets.items():
         _, estimate = pooled_difference(comparison, target, pairs_of_ratios)
         parts[name] = estimate.value
-    compared, estimate = pooled_difference(comparison, mean, pairs_of_ratios)
+    count, estimate = pooled_difference(comparison, mean, pairs_of_ratios)
     numbers = _numbers(replace(estimate, value=sign * estimate.value))
     if not comparison.have_several_seeds(cells):
         numbers["p"] = np.nan
@@ -165,7 +165,7 @@ def _row(
         "claim": claim,
         "model": comparison.model,
         "ratio": ratio,
-        "compared": compared,
+        "compared": count,
         "parts": parts,
         **numbers,
     }
@@ -196,10 +196,10 @@ def _invariant(
         }
         if len(differences) > 1:
             differences |= {ALL: np.mean(list(differences.values()), axis=0)}
-        for ratio, by_layer in differences.items():
-            estimate = Estimate(float(np.mean(by_layer)))
-            if np.ptp(by_layer) > 0:  # without variance between layers there is no interval
-                estimate = uncertainty.mean_estimate(by_layer)
+        for ratio, values in differences.items():
+            estimate = Estimate(float(np.mean(values)))
+            if np.ptp(values) > 0:  # without variance between layers there is no interval
+                estimate = uncertainty.mean_estimate(values)
             labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**labels, **_numbers(estimate), "compared": len(_EXPONENTS)})
     return rows

@@ -46,12 +46,11 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     cells_by_shares: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
         cells_by_shares.setdefault(tuple(row), []).append(int(str(cell)))
-    label_of_first_cell = {
+    labels = {  # first of the cells with equal shares -> label
         equal_cells[0]: "\n".join(map(names.allocated, cells.loc[equal_cells, "allocation"]))
         for equal_cells in cells_by_shares.values()
     }
-    first_cells = shares.loc[list(label_of_first_cell)]
-    return first_cells.rename(index=label_of_first_cell).rename_axis("allocation")
+    return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
 
 
 @output(

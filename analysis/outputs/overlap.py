@@ -36,8 +36,8 @@ def overlap_table(results: Results, name: str) -> Table:
         "β": "beta",
     }
     shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
-    by_chance = {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
-    numbers = shares | by_chance
+    chances = {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
+    numbers = shares | chances
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
@@ -83,8 +83,8 @@ def proxy_figure(results: Results, name: str) -> Figure:
     passes = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(passes) + 0.95)
     axes = drawing.add_subplot()
-    by_ratio = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
-    for number, (key, group) in enumerate(by_ratio):
+    ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
+    for number, (key, group) in enumerate(ratio_groups):
         passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
         rows = np.array([passes.index(pair) for pair in passes_of_ratio])
         y = rows + 0.22 * (number - 0.5)  # ratios are drawn next to each other

@@ -237,9 +237,9 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
         unpruned = draw_unpruned(axes, comparison, comparison.average)
         _draw_marks(axes, pruned, axis, shades)
-        front = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
-        axes.step(front[axis], front["avg"], where="post", zorder=1, **_FRONT)
-        _draw_numbers(axes, front, axis, numbers)
+        front_cells = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
+        axes.step(front_cells[axis], front_cells["avg"], where="post", zorder=1, **_FRONT)
+        _draw_numbers(axes, front_cells, axis, numbers)
         axes.set_title(title, fontsize=8)
         _format_share_axis(axes)
     grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
@@ -276,8 +276,8 @@ def _format_share_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
     low, high = axes.get_xlim()
-    missing = max(0.0, NARROWEST - (high - low)) / 2
-    axes.set_xlim(low - missing, high + missing)
+    margin = max(0.0, NARROWEST - (high - low)) / 2
+    axes.set_xlim(low - margin, high + margin)
     axes.grid(axis="both")
 
 
@@ -324,9 +324,9 @@ def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[i
     steps of the front do not pass there.
 
     front: rows of `against_cost`; axis: the cost; numbers: cell -> number."""
-    for _, same_point in groups(front, [axis, "avg"]):
-        text = ", ".join(str(numbers[cell]) for cell in same_point["cell"])
-        point = same_point[axis].iloc[0], same_point["avg"].iloc[0]
+    for _, point_cells in groups(front, [axis, "avg"]):
+        text = ", ".join(str(numbers[cell]) for cell in point_cells["cell"])
+        point = point_cells[axis].iloc[0], point_cells["avg"].iloc[0]
         offset: Any = {
             "textcoords": "offset points",
             "xytext": (-3, 2),

@@ -155,9 +155,9 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     ]
     for axes, ranking in zip(grid, rankings, strict=True):
         _draw_ranking(axes, ranking)
-    first = rankings[0]
-    grid[-1].set_xlabel(f"{first.mean} ({first.quantity.direction})")
-    keys: list[Artist] = [style.key(f"unpruned {first.unpruned:.3f}", **style.DASHED)]
+    first_ranking = rankings[0]
+    grid[-1].set_xlabel(f"{first_ranking.mean} ({first_ranking.quantity.direction})")
+    keys: list[Artist] = [style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)]
     has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
         look: dict[str, Any] = {
@@ -170,7 +170,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
         keys.append(style.key(label, **look))
         keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
-        f"{first.mean} of every plan with its 95 % interval, best first.",
+        f"{first_ranking.mean} of every plan with its 95 % interval, best first.",
         _caption(rankings),
     ]
     if has_chance:
@@ -178,7 +178,10 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
         sentences.append("Grey: within chance.")
     drawing.legend(handles=keys, loc="outside lower center", ncols=4, handlelength=1.8)
     return Figure(
-        name, f"Ranking: {first.model}", " ".join(filter(None, (*sentences, *notes))), drawing
+        name,
+        f"Ranking: {first_ranking.model}",
+        " ".join(filter(None, (*sentences, *notes))),
+        drawing,
     )
 
 

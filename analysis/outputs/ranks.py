@@ -96,8 +96,9 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
         published = names.COLUMNS.get(column, ())
         for benchmarks, models in models_by_benchmarks.items():
             if benchmarks:
-                subject = names.listing(models)
-                for_models = f" for {subject}" if len(models_by_benchmarks) > 1 else ""
+                for_models = (
+                    f" for {names.listing(models)}" if len(models_by_benchmarks) > 1 else ""
+                )
                 gaps = names.not_run(name for name in published if name not in benchmarks)
                 sentences.append(
                     f"{column} is the mean of {len(benchmarks)} of its {len(published)} benchmarks"

@@ -179,12 +179,12 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
     )
     style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
-    missing = [
+    gaps = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
         if statistic not in available
     ]
-    absent = f" Not in this store: {names.listing(missing)}." if missing else ""
+    absent = f" Not in this store: {names.listing(gaps)}." if gaps else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "

@@ -296,14 +296,15 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
         criterion, _, _ = names.parts(method)
         number = counts[criterion]
         counts[criterion] += 1
-        first = list(names.CRITERIA).index(criterion) if criterion in names.CRITERIA else 0
+        criteria = list(names.CRITERIA)
+        criterion_number = criteria.index(criterion) if criterion in criteria else 0
         shade = style.colour(method)
         lines[method] = style.key(
             names.method(method),
             color=shade,
             linewidth=1.3,
             linestyle=_PATTERNS[number % len(_PATTERNS)],
-            marker=style.MARKERS[(first + number) % len(style.MARKERS)],
+            marker=style.MARKERS[(criterion_number + number) % len(style.MARKERS)],
             markersize=3.5,
             markerfacecolor=style.SURFACE if number else shade,
         )

@@ -49,11 +49,11 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         assert isinstance(axes, PolarAxes)
         methods += _draw_radar(axes, comparison, panel, lines)
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(methods))])
-    most = names.count(RADAR_LINES, "method")
+    limit = names.count(RADAR_LINES, "method")
     caption = (
         "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each "
         "panel has the first two methods by Avg, those of AIMER's tables, then the first of the "
-        f"others, {most} at most."
+        f"others, {limit} at most."
     )
     losses = [
         names.benchmark(str(benchmark))

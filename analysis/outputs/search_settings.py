@@ -174,13 +174,13 @@ def competitor_table(results: Results, name: str) -> Table | None:
 
 def _published_row() -> dict[str, object]:
     """The row of COMPETITOR in EvoESAP's Table 4: displayed column -> text or published number."""
-    by_benchmark = {}
+    numbers_by_benchmark = {}
     for number in numbers():
         _, _, criterion, *_ = number.key
         if (number.paper, number.table, criterion) == ("evoesap", "4", COMPETITOR):
-            by_benchmark[number.benchmark] = number
+            numbers_by_benchmark[number.benchmark] = number
     # all numbers of the row have the same key
-    model, ratio, criterion, _, _, calibration = next(iter(by_benchmark.values())).key
+    model, ratio, criterion, _, _, calibration = next(iter(numbers_by_benchmark.values())).key
     return {
         "Model": model,
         "Pruned": names.ratio(ratio),
@@ -188,10 +188,10 @@ def _published_row() -> dict[str, object]:
         "Criterion": criterion,
         "Allocation": COMPETITOR,
         "Source": NOT_IMPLEMENTED,
-        "Code": by_benchmark["Code"].value,
-        "WildBench": by_benchmark["wildbench"].value,
-        "MC Avg": by_benchmark["MC Avg"].value,
-        SECONDS: by_benchmark["time_h"].value * HOUR,
+        "Code": numbers_by_benchmark["Code"].value,
+        "WildBench": numbers_by_benchmark["wildbench"].value,
+        "MC Avg": numbers_by_benchmark["MC Avg"].value,
+        SECONDS: numbers_by_benchmark["time_h"].value * HOUR,
     }
 
 

@@ -53,9 +53,9 @@ def all_winners(results: Results, name: str) -> list[Item]:
 @output("winners.loss", chapter="winners", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def winners_by_loss(results: Results, name: str) -> list[Item]:
     """The winner map by the loss on right answers, where lower is better."""
-    by_loss = results.by_answer_loss
+    loss_results = results.by_answer_loss
     title = "Criterion with the lowest loss on correct answers, by task and calibration set"
-    items = _map_and_table(by_loss, by_loss.winners, name, title)
+    items = _map_and_table(loss_results, loss_results.winners, name, title)
     return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
 
 
