@@ -38,7 +38,7 @@ from moe_lab.study.steps.recovery import (
     plan_of,
     pruned_of,
     storage_of,
-    unpruned,
+    unpruned_model,
 )
 from moe_lab.study.store import Store
 
@@ -142,7 +142,7 @@ def step_of(
         "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
-        "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned(cell.model), text)),
+        "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned_model(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
         **dict.fromkeys(

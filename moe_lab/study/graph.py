@@ -37,8 +37,7 @@ from moe_lab.study.steps.evaluation import (
     task_of,
 )
 from moe_lab.study.steps.passes import Pass, StepModel
-from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
-from moe_lab.study.steps.recovery import unpruned as unpruned_model
+from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of, unpruned_model
 from moe_lab.study.steps.scores import Family, Scores, reads_text
 
 Result = TypeVar("Result")

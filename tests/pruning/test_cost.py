@@ -553,7 +553,7 @@ def test_timed_model_is_pruned_and_quantised(tmp_path: Path) -> None:
 
     def expert_bytes(*changes: Any) -> int:
         """Bytes of the experts that are timed."""
-        deployed = step("cpu", *changes).deployed(model, files)
+        deployed = step("cpu", *changes).deployed_model(model, files)
         return sum(
             tensor.nbytes
             for module in filter(is_experts, deployed.modules())

@@ -39,24 +39,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_and_its_copy_are_made_once_for_several_steps(calls: list[str]) -> None:
     models = Models()
     for plan in ("a", "a", "b"):
-        assert models.recovered(MODEL, plan, bits=4) == plan
-        models.loaded(replace(MODEL))
+        assert models.recover(MODEL, plan, bits=4) == plan
+        models.load(replace(MODEL))
     assert calls == ["m", "ma", "mb"]
 
 
 def test_another_model_replaces_the_first_and_its_copy(calls: list[str]) -> None:
     models = Models()
     for model in (MODEL, OTHER, MODEL):
-        models.loaded(model)
-        models.recovered(model, "a")
+        models.load(model)
+        models.recover(model, "a")
     assert calls == [f"{name}{plan}" for name in ("m", OTHER.name, "m") for plan in ("", "a")]
 
 
 def test_an_engine_and_a_loaded_model_are_not_held_together(calls: list[str]) -> None:
     models = Models()
-    models.loaded(MODEL)
+    models.load(MODEL)
     models.engine(Path("x"), BackendConfig(name="vllm"), MODEL, None)
-    models.loaded(MODEL)
+    models.load(MODEL)
     assert calls == ["m", "engine", "end", "m"]
 
 

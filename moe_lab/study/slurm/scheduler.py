@@ -98,7 +98,7 @@ ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULT
 match are the rest of a job's name, which may contain newlines."""
 
 
-def submitted_from(folder: Path) -> set[str]:
+def jobs_from(folder: Path) -> set[str]:
     """Ids of jobs and arrays of this user whose scripts are in `folder`."""
     listed = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
     jobs = set()
@@ -213,7 +213,7 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 
 
 @contextmanager
-def submitting(options: Collection[str]) -> Iterator[None]:
+def submission_environment(options: Collection[str]) -> Iterator[None]:
     """A context in which sbatch is called. `options`: options of sbatch that the script of the job
     sets. Since variables of the shell override the script, only variables for other options in
     SHELL_OPTIONS remain. In jobs the hub is offline, as all downloads are done before."""

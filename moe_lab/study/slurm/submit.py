@@ -74,7 +74,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
         try:
             if run.logs.exists():  # sbatch may have submitted a job without getting an answer
                 scheduler.cancel({job.array for job in run.jobs})
-                scheduler.cancel(scheduler.submitted_from(run.logs.absolute()))
+                scheduler.cancel(scheduler.jobs_from(run.logs.absolute()))
         except UserError as failure:
             raise UserError(
                 f"{str(error) or 'interrupted'}; jobs may remain in the queue: {failure}"
@@ -218,7 +218,7 @@ class Submission:
             **optional,
         )
         try:
-            with scheduler.submitting([*optional, *sbatch_options]):
+            with scheduler.submission_environment([*optional, *sbatch_options]):
                 ids = self._ids(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
             requested = {**resources, **sbatch_options, "sbatch": None}
@@ -255,7 +255,7 @@ class Submission:
             tries += 1
         if tries:
             run_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.submitted_from(self.run.logs.absolute()) - run_arrays)
+            scheduler.cancel(scheduler.jobs_from(self.run.logs.absolute()) - run_arrays)
         return ids
 
 

@@ -135,7 +135,7 @@ class Profile(Step):
     def work(self, files: Files) -> None:
         from moe_lab.pruning.profile import profile
 
-        network, tokenizer = files.models.loaded(self.loaded.model)
+        network, tokenizer = files.models.load(self.loaded.model)
         measured = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
         files.table("profile.parquet", results.PROFILES, measured)
 
@@ -203,8 +203,8 @@ class Timing(Step):
                 f"timing is about {device}, and this machine has {present}: run it there, or set "
                 "timed.device"
             )
-        network, tokenizer = files.models.loaded(self.loaded.model)
-        model = self.deployed(network, files)
+        network, tokenizer = files.models.load(self.loaded.model)
+        model = self.deployed_model(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         load = os.getloadavg()[0]  # before the measurement, so without its own load
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
@@ -220,7 +220,7 @@ class Timing(Step):
         }
         write_json(files.out / "timing.json", conditions)
 
-    def deployed(self, network: Any, files: Files) -> Any:
+    def deployed_model(self, network: Any, files: Files) -> Any:
         """The model as a server would load it: pruned, fine-tuned and quantised. `network`: the
         loaded model."""
         from moe_lab.recovery.apply import recovered

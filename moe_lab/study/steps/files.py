@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
-NO_SUMS = ("facts", "scores", "by")
+ROLES_WITHOUT_SUMS = ("facts", "scores", "by")
 """Roles of input steps whose results are not sums."""
 
 
@@ -53,9 +53,9 @@ class Models:
         self._keys.pop(slot, None)
         self._objects.pop(slot, None)
 
-    def loaded(self, model: ModelConfig) -> tuple[Any, Any]:
-        """(model, tokenizer), loaded. An open engine is closed first, as the engine and the model
-        may each need all the memory of a device."""
+    def load(self, model: ModelConfig) -> tuple[Any, Any]:
+        """Load a model, unless it is in the cache, and return (model, tokenizer). An open engine is
+        closed first, as the engine and the model may each need all the memory of a device."""
         from moe_lab.models.load import load_model
 
         if self._engine:
@@ -65,12 +65,12 @@ class Models:
         pair: tuple[Any, Any] = self._cached("loaded", model, lambda: load_model(model))
         return pair
 
-    def recovered(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
-        """A copy of the loaded model, pruned by a plan and recovered. `changes`: arguments of
-        `recovery.apply.recovered`."""
+    def recover(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
+        """Copy the loaded model with the changes of a plan and a recovery, unless the copy is in
+        the cache, and return the copy. `changes`: arguments of `recovery.apply.recovered`."""
         from moe_lab.recovery.apply import recovered
 
-        network, _ = self.loaded(model)
+        network, _ = self.load(model)
         return self._cached(
             "recovered", (model, plan, changes), lambda: recovered(network, plan, **changes)
         )
@@ -149,14 +149,14 @@ class Files:
         return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Role -> layer -> name -> array: the sums of the steps, without the roles in NO_SUMS.
-        `steps`: role -> input step."""
+        """Role -> layer -> name -> array: the sums of the steps, except for the roles in
+        ROLES_WITHOUT_SUMS. `steps`: role -> input step."""
         from moe_lab.statistics import read
 
         return {
             role: read(self.path(steps[role], STATISTICS))
             for role in sorted(steps)
-            if role not in NO_SUMS
+            if role not in ROLES_WITHOUT_SUMS
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
@@ -267,7 +267,7 @@ def engine(
     """Passes of a model over the rows `rows` of a text: streamed if `text.engine` is streamed, else
     with the whole model in memory."""
     if text.engine != "streamed":
-        network, tokenizer = files.models.loaded(model)
+        network, tokenizer = files.models.load(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)
     from moe_lab.models.streamed import open_streamed
 

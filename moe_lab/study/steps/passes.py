@@ -254,7 +254,7 @@ class LossRise(Pass):
     whole_model = True
 
     def gather(self, files: Files) -> Any:
-        network, tokenizer = files.models.loaded(self.loaded.model)
+        network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 

@@ -30,7 +30,7 @@ from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Scores,
     evidence,
-    evidence_of,
+    evidence_roles,
     gate_and_seed,
     plugin_locations,
     score,
@@ -78,7 +78,7 @@ def check_engine(cell: Cell) -> None:
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
-    steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
+    steps = [allocation.get(name).step, *(need for need in evidence_roles(cell) if need != "by")]
     if any(KINDS[step].whole_model for step in steps):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one "
@@ -242,7 +242,7 @@ def plan_request(cell: Cell) -> PlanRequest:
     if settings.protect is not None:
         parts.append("protected")
     name = "-".join([*parts, f"{cell.ratio:g}"])
-    inputs = {need: evidence(need, cell) for need in evidence_of(cell)}
+    inputs = {need: evidence(need, cell) for need in evidence_roles(cell)}
     return PlanRequest(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
 
 
@@ -362,7 +362,7 @@ class Search(CellPlan):
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
 
-        network, tokenizer = files.models.loaded(self.loaded.model)
+        network, tokenizer = files.models.load(self.loaded.model)
         run(
             network,
             tokenizer,

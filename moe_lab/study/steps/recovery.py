@@ -80,7 +80,7 @@ class Alignment(AlignedPlan):
             plan.check_model(list(streamed.moe.values()))
             layers = streamed.each_layer()
         else:
-            resident = moe_layers(files.models.loaded(self.loaded.model)[0])
+            resident = moe_layers(files.models.load(self.loaded.model)[0])
             plan.check_model(resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
@@ -157,7 +157,7 @@ class Finetune(Step):
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
-        network, tokenizer = files.models.loaded(self.loaded.model)
+        network, tokenizer = files.models.load(self.loaded.model)
         arguments = (network, tokenizer, files.plan(self.plan), self.recovery, self.text)
         if self.recovery.fit is not None:
             fit(*arguments, out=files.out, partial=files.partial)
@@ -211,10 +211,10 @@ class Pruned(StepFields):
         under a mask; with a recovery, it is a copy, which is cached for the next benchmark."""
         from moe_lab.pruning.mask import mask
 
-        network, tokenizer = files.models.loaded(self.model)
+        network, tokenizer = files.models.load(self.model)
         plan = files.plan(self.plan)
         if self.is_recovered:
-            yield files.models.recovered(self.model, plan, **self.changes(files)), tokenizer
+            yield files.models.recover(self.model, plan, **self.changes(files)), tokenizer
         elif plan:
             with mask(network, plan):
                 yield network, tokenizer
@@ -242,7 +242,7 @@ def pruned_of(cell: Cell) -> Pruned:
     )
 
 
-def unpruned(model: ModelConfig) -> Pruned:
+def unpruned_model(model: ModelConfig) -> Pruned:
     """The unpruned model as a `Pruned`."""
     return Pruned(loaded_as(model), None, None, None, NO_RECOVERY, True)
 
@@ -297,7 +297,7 @@ class Export(Step):
         if is_rewritten:
             from moe_lab.recovery.export import check_widths
 
-            check_widths(source, plan, self._evaluated_dtype(source))
+            check_widths(source, plan, self._evaluation_dtype(source))
         # a checkpoint in a folder of a group may have code of another user, which would be run
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
@@ -341,7 +341,7 @@ class Export(Step):
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
 
-        dtype = self._evaluated_dtype(natural)
+        dtype = self._evaluation_dtype(natural)
         text = self.finetune.text.name if self.finetune else None
         sentence = training_sentence(self.pruned.recovery, text)
         rewrite(
@@ -350,7 +350,7 @@ class Export(Step):
             out,
         )
 
-    def _evaluated_dtype(self, folder: Path) -> Any:
+    def _evaluation_dtype(self, folder: Path) -> Any:
         """The torch dtype in which the recovered model is evaluated; `dtype` "stored" stands for
         the dtype of the checkpoint in `folder`. The default dtype of this machine is not used,
         since evaluations may run on another machine."""

@@ -24,14 +24,14 @@ CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
 
 
-def needed_kind(name: str) -> Any:
+def needed_class(name: str) -> Any:
     """The class of the steps whose kind a criterion or an allocation names in `needs`. UserError,
     with the nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
-def evidence_of(cell: Cell) -> tuple[str, ...]:
+def evidence_roles(cell: Cell) -> tuple[str, ...]:
     """Roles of the input steps that the cell's allocation needs besides the cell's scores: kinds of
     steps, and "by" for scores of another criterion."""
     return allocation.needs(vars(cell.allocation))
@@ -42,11 +42,11 @@ def reads_text(cell: Cell) -> bool:
     needs = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is a criterion, not a step
-        *(need for need in evidence_of(cell) if need != "by"),
+        *(need for need in evidence_roles(cell) if need != "by"),
     ]
     if cell.allocation.by is not None:
         needs += criteria.get(cell.allocation.by).needs
-    if any(needed_kind(need).reads_text for need in needs):
+    if any(needed_class(need).reads_text for need in needs):
         return True
     return KINDS[allocation.get(cell.allocation.name).step].reads_text
 
@@ -56,7 +56,7 @@ def evidence(need: str, cell: Cell) -> Step:
     criterion `allocation.by`."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
-    step: Step = needed_kind(need).of(cell, need)
+    step: Step = needed_class(need).of(cell, need)
     return step
 
 
