@@ -68,7 +68,7 @@ def run_setup(study: Study) -> str:
     """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
     calibration tokens and library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
-    return _joined([_seeds(cells), _gates(cells), *_texts(study)])
+    return _sentence([_seeds(cells), _gates(cells), *_tokens_and_versions(study)])
 
 
 @lru_cache(maxsize=8)
@@ -87,10 +87,10 @@ def pass_setup(study: Study) -> str:
         if set(cells[column]) > set(passes[column]):
             text += f" (of {_values(cells[column])})"
         parts.append(text)
-    return _joined([*parts, *_texts(study)])
+    return _sentence([*parts, *_tokens_and_versions(study)])
 
 
-def _joined(parts: Iterable[str]) -> str:
+def _sentence(parts: Iterable[str]) -> str:
     """One sentence: the parts that are not empty, separated by semicolons."""
     return "; ".join(filter(None, parts)) + "."
 
@@ -132,7 +132,7 @@ def _values(values: pd.Series) -> str:
     return names.listing(map(str, values.drop_duplicates()))
 
 
-def _texts(study: Study) -> list[str]:
+def _tokens_and_versions(study: Study) -> list[str]:
     """Two texts: the numbers of calibration tokens of the study's passes, and the library versions.
     A text is "" when the store does not record its values."""
     counts = sorted(

@@ -184,8 +184,8 @@ def expert_stacks(
     tenths = np.linspace(0, 1, PIECES + 1)
     pieces_of_expert = {}
     for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
-        cumulated = np.interp(tenths, curve["channels"], curve["score"])
-        pieces_of_expert[key["expert"]] = np.diff(cumulated)
+        cumulated_shares = np.interp(tenths, curve["channels"], curve["score"])
+        pieces_of_expert[key["expert"]] = np.diff(cumulated_shares)
     stacks = pd.DataFrame.from_dict(pieces_of_expert, orient="index").sort_index()
     shares = retained[retained["layer"] == layer].set_index("expert")["share"]
     attributions = experts[experts["layer"] == layer].set_index("expert")["first"]
@@ -222,7 +222,7 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     as diamonds (negative attributions at 0)."""
     positions = np.arange(len(stacks))
     bottom = np.zeros(len(stacks))
-    for piece in reversed(range(PIECES)):
+    for piece in reversed(range(PIECES)):  # from the lowest scores (bottom) to the highest (top)
         height = stacks[piece].fillna(0).to_numpy(float)
         axes.bar(
             positions, height, bottom=bottom, width=0.8, color=_piece_colour(piece), linewidth=0

@@ -66,13 +66,13 @@ def claims(
     rows = [
         row
         for comparison in comparisons
-        for row in (*_searched(comparison), *_channels(comparison, costs))
+        for row in (*_searched_rows(comparison), *_channel_rows(comparison, costs))
     ]
     ratios = {
         comparison.model: sorted({float(ratio) for ratio in comparison.cells["ratio"] if ratio > 0})
         for comparison in comparisons
     }
-    frame = pd.DataFrame([*rows, *_invariant(family, ratios)], columns=COLUMNS)
+    frame = pd.DataFrame([*rows, *_invariant_rows(family, ratios)], columns=COLUMNS)
     frame["p_holm"] = uncertainty.holm(frame["p"].to_numpy(float))
     frame["verdict"] = [verdict(row["low"], row["high"], row["p_holm"]) for row in records(frame)]
     return frame
@@ -88,7 +88,7 @@ def verdict(low: float, high: float, p_holm: float) -> str:
     return "holds" if low > 0 else "does not hold"
 
 
-def _searched(comparison: Comparison) -> list[dict[str, object]]:
+def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Rows of the claim SEARCHED, one per ratio. The pairs of a ratio are the searched and uniform
     allocations of whole experts that agree in EQUAL_COLUMNS."""
     cells = comparison.cells
@@ -104,7 +104,7 @@ def _searched(comparison: Comparison) -> list[dict[str, object]]:
     return rows
 
 
-def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
+def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
     """Rows of the claims CHANNELS (plans by criteria) and BY_CHANCE (random plans, whose difference
     is the effect of granularity alone). Only plans without recovery are compared."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
@@ -146,19 +146,21 @@ def _granularity_rows(
 def _row(
     comparison: Comparison, claim: str, ratio: float | str, pairs_of_ratios: Sequence[Pairs]
 ) -> dict[str, object]:
-    """A row of `claims`: the mean difference over the pairs of each ratio, then the mean over
-    ratios. pairs_of_ratios: for each ratio, its pairs."""
+    """A row of `claims`: the difference of Avg and of each group average, the mean over the pairs
+    of each ratio, then over ratios.
+
+    pairs_of_ratios: a list of pairs for each ratio."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
-    mean = overall(comparison, cells)
+    average = overall(comparison, cells)
+    quantity = comparison.quantity(average)
     targets = group_targets(comparison, cells)
-    targets.pop(comparison.quantity(mean).mean, None)
-    sign = comparison.quantity(mean).sign
+    targets.pop(quantity.mean, None)  # without Avg itself
     parts = {}
     for name, target in targets.items():
         _, estimate = pooled_difference(comparison, target, pairs_of_ratios)
         parts[name] = estimate.value
-    count, estimate = pooled_difference(comparison, mean, pairs_of_ratios)
-    numbers = _numbers(replace(estimate, value=sign * estimate.value))
+    count, estimate = pooled_difference(comparison, average, pairs_of_ratios)
+    numbers = _numbers(replace(estimate, value=quantity.sign * estimate.value))
     if not comparison.have_several_seeds(cells):
         numbers["p"] = np.nan
     return {
@@ -177,7 +179,7 @@ def _numbers(estimate: Estimate) -> dict[str, float]:
     return dict(zip(ESTIMATES, numbers, strict=True))
 
 
-def _invariant(
+def _invariant_rows(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
     """Rows of the claim INVARIANT: `layer_differences`, the mean over layers. A row per model and
@@ -253,8 +255,8 @@ def _sign_of_losses(results: Results) -> str:
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:
         return ""
-    listed = f" ({names.listing(filter(None, units))})" if any(units) else ""
-    return f"Differences of losses{listed}, also those of perplexities, are falls of the loss. "
+    unit_names = f" ({names.listing(filter(None, units))})" if any(units) else ""
+    return f"Differences of losses{unit_names}, also those of perplexities, are falls of the loss. "
 
 
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")

@@ -78,7 +78,7 @@ def coverage_table(study: Study, name: str) -> Table:
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
-        f"{_explained_items(study)}Based on {pass_setup(study)}",
+        f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
         frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
@@ -107,7 +107,7 @@ def _found_of_comparable(counts: Collection[Any]) -> str:
     return f"{found:,} / {comparable:,}"
 
 
-def _explained_items(study: Study) -> str:
+def _explanation_of_items(study: Study) -> str:
     """Sentences for the caption that explain the column of items and name the benchmarks without
     numbers; "" when no calibration text was searched for items."""
     counts_of_sets = [counts for counts in study.contaminations.values() if counts]
@@ -146,7 +146,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
-        style.expert_rows(axes, experts.set_index("layer")["tokens"], _level)
+        style.expert_rows(axes, experts.set_index("layer")["tokens"], _colours)
         axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
     axes.set_xlabel("experts of a layer, from the least to the most used")
     handles = [
@@ -165,7 +165,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     return Figure(name, "Tokens per expert", caption, drawing)
 
 
-def _level(tokens: np.ndarray) -> np.ndarray:
+def _colours(tokens: np.ndarray) -> np.ndarray:
     """Positions in the colour map, in [0, 1], of the experts of a layer: 0.5 for the mean of
     `tokens` (an even load), 0.35 more or less for each factor of ten."""
     even_load = max(tokens.mean(), 1e-9)

@@ -39,7 +39,7 @@ def formula_table(results: Results, name: str) -> Table:
 
     rows = []
     for text in _criteria(results.study):
-        registered_name, _ = _parsed(text)
+        registered_name, _ = _name_and_parameters(text)
         criterion = criteria.get(registered_name)
         # the first paragraph of the docstring is the formula
         formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
@@ -89,7 +89,7 @@ def signals(criterion: str) -> dict[str, bool]:
     spelled in a study's record."""
     from moe_lab.criteria import reads_text
 
-    name, parameters = _parsed(criterion)
+    name, parameters = _name_and_parameters(criterion)
     reference = _score(name, parameters, _inputs())
     dependence = {
         signal: bool((_score(name, parameters, _inputs(signal)) != reference).any())
@@ -172,10 +172,10 @@ def _criteria(study: Study) -> list[str]:
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
-    return [criterion for criterion in ordered if _parsed(criterion)[0] in CRITERIA]
+    return [criterion for criterion in ordered if _name_and_parameters(criterion)[0] in CRITERIA]
 
 
-def _parsed(criterion: str) -> tuple[str, dict[str, Any]]:
+def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
     """(name, parameters) of a criterion, such as `s_family(alpha=0,b=1)`."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:

@@ -86,8 +86,8 @@ def proxy_figure(results: Results, name: str) -> Figure:
     ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(ratio_groups):
         passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        rows = np.array([passes.index(pair) for pair in passes_of_ratio])
-        y = rows + 0.22 * (number - 0.5)  # ratios are drawn next to each other
+        # ratios are drawn next to each other
+        y = np.array([passes.index(pair) for pair in passes_of_ratio]) + 0.22 * (number - 0.5)
         look = style.cycled(number)
         axes.hlines(
             y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6

@@ -230,8 +230,8 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         for number, recovery in enumerate(recoveries)
     }
     is_on_front = pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)
-    fronts = pruned[is_on_front].sort_values("merit", kind="stable")
-    numbers = {cell: number for number, cell in enumerate(fronts["cell"], start=1)}
+    cells_on_fronts = pruned[is_on_front].sort_values("merit", kind="stable")
+    numbers = {cell: number for number, cell in enumerate(cells_on_fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
     for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
@@ -252,7 +252,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         ]
     keys += [style.key("front", **_FRONT), unpruned]
     labels = settings.method_labels(comparison.cells)
-    for row in records(fronts):
+    for row in records(cells_on_fronts):
         number = numbers[row["cell"]]
         label = f"{labels[row['cell']]}, {row['pruned']}"
         keys.append(

@@ -126,9 +126,9 @@ def rank_test_table(results: Results, name: str) -> Table:
                 calibration = names.calibration(test.panel.calibration)
                 removed = test.panel.pruned
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
-                    difference = "best"
+                    answer = "best"
                     if pd.notna(p):
-                        difference = "yes" if p < LEVEL else "no"
+                        answer = "yes" if p < LEVEL else "no"
                     text = (
                         comparison.model,
                         removed,
@@ -136,7 +136,7 @@ def rank_test_table(results: Results, name: str) -> Table:
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(method)),
                     )
-                    rows.append((*text, difference, rank, p, test.difference))
+                    rows.append((*text, answer, rank, p, test.difference))
                 if over == BENCHMARKS:
                     exclusions += [
                         f"{names.method(method)} ({calibration}, {removed})"

@@ -169,7 +169,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals."""
     blocks = []
     for comparison in results.measured:
-        cells = _sorted(comparison.cells.assign(pruned=pruned_in_words(comparison.cells)))
+        cells = _sort_cells(comparison.cells.assign(pruned=pruned_in_words(comparison.cells)))
         text = {
             "Model": "model",
             "Pruned": "pruned",
@@ -195,7 +195,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     )
 
 
-def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
+def _sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """Sort cells by ratio, gate, calibration set and method; calibration sets and methods in the
     order of tables."""
     sets = names.calibrations_in_order(cells["calibration"])

@@ -126,7 +126,9 @@ def allocation_table(
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
     """Rows of `allocation_table` for one model: each uniform cell, followed by the searched cells
-    of its pairs. None when none of `columns` was run. pairs: searched cell -> uniform cell."""
+    with which this uniform cell is paired. None when none of `columns` was run.
+
+    pairs: searched cell -> uniform cell."""
     cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
     cells = list(dict.fromkeys(cells_of_pairs))
     targets = column_targets(comparison, cells, columns) if cells else {}
@@ -275,11 +277,10 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
-def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -> Drawing:
+def _density_panels(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D]) -> Drawing:
     """A drawing of `densities` with a panel per ratio and calibration set and a line per cell.
 
-    keys: value of the column `by` -> legend entry with the style of the lines of cells with this
-    value. If `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
+    keys: value of `column` -> legend entry with the style of the lines of cells with this value. If `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
     allocation."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     has_several_sets = shares["calibration"].nunique() > 1
@@ -289,7 +290,7 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
         if uniform_keys:
             axes.axhline(rows["share"].mean(), **style.DASHED)
         for value, key in keys.items():
-            lines = groups(rows[rows[by] == value].sort_values("layer"), ["cell"])
+            lines = groups(rows[rows[column] == value].sort_values("layer"), ["cell"])
             for _, line in lines:
                 style.draw(axes, key, line["layer"], line["share"])
         calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
