@@ -34,8 +34,8 @@ BY_CHANCE = "channels by chance"
 ALL = "all"
 """Value of the column ratio for the mean over all ratios."""
 TOLERANCE = 0.035
-"""Two retained shares of routed parameters count as equal when their difference is smaller. A
-number of whole experts cannot match a share more closely."""
+"""Two retained shares of routed parameters count as equal when they differ by less than TOLERANCE.
+A number of whole experts cannot match a share more closely."""
 EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Columns in which a searched cell and the uniform cell of its pair are equal."""
 

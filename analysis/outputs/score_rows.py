@@ -266,10 +266,11 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
         last_target = list(targets.values())[-1]
         gains = differences(comparison, last_target, base_of_cell).reindex(cells)
-        several_seeds = [
+        cells_with_tests = [
             cell for cell in base_of_cell if comparison.have_several_seeds((cell, block.base))
         ]
-        frame = frame.assign(**{DIFFERENCE: gains["difference"], P: gains.loc[several_seeds, "p"]})
+        p_values = gains.loc[cells_with_tests, "p"]
+        frame = frame.assign(**{DIFFERENCE: gains["difference"], P: p_values})
         low = low.assign(**{DIFFERENCE: gains["low"]})
         high = high.assign(**{DIFFERENCE: gains["high"]})
     if len(study.costs):
@@ -292,11 +293,11 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
     line and filled markers; each further method has its own dashes and hollow markers."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
     counts: Counter[str] = Counter()
+    criteria = list(names.CRITERIA)
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
         criterion, _, _ = names.parts(method)
         number = counts[criterion]
         counts[criterion] += 1
-        criteria = list(names.CRITERIA)
         criterion_number = criteria.index(criterion) if criterion in criteria else 0
         shade = style.colour(method)
         lines[method] = style.key(

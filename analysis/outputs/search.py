@@ -280,7 +280,8 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 def _density_panels(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D]) -> Drawing:
     """A drawing of `densities` with a panel per ratio and calibration set and a line per cell.
 
-    keys: value of `column` -> legend entry with the style of the lines of cells with this value. If `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
+    keys: value of `column` -> legend entry with the style of the lines of cells with this value. If
+    `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
     allocation."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     has_several_sets = shares["calibration"].nunique() > 1
