@@ -69,21 +69,22 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
             f"{_ABSENT}: these rows are what is expected of it; routers and exports are listed "
             "once config.json is there"
         )
-        return title, [("configuration", sentence), *_expected(model)], True
+        return title, [("configuration", sentence), *_expected_rows(model)], True
     try:
         from moe_lab.models import facts  # loads torch
 
         metadata = facts.describe(folder, model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
-    return title, [("supported", "yes"), *_architecture(metadata), *_uses(model, metadata)], True
+    rows = [("supported", "yes"), *_architecture_rows(metadata), *_use_rows(model, metadata)]
+    return title, rows, True
 
 
 _ABSENT = "neither on this machine nor to be had from the hub"
 """Description of a config.json that is not available."""
 
 
-def _expected(model: ModelConfig) -> Iterator[Row]:
+def _expected_rows(model: ModelConfig) -> Iterator[Row]:
     """Rows about a model whose config.json is not available, from `expected` in its settings."""
     expected = model.expected
     assert expected is not None
@@ -92,16 +93,16 @@ def _expected(model: ModelConfig) -> Iterator[Row]:
         f"{expected.width:,} channels each"
     )
     yield "layers", layers
-    yield from _parameters(expected.parameters)
+    yield from _parameter_rows(expected.parameters)
 
 
-def _parameters(count: int) -> Iterator[Row]:
+def _parameter_rows(count: int) -> Iterator[Row]:
     """Rows with the number of parameters, `count`, and the memory that they take."""
     yield "parameters, all", f"{count:,}"
     yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"  # 2 bytes per parameter
 
 
-def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
+def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     """Rows about the layers and parameters of a model. Layers with equal descriptions share a row.
     `facts`: result of `models.facts.describe`."""
     parameters = facts["parameters"]
@@ -122,10 +123,10 @@ def _architecture(facts: Mapping[str, Any]) -> Iterator[Row]:
         yield f"layers {', '.join(spans)}", description
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
-    yield from _parameters(total)
+    yield from _parameter_rows(total)
 
 
-def _uses(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
+def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     """Rows with the criteria and the export shapes that apply to a model. `facts`: result of
     `models.facts.describe`."""
     from moe_lab import criteria

@@ -139,7 +139,7 @@ NAME = re.compile(r"\w[\w.+-]*")
 """Pattern of a name that may be part of a path."""
 
 
-def checked_name(text: str) -> str:
+def validate_name(text: str) -> str:
     """The text itself, for pydantic. Raises ValueError, with what is expected, unless the text can
     be part of a folder's name."""
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
@@ -166,7 +166,7 @@ def check_name(field: str, name: str) -> None:
     if name == "none":
         raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:
-        checked_name(name)
+        validate_name(name)
     except ValueError as error:
         raise UserError(f"{field}={name}: {error}") from None
 

@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
 from moe_lab.errors import UserError, nearest, secrets_in, unknown
-from moe_lab.paths import checked_name
+from moe_lab.paths import validate_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 """Checks of every group: unknown names are refused, and so is text where a number is expected. A
@@ -62,7 +62,7 @@ Above0 = Annotated[float, Strict(), Field(gt=0)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
 """Share to remove, rounded, so that the third value of range(0.1,0.35,0.1) equals a typed 0.3."""
-Name = Annotated[str, AfterValidator(checked_name)]
+Name = Annotated[str, AfterValidator(validate_name)]
 """Part of a folder's name."""
 Text = Annotated[str, matching(r".*\S.*", "expected a text that is not empty")]
 

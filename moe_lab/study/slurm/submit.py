@@ -160,12 +160,12 @@ class Submission:
         steps = [step for job in array.jobs for step in job]
         step_ids = {step.id for step in steps}
         input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
-        after = [self.jobs[name] for name in input_ids if name in self.jobs]
+        inputs = [self.jobs[name] for name in input_ids if name in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
         jobs = [StepsJob(str(store.absolute()), job, run, launcher) for job in array.jobs]
-        array_id = self._submit(array.kind, array.resources, jobs, array.jobs, "afterok", after)
+        array_id = self._submit(array.kind, array.resources, jobs, array.jobs, "afterok", inputs)
         self.jobs.update(dict.fromkeys(step_ids, array_id))
 
     def close(self) -> None:
@@ -184,12 +184,12 @@ class Submission:
         functions: Sequence[Callable[[], Any]],
         steps: Sequence[Sequence[Step]],
         condition: str,
-        needed: Iterable[str],
+        needed_jobs: Iterable[str],
     ) -> str:
         """Submit jobs with the same resources as one array, and add them to the run. Returns the
         array's id. `functions`: the callable of each job. `steps`: the steps of each job.
-        `condition`: type of Slurm's dependency, such as afterok, on the jobs `needed`."""
-        after = tuple(sorted(set(needed)))
+        `condition`: type of Slurm's dependency, such as afterok, on the jobs `needed_jobs`."""
+        after = tuple(sorted(set(needed_jobs)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
         python = settings.python or shlex.quote(sys.executable)
@@ -219,15 +219,15 @@ class Submission:
         )
         try:
             with scheduler.submission_environment([*optional, *sbatch_options]):
-                ids = self._ids(executor, functions)
+                ids = self._submit_array(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
             requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
-            listed = " ".join(
+            request = " ".join(
                 f"{name}={value}" for name, value in requested.items() if value not in (None, [])
             )
             raise UserError(
-                f"sbatch says of {kind} jobs: {message}; they ask for {listed}; "
+                f"sbatch says of {kind} jobs: {message}; they ask for {request}; "
                 f"{scheduler.advice(message, kind)}"
             ) from None
         array = ids[0].partition("_")[0]
@@ -237,7 +237,7 @@ class Submission:
         )
         return array
 
-    def _ids(
+    def _submit_array(
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
     ) -> list[str]:
         """Submit jobs as one array, and return the jobs' ids. If Slurm's controller does not

@@ -64,11 +64,11 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    limited = LIMITED if harness.runs_limited(benchmark, policy) else None
-    if policy.sandbox == "auto" and not limited:
+    sandbox = LIMITED if harness.runs_limited(benchmark, policy) else None
+    if policy.sandbox == "auto" and sandbox is None:
         policy = replace(policy, sandbox=NAMESPACES)
 
-    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, limited)
+    grading = Grading(IdentifiedBenchmark.of(benchmark), policy, sandbox)
     setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:

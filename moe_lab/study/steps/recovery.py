@@ -281,10 +281,10 @@ class Export(Step):
         return needed._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in stages: pruned ("natural"), then with the weights of the recovery
-        ("plain"), then converted to GGUF. The last stage is the result. Earlier stages are in the
-        folder of partial results, from which an interrupted step resumes; in a store of a group,
-        this folder is emptied first."""
+        """Write the checkpoint in stages: pruned, then recovered, then converted to GGUF, of which
+        the last two may be left out. The last stage is the result. Earlier stages are in the folder
+        of partial results, from which an interrupted step resumes; in a store of a group, this
+        folder is emptied first."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
@@ -292,9 +292,9 @@ class Export(Step):
         plan = files.plan(self.plan)
         shape = str(self.shape.shape)
         out = files.out / "checkpoint"
-        is_rewritten = self.pruned.is_recovered
+        is_recovered = self.pruned.is_recovered
         is_converted = self.shape.format == "gguf"
-        if is_rewritten:
+        if is_recovered:
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, plan, self._evaluation_dtype(source))
@@ -302,53 +302,55 @@ class Export(Step):
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
-        natural = files.partial / "natural" if is_rewritten or is_converted else out
-        if not natural.exists():
-            write(source, plan, natural, shape=shape)
-        if self.verify and not is_rewritten:
-            self._compare(source, natural, files)
-        plain = natural
+        pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
+        if not pruned_folder.exists():
+            write(source, plan, pruned_folder, shape=shape)
+        if self.verify and not is_recovered:
+            self._compare(source, pruned_folder, files)
+        recovered_folder = pruned_folder
         try:
-            if is_rewritten:
-                plain = files.partial / "plain" if is_converted else out
-                if not plain.exists():
-                    self._write_changed(natural, plain, files)
+            if is_recovered:
+                recovered_folder = files.partial / "plain" if is_converted else out
+                if not recovered_folder.exists():
+                    self._write_recovered(pruned_folder, recovered_folder, files)
             if is_converted:
                 from moe_lab.pruning.export import gguf
 
                 gguf.convert(
-                    plain, out, gguf.converter(self.shape), f"{self.pruned.model.name}, pruned"
+                    recovered_folder,
+                    out,
+                    gguf.converter(self.shape),
+                    f"{self.pruned.model.name}, pruned",
                 )
         except Exception:  # not KeyboardInterrupt and SystemExit, after which the step resumes
             shutil.rmtree(files.partial, ignore_errors=True)
             raise
 
-    def _compare(self, source: Path, natural: Path, files: Files) -> None:
-        """Compare the checkpoint `natural` with the masked model, and write the difference. On the
-        CPU, both are equal bit for bit."""
+    def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
+        """Compare the checkpoint in `pruned_folder` with the masked model, and write the
+        difference. On the CPU, both are equal bit for bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
         difference = verify(
-            source, files.plan(self.plan), natural, device="cpu", trust_remote_code=trust
+            source, files.plan(self.plan), pruned_folder, device="cpu", trust_remote_code=trust
         )
         write_json(files.out / "verified.json", {"difference": difference})
 
-    def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
-        """Write a copy of the checkpoint `natural` to `out`, with the weights of the recovered
-        model."""
+    def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
+        """Write a copy of the checkpoint in `pruned_folder` to `out`, with the weights of the
+        recovered model."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
 
-        dtype = self._evaluation_dtype(natural)
+        dtype = self._evaluation_dtype(pruned_folder)
         text = self.finetune.text.name if self.finetune else None
         sentence = training_sentence(self.pruned.recovery, text)
-        rewrite(
-            natural,
-            recovery_changes(natural, dtype=dtype, sentence=sentence, **self.pruned.changes(files)),
-            out,
+        changes = recovery_changes(
+            pruned_folder, dtype=dtype, sentence=sentence, **self.pruned.changes(files)
         )
+        rewrite(pruned_folder, changes, out)
 
     def _evaluation_dtype(self, folder: Path) -> Any:
         """The torch dtype in which the recovered model is evaluated; `dtype` "stored" stands for
