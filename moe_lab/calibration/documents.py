@@ -94,8 +94,8 @@ def document(
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
     `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
-    answer it. A chat template may read further fields. Where no chat template can read further
-    fields with content, a UserError is raised; further fields beside `text` are always allowed.
+    answer it. A chat template may read further fields of the record. UserError for a record of an
+    instruction, question or prompt with further fields of content that the document lacks.
 
     template: a text with names of fields in braces; the document is this text, with the fields
     filled in. ignored: keys of the record and of its messages that are not read. A key whose value

@@ -1,7 +1,8 @@
-"""Recovery of a pruned model before it is evaluated: fine-tuning or a fit of merged experts, then
+"""Recovery of a pruned model before its evaluation: fine-tuning or a fit of merged experts, then
 4-bit weights.
 
-This module checks a recovery before anything is loaded, and describes it. It imports no torch.
+This module checks the settings of a recovery before a model is loaded, and describes the recovery
+for the model card. It imports no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery that is called none, and for a required package that is not
-    installed."""
+    """Raise UserError for a recovery with the name none that changes the model, and for a required
+    package that is not installed."""
     setting = "bits" if settings.bits == 4 else settings.text_role
     if settings.name == "none" and setting is not None:
         raise UserError(
@@ -28,21 +29,21 @@ def check(settings: RecoveryConfig) -> None:
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError for a recovery of a model whose weights are quantised."""
+    """Raise UserError for a recovery of a model whose files have quantised weights."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 
 
 def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio: float) -> None:
-    """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge no
-    experts."""
+    """Raise UserError if the recovery fits merged experts, and the allocation and ratio of the cell
+    merge no experts."""
     if settings.fit is None:
         return
     path = allocation.path
-    merges = allocation.replacement in GROUPINGS and ratio > 0
+    has_merged_experts = allocation.replacement in GROUPINGS and ratio > 0
     if path is not None and list_file.is_plan(list_file.read(path)):
-        merges = bool(Plan.load(path).merged_layers)
-    if not merges:
+        has_merged_experts = bool(Plan.load(path).merged_layers)
+    if not has_merged_experts:
         raise UserError(
             f"recovery={settings.name} fits merged experts, and "
             f"allocation.replacement={allocation.replacement} with ratio={ratio:g} and "
@@ -53,7 +54,7 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
 
 def training_sentence(settings: RecoveryConfig, text: str | None) -> str:
     """A sentence for the model card that says how a model was fine-tuned or fitted on the
-    calibration set named `text`; "" without a set."""
+    calibration set with the name `text`; "" if `text` is None."""
     if text is None:
         return ""
     if settings.fit is not None:
@@ -63,7 +64,7 @@ def training_sentence(settings: RecoveryConfig, text: str | None) -> str:
         )
     ranks = f"ranks {settings.rank} and {settings.router_rank}"
     adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"
-    trained = (
+    trained_parts = (
         "its routers were trained"
         if settings.train == "routers"
         else f"{adapters} were trained and merged"
@@ -74,6 +75,6 @@ def training_sentence(settings: RecoveryConfig, text: str | None) -> str:
         else f"the answers of {text}"
     )
     return (
-        f"It was then fine-tuned (recovery={settings.name}): {trained}, on {target}, for "
+        f"It was then fine-tuned (recovery={settings.name}): {trained_parts}, on {target}, for "
         f"{settings.epochs} epochs."
     )

@@ -30,10 +30,13 @@ REPORT = "finetune.json"
 def recovered(
     model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
 ) -> Any:
-    """Apply a recovery to a copy of `model` and return the copy: prune it by `plan`, load its tuned
-    tensors, quantise it. `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning
-    or fit, or None; with `bits` 4 the weights of `modules` are stored as NF4. `model` is not
-    changed, and shares the tensors that stay the same."""
+    """A copy of `model` to which a recovery was applied: it is pruned by `plan`, gets the tensors
+    of a fine-tuning or fit, and is quantised, in this order.
+
+    plan: None to prune nothing; tuned: output folder of the fine-tuning or fit, None without;
+    bits: 4 to store the weights of `modules` as NF4. `model` is not changed, and shares with the
+    copy the tensors that stay the same.
+    """
     result = pruned(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
@@ -43,13 +46,14 @@ def recovered(
 
 
 def pruned(model: Any, plan: Plan | None) -> Any:
-    """A copy of `model`, pruned by `plan` (None: not pruned). It shares the tensors that stay the
-    same with `model`."""
+    """A copy of `model`, pruned by `plan`, or not pruned if `plan` is None. The copy and `model`
+    share the tensors that stay the same."""
     return share_copy(model) if plan is None else prune(model, plan)
 
 
 def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[str, Any]) -> None:
-    """Write the changed tensors of a recovery, and a report about it, to the folder `out`."""
+    """Write the changed tensors of a fine-tuning or fit, and the report about it, to the folder
+    `out`."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, out / TENSORS
@@ -58,14 +62,14 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
 
 
 def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
-    """Replace parameters of `model` by the tensors of the same names in `file`, and return these
-    names. Only tensors whose names begin with `prefix` are read."""
+    """Replace parameters of `model` by the tensors of the same names in `file`; returns the names.
+    Tensors whose names do not begin with `prefix` are not read."""
     with safe_open(file, framework="pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
         for name in names:
             original = model.get_parameter(name)
-            # copied, because rows of the mapped file may not be aligned, and matrix products of
-            # such rows round differently
+            # The copy is needed because rows of the memory-mapped file may not be aligned, and
+            # matrix products of such rows round differently.
             tensor = tensors.get_tensor(name).to(original.device, original.dtype, copy=True)
             owner, _, attribute = name.rpartition(".")
             replace_tensor(
@@ -74,28 +78,30 @@ def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
     return names
 
 
-# Weights are stored as NF4 with double quantisation; a matrix is dequantised when it is used.
+# Below: weights in NF4 with double quantisation, where a matrix is dequantised when it is used.
 
 
 def storage(model: nn.Module) -> dict[str, int]:
-    """Bytes of the parameters and buffers of `model` by part: experts, shared_experts, attention,
-    rest, and total. Tensors that share memory count once."""
+    """Part of `model` (experts, shared_experts, attention, rest, total) -> bytes of the part's
+    parameters and buffers. Tensors that share memory count once."""
     sizes = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
-    seen: set[tuple[torch.device, int]] = set()
+    addresses: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         address = (tensor.device, tensor.data_ptr())
-        if tensor.numel() and address not in seen:
-            seen.add(address)
+        if tensor.numel() and address not in addresses:
+            addresses.add(address)
             sizes[part_of(name)] += tensor.numel() * tensor.element_size()
     return {**sizes, "total": sum(sizes.values())}
 
 
 def quantize(model: Any, modules: Iterable[str]) -> None:
-    """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with
-    double quantisation. Each matrix is dequantised to its original dtype when it is used, one at a
-    time. Tensors are replaced, not written to, as other models may share them. Afterwards experts
-    run one after another, because grouped kernels need all experts at once. UserError when
-    bitsandbytes is missing."""
+    """Store the weights of some parts of `model` as NF4 with double quantisation, in place.
+
+    modules: names of the parts (experts, shared_experts, attention). Each matrix is dequantised to
+    its original dtype when it is used, one matrix at a time. So experts run one after another,
+    because grouped kernels need the matrices of all experts at once. Tensors are replaced rather
+    than overwritten, because other models may share them. UserError when bitsandbytes is missing.
+    """
     for part in modules:
         if part == "experts":
             _quantize_experts(model)
@@ -105,6 +111,7 @@ def quantize(model: Any, modules: Iterable[str]) -> None:
 
 
 def _quantize_experts(model: Any) -> None:
+    """Store the weights of all routed experts as NF4, see `quantize`."""
     for layer in routed_layers(model):
         experts: Any = layer.experts
         for name, matrices in _matrices(experts).items():
@@ -119,13 +126,14 @@ def _quantize_experts(model: Any) -> None:
 def _ragged_weights(
     gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of an expert, as `RaggedExperts.weights` returns them."""
+    """The dequantised weights (gate and up, down) of an expert, in place of
+    `RaggedExperts.weights`."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of each stack of weights of an experts module -> the matrix of each expert, as it is
-    stored in memory."""
+    """Name of a stack of weights in an experts module -> matrices of the experts, with rows and
+    columns as they are stored in memory."""
     if is_ragged(experts):
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
@@ -138,8 +146,8 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
-    """Name of each stack of weights of an experts module -> the numbers that `quantize` rounds it
-    to."""
+    """Name of a stack of weights in an experts module -> the stack with the numbers to which
+    `quantize` rounds its weights."""
     return {
         name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
         for name, matrices in _matrices(experts).items()
@@ -147,16 +155,16 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that `quantize` rounds a matrix to."""
+    """A matrix with the numbers to which `quantize` rounds `weight`."""
     values: torch.Tensor = FourBitMatrix(weight)()
     return values
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that store a weight (rows, columns) in the NF4 format of bitsandbytes, by what is
-    appended to the weight's name. They stand for the numbers of `rounded` if the number of columns
-    is a multiple of NF4_BLOCK."""
-    packed, state = _quantize(weight.detach())
+    """Suffix of the weight's name -> tensor, for the tensors that store a weight (rows, columns) in
+    the NF4 format of bitsandbytes. They encode the numbers of `rounded` if the number of columns is
+    a multiple of NF4_BLOCK."""
+    packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
         **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()},
@@ -164,30 +172,30 @@ def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class FourBitMatrix(nn.Module):
-    """A matrix in NF4 with double quantisation; calling it gives the matrix, dequantised to its
-    original dtype.
+    """A matrix in NF4 with double quantisation. A call of the module returns the matrix,
+    dequantised to its original dtype.
 
-    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale
-    of its block of 64 weights, which is their largest magnitude. A scale takes 8 bits: the mean of
-    all scales is subtracted, and the difference is stored relative to the largest of 256 of them.
-    That is 4.127 bits per weight in all. The matrix is cut into blocks row by row; its last block
-    is padded with zeros.
+    The matrix is cut row by row into blocks of 64 weights; the last block is padded with zeros. The
+    scale of a block is the largest magnitude of its weights. A weight takes 4 bits, which name one
+    of 16 quantiles of the normal distribution, to be multiplied by the scale. A scale takes 8 bits:
+    the mean of all scales is subtracted from it, and the difference is stored relative to the
+    largest of 256 differences. This makes 4.127 bits per weight.
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1): two weights in a byte. Further buffers: `scales`, their scales
-    `nested`, and their `mean`."""
+    """uint8 (blocks * 32, 1), with two weights in a byte. Further buffers: `scales` of the blocks,
+    the scales `nested` of the scales, and the `mean` of the scales."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
         super().__init__()
         self.shape = matrix.shape
         flat = matrix.detach().reshape(-1)
-        # Each block is a row: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a
-        # block wrongly.
-        packed, self.state = _quantize(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
+        # Each block is made a row, because bitsandbytes 0.50 on the CPU dequantises rows that end
+        # inside a block wrongly.
+        packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
-            self.state.offset.zero_()  # the mean of no scales is NaN
+            self.state.offset.zero_()  # in place of NaN, the mean over no scales
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
         self.register_buffer("nested", self.state.state2.absmax)
@@ -202,9 +210,9 @@ class FourBitMatrix(nn.Module):
 
 
 class FourBitMatrices(nn.ModuleList):
-    """Replaces a stack of matrices by NF4 weights. `matrices[e]`, where e is a number or a tensor
-    with one number, is matrix e, dequantised: so the eager forward of an experts module dequantises
-    one expert after another."""
+    """A stack of matrices in NF4, which replaces the stack in an experts module. `matrices[e]`,
+    where e is a number or a tensor with one number, dequantises matrix e. So the eager forward of
+    the experts module dequantises one expert after another."""
 
     def __getitem__(self, expert: Any) -> Any:
         """The dequantised matrix (rows, columns) of an expert."""
@@ -212,7 +220,8 @@ class FourBitMatrices(nn.ModuleList):
 
 
 class FourBitLinear(nn.Module):
-    """Replaces a linear map: its weight is stored in 4 bits, its bias is unchanged."""
+    """A linear map whose weight is stored in 4 bits, which replaces `original`. The bias is that of
+    `original`."""
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
@@ -226,9 +235,9 @@ class FourBitLinear(nn.Module):
         return linear(rows, self.weight(), self.bias)
 
 
-def _quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A matrix in the NF4 format of bitsandbytes: its packed weights, and the state with scales and
-    mean."""
+def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Convert a matrix to the NF4 format of bitsandbytes; returns (packed weights, state with the
+    scales and their mean)."""
     packed, state = bitsandbytes_functional().quantize_4bit(
         matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
     )
@@ -237,11 +246,12 @@ def _quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 @cache
 def bitsandbytes_functional() -> Any:
-    """The module bitsandbytes.functional; UserError with the command that installs it."""
+    """The module bitsandbytes.functional. UserError, with the command that installs it, when it is
+    missing."""
     check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
     log = logging.getLogger("bitsandbytes")
     level = log.level
-    log.setLevel(logging.ERROR)  # without a GPU it warns on import
+    log.setLevel(logging.ERROR)  # without a GPU, the import logs a warning
     try:
         return import_module("bitsandbytes.functional")
     finally:

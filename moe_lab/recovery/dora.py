@@ -19,14 +19,18 @@ from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
-"""s of the adapters, which other programs call alpha / rank. The value is that of MoE-Slimming."""
+"""The scaling s of adapters, which other programs call alpha / rank. MoE-Slimming has this
+value."""
 
 
 class Dora(nn.Module):
-    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of
-    each row. A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the
-    scaling; at first W' = W. As in peft, no gradient flows into the norm, and dropout, in training,
-    acts on the input of the terms that are added to the output of W."""
+    """The adapter of a linear map W (out, in), which turns W into W' = m (W + s B A) / ||W + s B
+    A||, where the norm is that of each row.
+
+    A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the constant
+    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm, and dropout in
+    training acts only on the input of the terms that are added to the output of W.
+    """
 
     def __init__(
         self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
@@ -41,56 +45,56 @@ class Dora(nn.Module):
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """W' (out, in) in the dtype of `weight`, which is W."""
+        """W' (out, in), in the dtype of `weight`, where `weight` is W."""
         adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
     def forward(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output (n, out) of the adapted map for its input `rows` (n, in); `weight` is W."""
+        """The output (n, out) of the map W' for its input `rows` (n, in); `weight` is W."""
         output = linear(rows, weight)
         wide_rows = rows.to(self.a.dtype)
-        plain = output
-        precise = weight.to(self.a.dtype)
+        plain_output = output
+        wide_weight = weight.to(self.a.dtype)
         if self.training and self.dropout:
             wide_rows = dropout(wide_rows, self.dropout)
-            plain = linear(wide_rows, precise)
-        factor = self._factor((precise + self.scaling * (self.b @ self.a)).detach())
-        added = (factor - 1) * plain + factor * self.scaling * linear(
+            plain_output = linear(wide_rows, wide_weight)
+        factor = self._factor((wide_weight + self.scaling * (self.b @ self.a)).detach())
+        addition = (factor - 1) * plain_output + factor * self.scaling * linear(
             linear(wide_rows, self.a), self.b
         )
-        output = (output + added).to(output.dtype)
+        output = (output + addition).to(output.dtype)
         return output if bias is None else output + bias
 
     def _factor(self, adapted: torch.Tensor) -> torch.Tensor:
-        """m / ||adapted|| of each row (out,), where `adapted` is W + s B A; 0 for a row of zeros,
-        whose m is 0."""
+        """The factor m / ||adapted|| of each row (out,), where `adapted` is W + s B A. The factor
+        is 0 for a row of zeros, because m is 0 there."""
         norm = adapted.norm(dim=1).clamp(min=torch.finfo(adapted.dtype).tiny)
         factor: torch.Tensor = self.magnitude / norm
         return factor
 
 
 class DoraLinear(nn.Module):
-    """Replaces a linear map by the same map with an adapter."""
+    """A linear map with an adapter, which replaces the map `plain`."""
 
     plain: nn.Linear
-    """The original map, which is frozen and therefore not a submodule."""
+    """The map without adapter. It is frozen, and therefore no submodule."""
 
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
         super().__init__()
-        self.__dict__["plain"] = plain  # an attribute would be a submodule
+        self.__dict__["plain"] = plain  # self.plain = plain would make a submodule
         self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
+        """The output (..., out) of the adapted map for its input `rows` (..., in)."""
         output: torch.Tensor = self.adapter(rows, self.plain.weight, self.plain.bias)
         return output
 
 
 class DoraWeight(nn.Module):
-    """Parametrises a router's weight by its adapted form. This works for routers of all
-    formulas."""
+    """Parametrisation that replaces a router's weight by the adapted weight, so that it works for
+    all formulas of routers."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -102,8 +106,8 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """Replaces the experts module of a layer by the same experts with adapters; the original module
-    is not changed. `adapters[e]` are the adapters of expert e by name: gate, up and down."""
+    """The experts of a layer with adapters, which replaces the layer's experts module; the original
+    module is not changed. `adapters[e]` has the adapters gate, up and down of expert e."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -120,15 +124,16 @@ class DoraExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates
+        """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
         `top_k_weights` (T, K)."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            """The output of one expert; None for an expert without channels."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
         index = top_k_index
-        if is_ragged(original):  # merged experts are computed with the weights of their owner
+        if is_ragged(original):  # a merged expert has its owner's weights
             index = torch.tensor(original.owners, device=index.device)[index]
         rows = sort_by_expert(index, len(self.adapters))
         output = routed_output(hidden_states, rows, top_k_weights, expert_output)
@@ -143,29 +148,31 @@ class DoraExperts(nn.Module):
         return output
 
     def _expert_output(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the
-        gate."""
+        """The output (n, H) of one expert for hidden states (n, H), before the gate."""
         experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
-        inner = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
-        joined = (
-            torch.cat(inner, -1) if experts.is_concatenated else torch.stack(inner, -1).flatten(-2)
+        parts = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
+        gate_up = (
+            torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
-        output: torch.Tensor = adapters["down"](activation(experts)(joined), *maps["down"])
+        output: torch.Tensor = adapters["down"](activation(experts)(gate_up), *maps["down"])
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)
 
 
 Adapted: TypeAlias = dict[str, dict[str, Any]]
-"""Part of the model (experts, routers, shared_experts) -> path -> module with adapters: a
-DoraExperts, a module with a parametrised weight, or a DoraLinear."""
+"""Part of the model -> path -> module with adapters: a DoraExperts for the part experts, a module
+with a DoraWeight for routers, a DoraLinear for shared_experts."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """Put adapters on all routed and shared experts of `model`, in place, and on its routers unless
-    recovery.router_rank=0. They are in training mode; everything else is frozen. `seed` determines
-    the random first A of each adapter."""
+    recovery.router_rank=0; returns the modules with adapters.
+
+    Adapters are in training mode, everything else in the model is frozen. `seed` determines the
+    random A with which each adapter begins.
+    """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
     shared = list(linears(model, "shared_experts"))
@@ -188,13 +195,13 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
 
 
 def router_weight(layer: MoELayer) -> nn.Module:
-    """The module, the router or a child of it, whose `weight` has one row per expert."""
+    """The module whose `weight` has one row for each expert: the layer's router or a child of the
+    router."""
     return next(part.module for part in layer.routing if part.name == "weight")
 
 
 def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts":
-    ...}."""
+    """Part of the model -> name -> parameter, for the parameters to train."""
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
@@ -207,38 +214,39 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules with these tensors back
-    into `model`. Returns the new tensors by their names in the model's state dict. UserError for a
-    tensor that is not finite."""
-    changed: dict[str, torch.Tensor] = {}
+    """Merge the adapters into new tensors, and put the original modules, with these tensors, back
+    into `model`. Returns name in the model's state dict -> new tensor. UserError for a tensor that
+    is not finite."""
+    merged: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
-        changed |= {f"{path}.{name}": tensor for name, tensor in _merged_experts(experts).items()}
+        merged |= {f"{path}.{name}": tensor for name, tensor in _merge_experts(experts).items()}
         model.set_submodule(path, experts.layer.experts)
     for path, router in adapted["routers"].items():
-        changed[f"{path}.weight"] = router.weight.detach().clone(
+        merged[f"{path}.weight"] = router.weight.detach().clone(
             memory_format=torch.contiguous_format
         )
         parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
     for path, module in adapted["shared_experts"].items():
-        changed[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
+        merged[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
         model.set_submodule(path, module.plain)
-    for name, tensor in changed.items():
+    for name, tensor in merged.items():
         if not bool(tensor.isfinite().all()):
             raise UserError(f"fine-tuning made {name} not finite: lower recovery.learning_rate")
         owner, _, attribute = name.rpartition(".")
         replace_tensor(
             model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False)
         )
-    return changed
+    return merged
 
 
-def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Name -> new stack of weights of the experts module of a layer, with the merged projections.
-    The old stacks, which other models may share, are not changed."""
+def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
+    """Merge the adapters of a layer's experts, and put new stacks of weights into the layer's
+    original experts module. Returns name -> new stack. The old stacks, which other models may
+    share, are not changed."""
     module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
-        if not name.endswith("_bias") and name != "constants":  # these have no adapters
+        if not name.endswith("_bias") and name != "constants":  # biases and constants stay
             stacks[name] = parameter.detach().clone()
             replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
     for expert, adapters in enumerate(adapted.adapters):
@@ -250,9 +258,9 @@ def _merged_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
 def linear_maps(
     layer: MoELayer, expert: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert of a layer: name (gate, up or down) -> weight (out, in), and
-    bias (out,) or None; {} for an expert without channels. Weights and biases are views: writing to
-    them changes the experts module."""
+    """The linear maps of one expert: name (gate, up or down) -> (weight (out, in), bias (out,) or
+    None); {} for an expert without channels. Weights and biases are views, so writing to them
+    changes the experts module."""
     views = layer.projections(expert)
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):

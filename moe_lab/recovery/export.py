@@ -1,5 +1,5 @@
-"""Put a recovery into an exported checkpoint: fine-tuned tensors, and weights in NF4 where
-transformers can load them."""
+"""Put a recovery into an exported checkpoint: fine-tuned or fitted tensors, and weights in NF4 if
+transformers can load such weights."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def recovery_changes(
     """The changes that turn the pruned checkpoint in `folder` into the recovered model of
     `apply.recovered`.
 
-    Weights are tuned and rounded on the CPU in `dtype`, in which the model was evaluated. `tuned`,
-    `bits` and `modules` are the arguments of `apply.recovered`; `sentence` describes the training,
-    for the model card. With `bits` 4, linear maps with which bitsandbytes can compute on every
-    machine are stored in its NF4 format. Other weights are stored as the numbers they were rounded
-    to, among them those of routed experts: transformers has no 4-bit form for stacked experts.
+    tuned, bits, modules: arguments of `apply.recovered`; sentence: description of the training for
+    the model card; dtype: the one in which the model was evaluated. Weights are rounded on the CPU
+    in `dtype`. With `bits` 4, linear maps that bitsandbytes can use on every machine are stored in
+    its NF4 format. Other rounded weights are stored as plain numbers, such as those of routed
+    experts, because transformers has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
     if bits == 4:
         sentence += (
             f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
-            f"quantisation; {len(recovered.in_4_bits)} linear maps are stored in 4 bits, as "
+            f"quantisation; {len(recovered.nf4_names)} linear maps are stored in 4 bits, as "
             "bitsandbytes does, the others as the numbers they were rounded to."
         )
     sentence += (
@@ -55,20 +55,22 @@ def recovery_changes(
         "for these numbers."
     )
     return Changes(
-        recovered.change, sentence.strip(), recovered.config() if recovered.in_4_bits else {}
+        recovered.change, sentence.strip(), recovered.config() if recovered.nf4_names else {}
     )
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if a model in `dtype` and an export of the files in `source`, both pruned by
-    `plan`, have different modules. A width of experts may fit the kernels in one precision only:
-    the experts are stacked in that precision, and packed in the other.
+    """Raise UserError if the experts of a layer are stacked in `dtype` and packed in the precision
+    of the files in `source`, or the other way round.
+
+    A model that `plan` prunes is recovered in `dtype`, but exported with modules for the precision
+    of the files. A width of experts may fit the kernels for stacked experts in one of them only.
     """
-    stored = bits_of(expert_type(open_checkpoint(source))) // 8
+    stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
         if layer.width is None or min(layer.widths) == layer.width:
             continue
-        if is_stock(layer.widths, stored) != is_stock(layer.widths, dtype.itemsize):
+        if is_stock(layer.widths, stored_bytes) != is_stock(layer.widths, dtype.itemsize):
             name = str(dtype).removeprefix("torch.")
             raise UserError(
                 f"export: experts of layer {number} retain {layer.widths[0]} channels, whose rows "
@@ -79,7 +81,8 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
 
 
 class _RecoveredTensors:
-    """The changed tensors of a pruned checkpoint. One decoder layer is in memory at a time."""
+    """Computes the changed tensors of a pruned checkpoint, with one decoder layer in memory at a
+    time."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
@@ -89,24 +92,27 @@ class _RecoveredTensors:
         self.modules = modules
         self.tuned = tuned
         self.layer = lru_cache(maxsize=1)(self._layer)
-        self.in_4_bits: dict[str, str] = {}
+        self.nf4_names: dict[str, str] = {}
         """Path of each linear map that is stored in 4 bits -> name of its weight in the
         checkpoint."""
-        for path, module in self._rounded_maps():
+        for path, module in self._maps_to_round():
             names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
-            # On the CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly; and where it
+            # On the CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly. Where it
             # uses AVX512 for bfloat16, it fails unless the number of rows is a multiple of 32.
-            fits = module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
-            if fits and len(names) == 1:
-                self.in_4_bits[path] = names[0]
+            has_readable_rows = (
+                module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
+            )
+            if has_readable_rows and len(names) == 1:
+                self.nf4_names[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The tensors that are written in place of a tensor of the checkpoint, by name."""
+        """Name -> tensor, for the tensors that are written in place of the tensor `name` of the
+        checkpoint."""
         return self.layer(self.streamed.layer_of.get(name, OUTSIDE)).get(name, {name: tensor})
 
     def config(self) -> dict[str, Any]:
-        """The field `quantization_config` of config.json, which lists all linear maps that are not
-        stored in 4 bits as skipped."""
+        """The field `quantization_config` for config.json, whose list of skipped modules has all
+        linear maps that are not stored in 4 bits."""
         from transformers import BitsAndBytesConfig
 
         maps = [
@@ -119,13 +125,13 @@ class _RecoveredTensors:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=self.dtype,
-            llm_int8_skip_modules=[path for path in maps if path not in self.in_4_bits],
+            llm_int8_skip_modules=[path for path in maps if path not in self.nf4_names],
         )
         return {"quantization_config": quantization.to_dict()}
 
-    def _rounded_maps(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
-        """(path, module) of the linear maps outside of routed experts whose weights are rounded,
-        and whose paths begin with `prefix`."""
+    def _maps_to_round(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
+        """Yield (path, module) of each linear map whose weight is to be rounded and whose path
+        begins with `prefix`, without routed experts."""
         for part in self.modules:
             if part != "experts":
                 for path, module in linears(self.streamed.model, part):
@@ -134,14 +140,14 @@ class _RecoveredTensors:
 
     @torch.no_grad()
     def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Name in the checkpoint of each changed tensor of a decoder layer -> the tensors that are
-        written in its place, by name."""
+        """Name of a changed tensor of a decoder layer in the checkpoint -> the tensors that are
+        written in place of this tensor, as name -> tensor."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
         prefix = f"{self.streamed.path}.{number}."
         changed: dict[str, torch.Tensor] = {}
-        in_4_bits = {}
+        nf4_by_name = {}
         with self.streamed.layer(number):
             if self.tuned is not None:
                 names = load_tuned(model, self.tuned / TENSORS, prefix)
@@ -150,13 +156,13 @@ class _RecoveredTensors:
                 layer = self.streamed.moe[number]
                 for name, tensor in rounded_experts(layer.experts).items():
                     changed[f"{layer.name}.{name}"] = tensor
-            for path, module in self._rounded_maps(prefix):
-                if path in self.in_4_bits:
-                    name = self.in_4_bits[path]
+            for path, module in self._maps_to_round(prefix):
+                if path in self.nf4_names:
+                    name = self.nf4_names[path]
                     tensors = nf4_tensors(module.weight)
-                    in_4_bits[name] = {f"{name}{end}": tensors[end] for end in tensors}
+                    nf4_by_name[name] = {f"{name}{end}": tensors[end] for end in tensors}
                     changed.pop(f"{path}.weight", None)
                 else:
                     changed[f"{path}.weight"] = rounded(module.weight)
-            plain = to_checkpoint(model, changed)
-            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | in_4_bits
+            stored = to_checkpoint(model, changed)
+            return {name: {name: tensor.clone()} for name, tensor in stored.items()} | nf4_by_name

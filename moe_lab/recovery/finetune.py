@@ -1,8 +1,8 @@
 """Fine-tune a pruned model, and save its changed tensors.
 
-The model learns the answers of an instruction set, or, on any text, the next-token distributions of
-the unpruned model. The seed determines the order of rows. A stopped training resumes exactly from
-its checkpoint.
+The model learns the answers of an instruction set, or the next-token distributions of the unpruned
+model on any text. The seed determines the order of rows. A stopped training resumes from its last
+checkpoint, and ends with the same weights as an uninterrupted training.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ RATES = {
     "shared_experts": "learning_rate",
     "routers": "router_learning_rate",
 }
-"""Part of the model -> the setting that holds its peak learning rate."""
+"""Part of the model -> name of the setting with the part's peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (S,) int64; valid (S,) bool: False at gaps and padding; learnt (S,) bool: True at the tokens
-that the model learns to predict."""
+"""(ids (S,) int64, valid (S,) bool, learnt (S,) bool): valid is False at gaps and padding, learnt
+is True at the tokens that the model learns to predict."""
 Groups = dict[str, dict[str, nn.Parameter]]
-"""Part of the model (experts, routers, shared_experts) -> name -> parameter to train; names are the
+"""Part of the model (experts, routers, shared_experts) -> name -> parameter to train. Names are the
 same in every run."""
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in
-nats."""
+"""Function (model, ids (B, S), valid (B, S), learnt (B, S)) that returns the sum of the loss over
+the learnt tokens, in nats."""
 WARMUP = 0.1
-"""Share of the steps in which learning rates rise from 0 to their peak: in the first steps, AdamW
-knows too few gradients to scale them."""
+"""Share of the steps, at the beginning, in which learning rates rise from 0 to their peak, because
+AdamW has seen too few gradients to scale them."""
 CLIP = 0.5
-"""Largest norm of the gradient of one step, so that no single step undoes many."""
+"""Norm to which larger gradients of a step are scaled down, so that no single step undoes many."""
 SAVE_EVERY = 50
-"""Steps between two checkpoints: a killed run loses minutes, and writing them takes a few percent
-of its time."""
+"""Number of steps between two checkpoints. A killed run then loses a few minutes, and writing
+checkpoints takes a few percent of a run's time."""
 PROGRESS_FILE = "progress.pt"
 
 
@@ -74,19 +74,19 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Train a copy of `model`, pruned by `plan` (None: not pruned): DoRA adapters on its MoE
-    blocks, or only its routers.
+    """Train a copy of `model`, pruned by `plan` (not pruned if None): either DoRA adapters on its
+    MoE blocks, or its routers.
 
     The copy learns the answers of `text` or, with recovery.distill, the predictions of the unpruned
-    `model` on `text`. Files written to the folder `out`, from which `apply.recovered` makes the
-    fine-tuned model:
+    `model` on `text`. `model` is not changed. The folder `out` gets two files, from which
+    `apply.recovered` makes the fine-tuned model:
 
     tuned.safetensors  tensors that differ from the pruned model's, by names in its state dict
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
-    Progress is saved in the folder `partial`, which no other run uses; a stopped run resumes from
-    it exactly. `model` is not changed. UserError for a text in which nothing can be learnt, and for
-    a loss that is not finite.
+    Checkpoints are saved in the folder `partial`, from which a stopped run resumes; no other run
+    may use this folder. UserError for a text in which nothing can be learnt, and for a loss that is
+    not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
@@ -94,10 +94,10 @@ def finetune(
         distillation_loss, teacher=model, temperature=settings.temperature
     )
     started = time.monotonic()
-    with student(model, plan, settings, seed) as trained:
+    with student(model, plan, settings, seed) as learner:
         losses = train(
-            trained.model,
-            trained.parameters,
+            learner.model,
+            learner.parameters,
             rows,
             settings,
             loss=distillation if is_distilled else answer_loss,
@@ -107,9 +107,9 @@ def finetune(
         )
         counts = {
             part: sum(map(torch.numel, named.values()))
-            for part, named in trained.parameters.items()
+            for part, named in learner.parameters.items()
         }
-        changed = trained.changed()
+        changed = learner.finish()
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     report = {
         "trained_parameters": counts,
@@ -123,29 +123,29 @@ def finetune(
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of an instruction set in which an answer is learnt. UserError when there are
-    none."""
+    """The rows of an instruction set that have a token of an answer after their first token.
+    UserError when there are no such rows."""
     reason = "no row holds an answer after its first token: expected answers"
-    return _learnable(answer_batches(text, tokenizer, header=True), text, reason)
+    return _rows_to_learn(answer_batches(text, tokenizer, header=True), text, reason)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of any text, in which each valid token that follows a valid token is learnt.
-    UserError when there is none."""
+    """The rows of any text, in which the model learns each valid token that follows a valid token.
+    UserError when there are no such tokens."""
     marked_batches = []
     for ids, valid in batches(text, tokenizer).rows:
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))
-    return _learnable(
+    return _rows_to_learn(
         marked_batches, text, "no token follows another one: expected longer documents"
     )
 
 
-def _learnable(
+def _rows_to_learn(
     marked_batches: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
 ) -> list[Row]:
-    """The rows of batches (ids, valid, learnt) in which a token after the first is learnt.
-    UserError with the `reason` when there are none."""
+    """The rows of batches (ids, valid, learnt) that have a learnt token after their first token.
+    UserError, which gives the `reason`, when there are no such rows."""
     rows: list[Row] = []
     for batch in marked_batches:
         for ids, valid, learnt in zip(*batch, strict=True):
@@ -168,10 +168,13 @@ def train(
     seed: int,
 ) -> list[float]:
     """Train the parameters `groups` of `model` on `rows`, by AdamW without weight decay; returns
-    the loss of each step, in nats per learnt token. A step reads `settings.rows_per_step` rows,
-    `rows_at_once` in a forward pass; its loss is the mean over all their learnt tokens. All random
-    numbers of a step are drawn from (seed, step), so a training that is resumed from `partial`
-    gives exactly the weights of an uninterrupted training."""
+    the loss of each step, in nats per learnt token.
+
+    A step reads `settings.rows_per_step` rows, of which a forward pass reads `rows_at_once`. The
+    loss of the step is the mean over all learnt tokens of its rows. All random numbers of a step
+    are drawn from (seed, step), so a training that resumes from the checkpoint in `partial` gives
+    exactly the weights of an uninterrupted training.
+    """
     parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     optimizer = torch.optim.AdamW(
@@ -188,7 +191,7 @@ def train(
         for part, group in zip(parts, optimizer.param_groups, strict=True):
             group["lr"] = getattr(settings, RATES[part]) * rate_factor(step, steps)
         with torch.random.fork_rng():
-            torch.manual_seed(_mix(seed, step))
+            torch.manual_seed(_derive_seed(seed, step))
             losses.append(_backward(model, [rows[row] for row in indices], loss, rows_at_once))
         if not math.isfinite(losses[-1]):
             rate = f"recovery.{RATES[parts[0]]}={getattr(settings, RATES[parts[0]])}"
@@ -209,13 +212,14 @@ def train(
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:
     """Number of steps for `settings.epochs` passes over `n_rows` rows, at least 1. The last step
-    may read rows of another pass."""
+    may also read rows of a further pass."""
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate in `step` (from 0) of `steps`: a linear rise over the first
-    `WARMUP` share of the steps, then half a cosine, which would be 0 after the last step."""
+    """Learning rate in `step`, counted from 0, of `steps`, as a share of the peak. It rises
+    linearly in the first share WARMUP of the steps, and then falls as half a cosine, which would be
+    0 in the step after the last."""
     warmup = math.ceil(WARMUP * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -224,23 +228,23 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """Indices of the `size` rows of a step. Each pass over all rows has another order, drawn from
-    the seed."""
+    """Indices of the `size` rows that a step reads. Each pass over all rows has its own order,
+    drawn from the seed and the number of the pass."""
     indices = []
     for number in range(step * size, (step + 1) * size):
         epoch, position = divmod(number, n_rows)
-        generator = torch.Generator().manual_seed(_mix(seed, -1 - epoch))
+        generator = torch.Generator().manual_seed(_derive_seed(seed, -1 - epoch))
         indices.append(int(torch.randperm(n_rows, generator=generator)[position]))
     return indices
 
 
-def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> float:
-    """Compute the mean loss over the learnt tokens of `rows`, add its gradients to those of the
-    parameters, and return the loss. A forward pass reads `at_once` rows."""
+def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) -> float:
+    """Compute the mean loss over the learnt tokens of `rows`, add its gradients to the gradients of
+    the parameters, and return the loss. A forward pass reads `rows_at_once` rows."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     total = 0.0
-    for start in range(0, len(rows), at_once):
-        batch = _stacked(rows[start : start + at_once], model.device)
+    for start in range(0, len(rows), rows_at_once):
+        batch = _stack_rows(rows[start : start + rows_at_once], model.device)
         share = loss(model, *batch) / tokens
         share.backward()
         total += float(share.detach())
@@ -250,8 +254,8 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> floa
 def answer_loss(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of -log p(token | tokens before it) over the tokens of `answers` (B, S), without the
-    first token of a row, in fp32."""
+    """Sum of -log p(token | tokens before it) over the tokens that `answers` (B, S) marks, except
+    the first token of a row; computed in fp32."""
     logits = _predictions(model, ids, valid, answers)
     return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
 
@@ -265,10 +269,13 @@ def distillation_loss(
     teacher: Any,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum of tau^2 KL(teacher || student) over the learnt tokens (B, S), in fp32. Teacher and
-    student are next-token distributions over the whole vocabulary, at the temperature tau. Divided
-    by the number of learnt tokens, the sum is the loss of Router-KD (arXiv 2603.02217, equations 1
-    to 3). No gradient flows into the teacher."""
+    """Sum of tau^2 KL(p || q) over the tokens that `learnt` (B, S) marks, except the first token of
+    a row; computed in fp32.
+
+    p and q are the next-token distributions of `teacher` and `model` over the whole vocabulary, at
+    the temperature tau. Divided by the number of learnt tokens, the sum is the loss of Router-KD
+    (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher.
+    """
     with torch.no_grad():
         target = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
     predicted = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
@@ -278,9 +285,10 @@ def distillation_loss(
 def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
-    """The logits (N, V) from which the N learnt tokens (B, S) are predicted."""
+    """The logits (N, V) that predict the N tokens that `learnt` (B, S) marks, without the first
+    token of each row."""
     targets = learnt[:, 1:]
-    # columns with a target in any row: logits are computed for them in all rows
+    # Logits are computed in all rows for each column that has a target in at least one row.
     columns = targets.any(0).nonzero()[:, 0]
     mask = None if bool(valid.all()) else valid.to(torch.int64)
     logits: torch.Tensor = model(
@@ -289,22 +297,23 @@ def _predictions(
     return logits[targets[:, columns]]
 
 
-def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The rows as a batch (ids, valid, learnt), each (B, S), without the columns on the right in
-    which no row has a token."""
+def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Stack rows into a batch (ids, valid, learnt), each (B, S), without the columns at the right
+    end in which no row has a valid token."""
     ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
     return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))
 
 
-def _mix(seed: int, step: int) -> int:
-    """Derive the seed of a step (or, below 0, of a pass) from the seed of the training. Seeds of
-    different steps are unrelated, because they are hashes."""
+def _derive_seed(seed: int, step: int) -> int:
+    """Derive the seed of a step from the seed of the training; a negative `step` stands for a pass
+    over all rows. Seeds are hashes, so those of different steps are unrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
 def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
-    """Save the `content` that `load_progress` reads, atomically."""
+    """Write a checkpoint with the `content` that `load_progress` reads; the file is replaced
+    atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary_file = folder / f"{PROGRESS_FILE}.part"
     torch.save(content, temporary_file)
@@ -317,9 +326,9 @@ def load_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
-    """Restore the trained parameters and the optimiser from `folder`, and return the losses of the
-    finished steps. If the file is missing, damaged, or of another training, nothing is changed, and
-    [] is returned."""
+    """Restore the parameters and the state of the optimiser from the checkpoint in `folder`, and
+    return the losses of the finished steps. If the checkpoint is missing, damaged, or of a training
+    with another `identity`, change nothing and return []."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -334,29 +343,30 @@ def load_progress(
     return losses
 
 
-# Trained models: DoRA adapters on the MoE blocks of a copy, or the routers of a masked model.
+# Models to train: a pruned copy with DoRA adapters on its MoE blocks, or a masked copy with
+# trainable routers.
 
 
 @dataclass(frozen=True)
 class Student:
-    """A pruned model with the parameters that are trained."""
+    """A pruned model, and those of its parameters that are trained."""
 
     model: Any
     parameters: Groups
-    changed: Callable[[], dict[str, torch.Tensor]]
-    """Ends the training and returns the changed tensors, by their names in the pruned model's state
-    dict."""
+    finish: Callable[[], dict[str, torch.Tensor]]
+    """Function that ends the training and returns the changed tensors, as name in the pruned
+    model's state dict -> tensor."""
 
 
 @contextmanager
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
 ) -> Iterator[Student]:
-    """A context with a copy of `model`, pruned by `plan` (None: not pruned), with the parameters
-    that `settings` train. `model` itself is not changed."""
+    """A context with a copy of `model`, pruned by `plan` (not pruned if None), and the parameters
+    that `settings` select for training. `model` is not changed."""
     if settings.train == "routers":
-        with trained_routers(model, plan) as trained:
-            yield trained
+        with trained_routers(model, plan) as learner:
+            yield learner
     else:
         copy = pruned(model, plan)
         adapted = attach(copy, settings, seed)
@@ -365,11 +375,14 @@ def student(
 
 @contextmanager
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """A context with a copy of `model` under the mask of `plan`, whose routers' weights are trained
-    and everything else is frozen. The copy shares all other tensors with `model`, so that the
-    teacher needs no further memory. Only the rows of retained experts are trained; correction
-    biases, and biases of routers, stay. Weights of 16 bits are trained as fp32 copies, since
-    rounding would lose small steps; each forward pass rounds them as in the evaluation."""
+    """A context with a copy of `model` under the mask of `plan`, in which the weights of routers
+    are trained and everything else is frozen.
+
+    The copy shares all other tensors with `model`, so that the teacher needs no further memory.
+    Only the rows of retained experts are trained; biases of routers and correction biases are
+    frozen. Weights of 16 bits are trained as fp32 copies, because rounding would lose small steps;
+    each forward pass rounds the copies as the evaluation does.
+    """
     masked = share_copy(model)
     masked.requires_grad_(False)
     owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
@@ -381,22 +394,23 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
         for layer, owner in owners.items():
             weights[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
             parametrize.register_parametrization(owner, "weight", weights[layer], unsafe=True)
-            # undone before the mask, which puts the whole weight back in place of the slice
+            # This is undone before the mask, which then puts the whole weight back in place of the
+            # rows of retained experts.
             undo.callback(
                 parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False
             )
 
-        def changed() -> dict[str, torch.Tensor]:
+        def finish() -> dict[str, torch.Tensor]:
             return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
 
         parameters = {
             f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()
         }
-        yield Student(masked, {"routers": parameters}, changed)
+        yield Student(masked, {"routers": parameters}, finish)
 
 
 class PreciseWeight(nn.Module):
-    """Parametrises a weight by a trained copy in at least fp32."""
+    """Parametrisation that replaces a weight by a trained copy in at least fp32."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

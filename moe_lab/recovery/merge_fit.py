@@ -1,5 +1,5 @@
-"""Fit the down projections of merged experts to the outputs of their members, by least squares, as
-MergeMoE does (arXiv 2510.14436). docs/recovery.md has the formula, and what the paper leaves
+"""Fit the down projection of each merged expert to the outputs of its members by least squares, the
+method of MergeMoE (arXiv 2510.14436). docs/recovery.md has the formula, and what the paper leaves
 open."""
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from moe_lab.recovery.apply import save_tuned
 from moe_lab.statistics.observe import StatisticsHook, gather
 
 RIDGE = 1e-6
-"""Weight of the penalty for differences from the plain average, as a share of the mean square of
-the inputs: enough for channels that are never active, and too little to matter for others."""
+"""Weight of the penalty on differences from the average of the members' projections, as a share of
+the mean square of the inputs. It is large enough to keep the average for channels that are never
+active, and too small to matter for other channels."""
 
 
 def fit(
@@ -39,11 +40,12 @@ def fit(
     """Fit the down projections of the merged experts of `plan` to the outputs of their members on
     `text`, and return the report.
 
-    Writes two files to the folder `out`, from which `apply.recovered` makes the fitted model:
-    tuned.safetensors, the experts of each layer with merged experts by their names in the pruned
-    model's state dict, and finetune.json, the report. Sums are saved in the folder `partial`, which
-    no other fit uses; a stopped fit continues from them. UserError for a plan that merges nothing,
-    outputs that are not finite, and a text that is too short for every expert.
+    The folder `out` gets two files, from which `apply.recovered` makes the fitted model:
+    tuned.safetensors has the experts of each layer with merged experts, by their names in the
+    pruned model's state dict, and finetune.json has the report. Sums are saved in the folder
+    `partial`, from which a stopped fit continues; no other fit may use this folder. UserError for a
+    plan that merges no experts, for outputs that are not finite, and for a text in which no expert
+    has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(
@@ -63,12 +65,12 @@ def fit(
                 "members": sorted(plan.layers[layer].merged[owner]),
             }
             experts.append({**summary, **_fit_expert(weights.down, owner, sums[layer])})
-    fitted = sum(summary["error_fitted"] is not None for summary in experts)
-    if not fitted:
-        most = max(summary["tokens"] for summary in experts)
+    fitted_experts = sum(summary["error_fitted"] is not None for summary in experts)
+    if not fitted_experts:
+        most_tokens = max(summary["tokens"] for summary in experts)
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
-            f"than it has channels (at most {most}): expected a longer text"
+            f"than it has channels (at most {most_tokens}): expected a longer text"
         )
     changed = {
         f"{layer.name}.{name}": weight
@@ -78,8 +80,8 @@ def fit(
     }
     seconds = round(time.monotonic() - started, 1)
     report = {
-        "fitted": fitted,
-        "averaged": len(experts) - fitted,
+        "fitted": fitted_experts,
+        "averaged": len(experts) - fitted_experts,
         "seconds": seconds,
         "experts": experts,
     }
@@ -88,8 +90,8 @@ def fit(
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> id of each merged expert -> its weights in the model that was `pruned` by `plan`.
-    They are views: writing to them changes the model."""
+    """Layer -> id of a merged expert -> weights of this expert in `pruned`, the model that `plan`
+    pruned. The weights are views, so writing to them changes the model."""
     merged: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
@@ -102,29 +104,33 @@ def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
 
 
 class MergeHook(StatisticsHook):
-    """Sums for the fit of each merged expert j, over the valid tokens that are routed to a member:
+    """Gathers sums for the fit of each merged expert j. Sums are over the valid tokens that the
+    router sends to at least one member of j:
 
     tokens.j  ()      number of these tokens
-    square.j  ()      sum of ||y||^2, y the weighted sum of the members' outputs
-    error.j   ()      sum of ||y - W_D phi||^2, phi the input of the merged down projection W_D
+    square.j  ()      sum of ||y||^2
+    error.j   ()      sum of ||y - W_D phi||^2
     gram.j    (I, I)  sum of phi phi^T
     cross.j   (H, I)  sum of (y - W_D phi) phi^T
+
+    y is the weighted sum of the members' outputs, W_D the down projection of expert j before the
+    fit, and phi the input of W_D.
     """
 
     kind = "merge_fit"
     plan: ClassVar[Plan]
     merged: ClassVar[Mapping[int, Mapping[int, Weights]]]
-    """Layer -> id of each merged expert -> its weights."""
+    """Layer -> id of a merged expert -> weights of this expert, see `merged_weights`."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H) of the unpruned layer."""
+        """Add to the sums, and return the routed output (T, H) of the unpruned layer."""
         valid = self.valid(hidden)
         for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]
-            routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
-            states = hidden[routed if valid is None else routed & valid]
+            is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
+            states = hidden[is_routed if valid is None else is_routed & valid]
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in members.items():
                 target += share * self.layer.expert_output(states, member).double()
@@ -140,10 +146,13 @@ class MergeHook(StatisticsHook):
 
 @torch.no_grad()
 def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Replace the down projection of a merged expert, in place, by the fitted projection, if the
-    expert saw enough tokens. `sums` are those of its layer, see `MergeHook`; `owner` is its id.
-    Returns its number of tokens, and the relative squared errors of the average and of the fit
-    (None without a fit)."""
+    """Fit the down projection of a merged expert in place, if the expert has at least as many
+    tokens as channels.
+
+    down: the down projection, so far the average of the members; owner: id of the expert; sums:
+    sums of the layer, see `MergeHook`. Returns the number of tokens, and the relative squared
+    errors of the average and of the fit, the latter None without a fit.
+    """
     tokens, square, error = (
         float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
     )
@@ -162,8 +171,11 @@ def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The difference (H, I) between the fitted and the averaged down projection W_D, in fp64:
-    (Y - W_D P) P^T (P P^T + r I)^-1, where the columns of P and Y are the phi and y of tokens."""
-    scale = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
-    damped = gram + scale * torch.eye(len(gram), dtype=torch.float64)
-    return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped)).T
+    """The fitted minus the averaged down projection W_D (H, I), in fp64.
+
+    It is (Y - W_D P) P^T (P P^T + r I)^-1, where the columns of P and Y are the phi and y of all
+    tokens, gram is P P^T, cross is (Y - W_D P) P^T, and r is RIDGE times the mean diagonal of gram.
+    """
+    ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
+    damped_gram = gram + ridge * torch.eye(len(gram), dtype=torch.float64)
+    return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped_gram)).T

@@ -146,7 +146,7 @@ def router_step(request: pytest.FixtureRequest) -> RouterStep:
             model_addresses,
             expert_addresses,
             logits,
-            student.changed(),
+            student.finish(),
         )
 
 
@@ -199,7 +199,7 @@ def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
         )
         run = {"loss": loss, "rows_at_once": 2, "partial": tmp_path, "seed": 0}
         train(student.model, student.parameters, rows(), settings, **run)
-        (changed,) = student.changed().values()
+        (changed,) = student.finish().values()
         moved = (parameter.detach() - original).abs()
     assert parameter.dtype == torch.float32 and changed.dtype == torch.bfloat16
     assert 1e-6 < float(moved.max()) < 4e-5 and float((moved > 0).float().mean()) > 0.9
