@@ -122,9 +122,11 @@ def _granularity_rows(
 ) -> list[dict[str, object]]:
     """Rows of `claim`: a row per ratio, and a row for ALL if there are several ratios.
 
-    The pairs of a ratio are every cell of channels with every cell of whole experts that retains an
-    equal share of routed parameters. Cells that replace dropped experts are left out, because the
-    claim is about removing experts. cells: pruned cells, with a column kept (this share)."""
+    A pair is a cell of channels and a cell of whole experts whose retained shares of routed
+    parameters are equal up to TOLERANCE. Cells that replace dropped experts are left out, because
+    the claim is about removing experts.
+
+    cells: pruned cells, with the column kept (retained share of routed parameters)."""
     cells = cells[~cells["allocation"].map(replaces).astype(bool)]
     pairs_by_ratio = {}
     for ratio, ratio_cells in by_ratio(cells):
