@@ -79,6 +79,7 @@ def problems_of(arguments: list[str]) -> list[str]:
         return [str(error)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documented_studies_can_start(page: Path) -> None:
     """The settings of every `python -m moe_lab` in a page, and their combination, are valid."""

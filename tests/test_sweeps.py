@@ -116,6 +116,7 @@ def test_a_dry_run_for_slurm_submits_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "store" / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "resource"),
     [("aimer_fig2", "baidu/ERNIE-4.5-21B-A3B-PT"), ("coverage_table2", "model.device=balanced")],

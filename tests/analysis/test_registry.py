@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from analysis.registry import also, find, outputs
 from analysis.report import CHAPTERS
 
@@ -72,6 +74,7 @@ def test_outputs_are_in_a_chapter_or_files_only() -> None:
     )
 
 
+@pytest.mark.slow
 def test_documented_table_is_added_by_one_file(small: Path, tmp_path: Path) -> None:
     """In a copy of the package; the command and its help then have it."""
     root = Path(__file__).parents[2]

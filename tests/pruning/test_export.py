@@ -460,6 +460,7 @@ print(peak() - before)
 """Prints by how many kB the memory of the process has grown."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 @pytest.mark.parametrize(
     ("way", "shape", "share"),

@@ -89,6 +89,7 @@ def test_unknown_models_and_texts_of_the_hub_are_unresolved() -> None:
         assert set(unresolved(build(Config(), [(grid, [])]).steps)) == names
 
 
+@pytest.mark.slow
 def test_ten_thousand_cells_in_five_seconds() -> None:
     with within(5):
         study_graph = graph(
@@ -107,6 +108,7 @@ def test_ten_thousand_cells_in_five_seconds() -> None:
         seen.add(step.id)
 
 
+@pytest.mark.slow
 def test_studies_in_one_process_leave_nothing_behind() -> None:
     counts = []
     frozen = gc.get_freeze_count()

@@ -382,6 +382,7 @@ assert len(store.done_of(steps)) == 300
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ["", OWN_LOCKS, WITHOUT_LOCKS])
 def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: str) -> None:
     """Two processes compute the same steps and pack them all the time, while this one reads every
