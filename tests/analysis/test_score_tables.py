@@ -2,6 +2,7 @@
 are written."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +12,21 @@ from handmade import SCORES, UNPRUNED, cell, cells_of, comparison_of, first, res
 
 from analysis import names
 from analysis.load import settings as cell_settings
-from analysis.outputs import channels, layer_budgets, recovery, score_rows, search, weights
+from analysis.outputs import (
+    channels,
+    layer_budgets,
+    recovery,
+    score_rows,
+    search,
+    speed_and_memory,
+    weights,
+)
 from analysis.outputs.pareto import front
 from analysis.outputs.scores import radar_figure, radar_methods
 from analysis.published.numbers import counterparts
 from analysis.published.tables import key_of
 from analysis.registry import find
+from analysis.render import page
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats import uncertainty
@@ -492,6 +502,16 @@ def test_panels_are_ordered_by_ratio_then_calibration_set() -> None:
     assert panels == ratios_and_sets[::-1]
 
 
+def test_speeds_are_medians_with_quartiles() -> None:
+    seconds = np.arange(1.0, 6.0)
+    timings = pd.DataFrame({"prefill_seconds": seconds, "decode_seconds": seconds})
+    timings = timings.assign(cell=0, device="cpu", batch_size=2, prompt_length=30, new_tokens=10)
+    study = SimpleNamespace(timings=timings.assign(weight_bytes=1, working_bytes=1))
+    [row] = speed_and_memory.requests(study).to_dict("records")
+    assert [row[f"First token (ms){end}"] for end in (" low", "", " high")] == [2000, 3000, 4000]
+    assert [row[f"Decode (tokens/s){end}"] for end in (" low", "", " high")] == [5, 20 / 3, 10]
+
+
 RADAR_SOLVED = {
     "none": 5,
     **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2),
@@ -562,6 +582,13 @@ def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
     text = rendering.html(table)
     assert 'data-key="0.9"' in text and 'data-key=""' in text
     assert "<small>0.40 to 0.60</small>" in text
+
+
+@pytest.mark.parametrize(("width", "is_checked"), [(14, True), (15, False)])
+def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked: bool) -> None:
+    frame = pd.DataFrame(0.5, index=[0], columns=[f"B{number}" for number in range(width)])
+    table = Table("t", "", "", frame, dict.fromkeys(frame, "{:.3f}"), low=frame, high=frame)
+    assert page._table(table, "")["open_intervals"] == is_checked
 
 
 def test_html_escapes_names(table: Table) -> None:
