@@ -70,7 +70,7 @@ def multirun(texts: Sequence[str]) -> Iterator[None]:
                 continue
             for value in overrides.values(override):
                 mistakes += storage_problems(value, override.key_or_group)
-    OmegaConf.register_new_resolver("sweeps", _sweeps)
+    OmegaConf.register_new_resolver("sweeps", _sweeps_folder)
     OmegaConf.register_new_resolver("basic_settings", basic_lines)
     try:
         with _config_store():
@@ -85,7 +85,7 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 """A folder that is removed when the process ends."""
 
 
-def _sweeps(store: str, dry_run: bool) -> str:
+def _sweeps_folder(store: str, dry_run: bool) -> str:
     """Folder in which Hydra records a multirun: hydra/ in the store; for a dry run, a temporary
     folder."""
     if dry_run or not store:
@@ -98,7 +98,7 @@ def _config_store() -> Iterator[None]:
     """A context in which Hydra's ConfigStore has the choices of `register_choices`. At the end, the
     ConfigStore is restored."""
     repo = ConfigStore.instance().repo
-    saved = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
+    saved_choices = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
     # Hydra spends most of its time on copies of all registered choices, one for each group
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
@@ -108,7 +108,7 @@ def _config_store() -> Iterator[None]:
         del ConfigStore.__deepcopy__  # type: ignore[attr-defined]
         for group in REGISTRIES:
             repo.pop(group, None)
-        repo.update(saved)
+        repo.update(saved_choices)
 
 
 REGISTRIES: Mapping[str, Iterable[str]] = {"criterion": CRITERIA, "allocation": ALLOCATIONS}
@@ -157,12 +157,12 @@ class Groups:
         for one choice and for fifty. Raises SettingsError with a sentence for each choice that
         cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
-        new = [choice for choice in choices if choice not in self._composed]
+        new_choices = [choice for choice in choices if choice not in self._composed]
         try:
-            self._compose(new)
-        except UserError:  # of the first mistake alone
+            self._compose(new_choices)
+        except UserError:  # from a call for all choices together
             with Mistakes() as mistakes:
-                for choice in new:
+                for choice in new_choices:
                     with mistakes.caught():
                         self._compose([choice])
         return {choice: self._composed[choice] for choice in choices}
@@ -173,16 +173,16 @@ class Groups:
         if not choices:
             return
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
-        with_keys = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
+        keyed_overrides = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
         try:
-            composed = _plain(hydra_compose(overrides=[*self._searchpath, *with_keys]))
+            composed = _plain(hydra_compose(overrides=[*self._searchpath, *keyed_overrides]))
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{group}={name}: {explain(error)}") from None
-        if outside := [key for key in composed if key not in keys.values()]:
+        if outer_keys := [key for key in composed if key not in keys.values()]:
             raise UserError(
-                f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that "
-                "sets several groups is an experiment"
+                f"{group}={name} sets {outer_keys[0]}, expected nothing outside {group}: a file "
+                "that sets several groups is an experiment"
             )
         self._composed.update({choice: composed.get(key) or {} for choice, key in keys.items()})
 

@@ -254,8 +254,8 @@ class Packs:
         return path
 
     def publish(self, path: Path) -> None:
-        """Flush a pack that `add` or `rewrite` has written to the disk, and give it its final name,
-        under which readers see it."""
+        """Flush the pack in `path` to the disk, and give the pack its final name, under which
+        readers see it. `path`: result of `add` or `rewrite`."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
         path.rename(self.path(path.stem.lstrip(".")))

@@ -32,7 +32,7 @@ from moe_lab.results import RANDOM
 from moe_lab.study.estimates import check_device, check_memory, disk_problems
 from moe_lab.study.resources import Check
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.costs import wrong_timing
+from moe_lab.study.steps.costs import timing_mistakes
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
 from moe_lab.study.steps.scores import check_weights, reads_text
 
@@ -378,7 +378,7 @@ CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] 
     (
         ("model",),
         lambda cell, config: (
-            config.timing and wrong_timing(config.launcher, config.timed, cell.model)
+            config.timing and timing_mistakes(config.launcher, config.timed, cell.model)
         ),
     ),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),

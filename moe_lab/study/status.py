@@ -32,7 +32,7 @@ from moe_lab.study.runs import (
     steps_of_active_runs,
 )
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.slurm.scheduler import QueuedJob
 from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
@@ -76,7 +76,7 @@ class StudyState:
     """Start of its last run, in seconds since the epoch."""
     steps: Sequence[StepState]
     jobs: Mapping[str, SubmittedJob]
-    queue: Mapping[str, Queued]
+    queue: Mapping[str, QueuedJob]
     queue_error: str
     """Why the queue is unknown; "" when the scheduler answered, or when the study has no jobs."""
 
@@ -103,7 +103,7 @@ def _step_states(
     store: Store,
     plan: Mapping[str, Any],
     jobs: Mapping[str, SubmittedJob],
-    queue: Mapping[str, Queued],
+    queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
     """States of the steps in the `plan` of a run, in its order. `jobs`: all jobs of the study by
     id. `queue`: the jobs in Slurm's queue by id."""
@@ -134,7 +134,7 @@ def _step_states(
     return steps
 
 
-def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, Queued]) -> dict[str, str]:
+def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]) -> dict[str, str]:
     """Start of a step's id -> id of its first job that is in the queue, or else of its last job."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
@@ -167,7 +167,7 @@ def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
     return None
 
 
-def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, Queued], str]:
+def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
     """Id -> job in the queue, for those of `jobs` that are there; and the error when the scheduler
     does not answer, or "". The error is not raised, as the store alone still gives a useful
     state."""
@@ -239,7 +239,7 @@ def _print_jobs(study: StudyState) -> None:
     for name, queued in study.queue.items():
         kind = study.jobs[name].kind
         if kind != RECORD:
-            reason = f" ({queued.reason})" if queued.pending else ""
+            reason = f" ({queued.reason})" if queued.is_pending else ""
             counts[f"{kind} jobs {queued.state.lower()}{reason}"] += 1
     for line, count in counts.items():
         print(f"{count} {line}")
@@ -345,7 +345,7 @@ def _reason(study: StudyState, step: StepState) -> str:
         return f"needs {cause.name}, which is {cause.state}"
     if step.job is not None and step.job in study.queue:
         queued = study.queue[step.job]
-        detail = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
+        detail = f" ({queued.reason})" if queued.is_pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{detail}"
     if step.state == "running":
         return f"being computed by {study.store.claims.holder(step.name[-DIGITS:])}"

@@ -58,7 +58,7 @@ from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.provenance import provenance
 from moe_lab.study.step import Step
-from moe_lab.study.steps.costs import Timing, wrong_timing
+from moe_lab.study.steps.costs import Timing, timing_mistakes
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.recovery import Pruned, Storage
@@ -618,9 +618,9 @@ def test_provenance_has_the_peak_memory_of_gpus(monkeypatch: pytest.MonkeyPatch)
 
 def test_timing_beside_other_work_is_reported_before_the_start() -> None:
     local, slurm = (
-        list(wrong_timing(LauncherConfig(name, 1), TimingConfig(), MODEL))
+        list(timing_mistakes(LauncherConfig(name, 1), TimingConfig(), MODEL))
         for name in ("local", "slurm")
     )
     assert "timing=true beside other work" in local[0]
     assert "timing=true with launcher=slurm needs timed.device" in slurm[0]
-    assert not list(wrong_timing(LauncherConfig(name="inline"), TimingConfig(), MODEL))
+    assert not list(timing_mistakes(LauncherConfig(name="inline"), TimingConfig(), MODEL))

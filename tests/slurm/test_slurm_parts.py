@@ -48,7 +48,7 @@ from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, update_from_store
-from moe_lab.study.slurm.scheduler import Queued, longest_array, queue, time_limits
+from moe_lab.study.slurm.scheduler import QueuedJob, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
 from moe_lab.study.slurm.submit import _submit_missing as submit_missing
 from moe_lab.study.slurm.submit import copy_code, pending_jobs, setup_lines
@@ -181,7 +181,7 @@ def patch_slurm(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
 
 def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_slurm(monkeypatch, SQUEUE)
-    rows = [(job.id, job.name, job.pending) for job in queue().values()]
+    rows = [(job.id, job.name, job.is_pending) for job in queue().values()]
     assert rows == [("7_1", "s.k", False), ("8", "two", True), ("11", "requeued", False)]
 
 
@@ -251,8 +251,8 @@ def submitted(job: str, steps: str, dependencies: str = "", kind: str = "k") -> 
     )
 
 
-def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, Queued]:
-    return job, Queued(job, name, state, "Dependency", "0:00")
+def queued(job: str, state: str = "PENDING", name: str = "s.k") -> tuple[str, QueuedJob]:
+    return job, QueuedJob(job, name, state, "Dependency", "0:00")
 
 
 def test_a_preempted_job_saves_and_a_cancelled_job_ends(

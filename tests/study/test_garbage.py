@@ -24,7 +24,7 @@ from moe_lab.study.graph import build
 from moe_lab.study.runs import SubmittedJob, begin, runs, steps_of_active_runs
 from moe_lab.study.slurm import jobs as slurm_jobs
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.slurm.scheduler import QueuedJob
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -334,7 +334,7 @@ def test_gc_keeps_steps_of_queued_jobs(
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
     first.add([SubmittedJob("7", "7", "study.plan", "plan", (), ())])
-    queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
+    queue = {"7": QueuedJob("7", "study.plan", "PENDING", "Dependency", "0:00")}
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert garbage_in(replaced) == set()
     queue.clear()

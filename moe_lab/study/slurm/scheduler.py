@@ -63,7 +63,7 @@ SHELL_OPTIONS = ("partition", "account", "qos", "constraint", "reservation")
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A job, or one task of an array, that is pending or running."""
 
     id: str
@@ -73,12 +73,12 @@ class Queued:
     elapsed: str
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether the job waits in the queue."""
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
-def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
+def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
     """Id -> job, for pending and running jobs of this user and of the users with ids `users`.
     squeue is called for each user, since a call for several users would load the jobs of all users.
     Raises UserError, with the scheduler's message, when squeue fails."""
@@ -89,7 +89,7 @@ def queue(users: Iterable[int] = ()) -> dict[str, Queued]:
         for job_id, state, reason, elapsed, name in rows:
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
             if not has_ended and reason != NEVER_REASON:
-                jobs[job_id] = Queued(job_id, name, state, reason, elapsed)
+                jobs[job_id] = QueuedJob(job_id, name, state, reason, elapsed)
     return jobs
 
 

@@ -43,7 +43,7 @@ from moe_lab.study.slurm.arrays import (
     merge_configs,
 )
 from moe_lab.study.slurm.jobs import RecordJob, StepsJob
-from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.slurm.scheduler import QueuedJob
 from moe_lab.study.step import Step, unmerged
 
 EARLY_SECONDS = 60
@@ -312,7 +312,7 @@ class PendingJobs:
 
 
 def pending_jobs(
-    jobs: Iterable[SubmittedJob], queue: Mapping[str, Queued], missing: Iterable[str]
+    jobs: Iterable[SubmittedJob], queue: Mapping[str, QueuedJob], missing: Iterable[str]
 ) -> PendingJobs:
     """The jobs in `queue`, sorted by whether they can do their steps. `jobs`: all jobs of earlier
     submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
@@ -331,7 +331,7 @@ def pending_jobs(
         if job.kind == RECORD:
             if queued:
                 pending.record_jobs.append(job.id)
-        elif queued and not (queued.pending and lost.intersection(job.after)):
+        elif queued and not (queued.is_pending and lost.intersection(job.after)):
             pending.job_of.update(dict.fromkeys(steps, job.id))
         elif steps:
             lost |= {job.id, job.array}

@@ -108,8 +108,8 @@ class Cost(Step):
                     "is known only of a folder: download it, and give the folder as model.path"
                 )
             routing = engine(self.pruned.model, self.text, files).routing(plan, layers)
-        stored = asdict(self.storage) if self.storage else {}
-        write_json(files.out / "cost.json", cost(network, pruned, flops, routing, **stored))
+        storage = asdict(self.storage) if self.storage else {}
+        write_json(files.out / "cost.json", cost(network, pruned, flops, routing, **storage))
 
 
 class Profile(Step):
@@ -136,8 +136,8 @@ class Profile(Step):
         from moe_lab.pruning.profile import profile
 
         network, tokenizer = files.models.load(self.loaded.model)
-        measured = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
-        files.table("profile.parquet", results.PROFILES, measured)
+        rows = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
+        files.table("profile.parquet", results.PROFILES, rows)
 
 
 class Timing(Step):
@@ -197,11 +197,11 @@ class Timing(Step):
         from moe_lab.recovery.apply import storage
 
         device = self.timed.device
-        present = device_name(self.loaded.model.device)
-        if present != device:
+        local_device = device_name(self.loaded.model.device)
+        if local_device != device:
             raise Unavailable(
-                f"timing is about {device}, and this machine has {present}: run it there, or set "
-                "timed.device"
+                f"timing is about {device}, and this machine has {local_device}: run it there, or "
+                "set timed.device"
             )
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
@@ -230,7 +230,7 @@ class Timing(Step):
         return recovered(network, files.plan(self.plan), **self.pruned.changes(files))
 
 
-def wrong_timing(
+def timing_mistakes(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
     """Sentences, one for each reason why the model cannot be timed. Timing must run alone. The name
