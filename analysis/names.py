@@ -223,7 +223,7 @@ def criterion(name: str) -> str:
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
 
 
-def routed(model: str) -> tuple[str, int | None]:
+def split_top_k(model: str) -> tuple[str, int | None]:
     """Split a model's name into the name of the trained model and the number of experts per token:
     qwen_top2 becomes (qwen, 2). The number is None if the model keeps that of its training: qwen
     becomes (qwen, None)."""
@@ -252,12 +252,12 @@ def method(method_key: str) -> str:
     criterion_name, allocation, recovery = parts(method_key)
     published = METHODS.get((criterion_name, allocation))
     parts_of_name = (
-        (published,) if published else (criterion(criterion_name), allocated(allocation))
+        (published,) if published else (criterion(criterion_name), allocation_name(allocation))
     )
     return ", ".join(filter(None, (*parts_of_name, RECOVERIES.get(recovery, recovery))))
 
 
-def allocated(allocation: str) -> str:
+def allocation_name(allocation: str) -> str:
     """Display name of an allocation: `U-shaped`.
 
     If the allocation has a replacement, the replacement's name comes first, as in `M-SMoE, global

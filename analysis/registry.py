@@ -211,7 +211,7 @@ def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
     return name == "gaps", output.make.__module__
 
 
-def also() -> dict[str, str]:
+def aliases() -> dict[str, str]:
     """Name of a published table or figure -> name of the output that contains it, for those without
     an output of their own name."""
     return {name: output.name for output in outputs().values() for name in output.also}
@@ -220,10 +220,10 @@ def also() -> dict[str, str]:
 def find(name: str) -> Output:
     """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
     output_of = outputs()
-    aliases = also()
-    output = output_of.get(aliases.get(name, name))
+    output_of_alias = aliases()
+    output = output_of.get(output_of_alias.get(name, name))
     if output is None:
-        close = nearest(name, [*output_of, *aliases, "all", "report"])
+        close = nearest(name, [*output_of, *output_of_alias, "all", "report"])
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return output

@@ -231,7 +231,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     return outcomes
 
 
-def binary(outcomes: np.ndarray) -> bool:
+def are_binary(outcomes: np.ndarray) -> bool:
     """Whether all outcomes are 0 or 1, without partial credit."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 

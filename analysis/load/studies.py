@@ -41,7 +41,7 @@ def studies(store: Path) -> list[str]:
     return list(dict.fromkeys(path.parent.parent.name for path in records))
 
 
-def chosen(store: Path, name: str) -> list[str]:
+def requested_studies(store: Path, name: str) -> list[str]:
     """Names of the studies that a user requests by `name`: one study, several studies separated by
     commas, or EVERY study of the store.
 

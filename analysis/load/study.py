@@ -109,7 +109,7 @@ def load(store: Path, name: str) -> Study:
 
     Raises UserError for an unknown or unreadable study.
     """
-    document = studies.document(store, studies.chosen(store, name))
+    document = studies.document(store, studies.requested_studies(store, name))
     reader = Reader(store)
     cells, entries = _cells(document, reader)
     results, samples, origins = evaluations(entries, labels(cells), reader)

@@ -170,13 +170,13 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
         texts = [
-            comparison.removed(key["ratio"]),
+            comparison.removed_words(key["ratio"]),
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
         base = None
         first_order = competitors[competitors["prior"] == plans.FIRST_ORDER]
         if len(first_order):
-            texts.append(names.allocated(str(first_order["allocation"].iloc[0])))
+            texts.append(names.allocation_name(str(first_order["allocation"].iloc[0])))
             base = int(first_order["cell"].iloc[0])
         yield Block(comparison, ", ".join(filter(None, texts)), labels, base)
 
@@ -213,7 +213,7 @@ def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Fig
                 label=smoothing,
                 markersize=3.5,
                 linewidth=1.2,
-                **style.cycled(number),
+                **style.line_look(number),
             )
         axes.set_title(names.calibration(calibration))
         style.layer_axis(axes)

@@ -19,7 +19,7 @@ from analysis.outputs.score_rows import Block, score_table
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
+from analysis.stats.cell_scores import MEAN, differences, mean_target, mean_text
 from analysis.stats.comparison import Comparison
 
 EQUAL_COLUMNS = ["ratio", "method", "gate"]
@@ -88,7 +88,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
             for cell, calibration in ordered["calibration"].items():
                 suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
                 labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
-            pruned = f"{comparison.removed(key['ratio'])}, {names.method(str(key['method']))}"
+            pruned = f"{comparison.removed_words(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, list(labels)[-1])
 
 
@@ -144,12 +144,14 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes.set_xscale("log", base=2)
         counts = sorted({int(count) for line in lines.values() for count in line["read"]})
         style.ticks(axes.xaxis, counts, map(style.tokens, counts))
-        axes.set(xlabel="calibration tokens read", title=f"{comparison.removed(ratio)} pruned")
+        axes.set(
+            xlabel="calibration tokens read", title=f"{comparison.removed_words(ratio)} pruned"
+        )
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
     style.legend(drawing, keys.values(), most=3)
     caption = (
-        f"{averaged(target, names.HEAPR)} after calibration on more and more of the same text, "
+        f"{mean_text(target, names.HEAPR)} after calibration on more and more of the same text, "
         "with 95 % intervals. Lines are texts and methods; points of one line answered the same "
         "items."
     )
@@ -221,7 +223,9 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     keys: dict[str, Line2D] = {}
     for axes, (key, panel_points) in zip(grid, panels, strict=True):
         keys |= _draw_changes(axes, panel_points)
-        axes.set_title(f"{key['label']}, {comparison.removed(key['ratio'])} pruned", fontsize=7.5)
+        axes.set_title(
+            f"{key['label']}, {comparison.removed_words(key['ratio'])} pruned", fontsize=7.5
+        )
     for axes in grid[::2]:
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])

@@ -31,7 +31,7 @@ from analysis.outputs.score_rows import (
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
+from analysis.stats.cell_scores import COMMON, MEAN, mean_target, mean_text
 from analysis.stats.comparison import Comparison, Target
 
 REMOVED = "routed parameters removed (%)"
@@ -125,7 +125,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
         allocations = competitors["allocation"]
         if "coverage" in set(allocations) and allocations.nunique() > 1:
             base = only_cell(competitors[allocations == "uniform"])
-            labels = allocations.map(names.allocated).map(names.capitalised)
+            labels = allocations.map(names.allocation_name).map(names.capitalised)
             yield ratio_block(comparison, key["ratio"], labels, base)
 
 
@@ -243,7 +243,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     bands = len(references) > 1
     grey = "; grey: where a further random plan lies with 95 % probability" if bands else ""
     caption = (
-        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
+        f"Left: {mean_text(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
         f"side; dashed: the unpruned model{grey}. Right: FLOPs saved per token. Removing whole "
         "experts saves only rows of routers, since a token is still given to as many experts."
     )

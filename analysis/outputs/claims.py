@@ -230,7 +230,7 @@ def layer_differences(
     differences = []
     for layer in layers:
         shares = {
-            variant: overlap.agreement(overlap.bottom(scores, ratio)[:, None, :])["triple"]
+            variant: overlap.agreement(overlap.bottom_sets(scores, ratio)[:, None, :])["triple"]
             for variant, scores in layer.items()
         }
         pair_differences = [

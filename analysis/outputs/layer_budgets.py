@@ -47,7 +47,7 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     for cell, row in shares.round(3).iterrows():
         cells_by_shares.setdefault(tuple(row), []).append(int(str(cell)))
     labels = {  # first of the cells with equal shares -> label
-        equal_cells[0]: "\n".join(map(names.allocated, cells.loc[equal_cells, "allocation"]))
+        equal_cells[0]: "\n".join(map(names.allocation_name, cells.loc[equal_cells, "allocation"]))
         for equal_cells in cells_by_shares.values()
     }
     return shares.loc[list(labels)].rename(index=labels).rename_axis("allocation")
@@ -79,13 +79,13 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         for number, (label, row) in enumerate(shares.iterrows()):
             # other dashes when all colours are in use
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
-            look = {**style.cycled(number), "markersize": 4.5, "linewidth": 1.2}
+            look = {**style.line_look(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
         step = -(-shares.shape[1] // LAYERS)
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
-        axes.set_title(f"{comparison.model}, {comparison.removed(ratio)} pruned")
+        axes.set_title(f"{comparison.model}, {comparison.removed_words(ratio)} pruned")
         axes.grid(axis="y")
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=6.5, labelspacing=0.9)
     caption = (

@@ -88,7 +88,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
         passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
         # ratios are drawn next to each other
         y = np.array([passes.index(pair) for pair in passes_of_ratio]) + 0.22 * (number - 0.5)
-        look = style.cycled(number)
+        look = style.line_look(number)
         axes.hlines(
             y, group["lowest"], group["overlap"], color=look["color"], linewidth=1.4, alpha=0.6
         )
@@ -118,7 +118,7 @@ def pooled_figure(results: Results, name: str) -> Figure:
     """Fig. 4: overlap across calibration sets, the mean over models; two panels per ratio.
 
     Left: a bar for each value of b, alpha and beta. Right: a heat map over (b, alpha, beta)."""
-    overlaps = overlap.pooled(results.overlaps)
+    overlaps = overlap.mean_over_models(results.overlaps)
     ratios = sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
     grid = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
@@ -140,7 +140,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
     """Draw a bar for each value of b, alpha and beta: the mean overlap of variants with this value.
     A dashed line marks the expectation for random sets.
 
-    overlaps: rows of `overlap.pooled` of one ratio."""
+    overlaps: rows of `overlap.mean_over_models` of one ratio."""
     effects = overlap.component_effects(overlaps)
     position = 0.0
     ticks: list[tuple[float, str]] = []

@@ -31,7 +31,13 @@ from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.cell_scores import MEAN, averaged, mean_target, means_in_words, not_averaged
+from analysis.stats.cell_scores import (
+    MEAN,
+    mean_target,
+    mean_text,
+    means_in_words,
+    notes_on_average,
+)
 from analysis.stats.comparison import Comparison, means
 
 AXES = {
@@ -188,7 +194,7 @@ def pareto_table(results: Results, name: str) -> Table:
         blocks=("Model",),
         low=low,
         high=high,
-        footnotes=not_averaged(results.comparisons),
+        footnotes=notes_on_average(results.comparisons),
     )
 
 
@@ -391,7 +397,7 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     axes = drawing.add_subplot()
     for number, (key, line) in enumerate(groups(points, ["label", "granularity"])):
         ordered = line.sort_values("storage", kind="stable")
-        look = style.cycled(number)
+        look = style.line_look(number)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
         draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
     steps = points[points["front"]].sort_values("storage", kind="stable")
@@ -401,7 +407,7 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, list(points.index), names.COMMON_SENSE)
     caption = (
-        f"{averaged(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "
+        f"{mean_text(target, names.COMMON_SENSE)}, with 95 % intervals, against the size of the "
         "weights on disk: a line per method over its ratios, hollow marks where whole experts were "
         "removed. Steps: the Pareto front, models that no other beats with as few bytes."
     )

@@ -19,7 +19,7 @@ from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, spelled
-from analysis.stats.cell_scores import means_in_words, not_averaged
+from analysis.stats.cell_scores import means_in_words, notes_on_average
 from analysis.stats.ranking import ABOVE, BEST, TIED, Ranking, overview, plan_name
 from analysis.stats.winners import CAPTION
 
@@ -88,7 +88,7 @@ def ranking_table(results: Results, name: str) -> Table:
         low=low[low.columns.intersection(frame.columns)],
         high=high[high.columns.intersection(frame.columns)],
         optional=("Of unpruned", "Spread", "Behind", "p"),
-        footnotes=not_averaged(results.comparisons),
+        footnotes=notes_on_average(results.comparisons),
     )
 
 
@@ -135,7 +135,7 @@ def _figures(results: Results, name: str) -> list[Figure]:
     for model in models:
         rankings = [ranking for ranking in results.rankings if ranking.model == model]
         sample = rankings[:: -(-len(rankings) // MOST_PANELS)]
-        notes = not_averaged(results.comparisons)
+        notes = notes_on_average(results.comparisons)
         if len(sample) < len(rankings):
             notes.append(f"Drawn: {len(sample)} of {len(rankings)} ratios.")
         file_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"

@@ -14,7 +14,7 @@ from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import means_in_words, not_averaged, rank_block
+from analysis.stats.cell_scores import means_in_words, notes_on_average, rank_block
 from analysis.stats.comparison import Comparison, means
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, rank_tests
 from analysis.stats.uncertainty import LEVEL
@@ -39,7 +39,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         title="Scores, average and average rank",
         caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
         f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
-        footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
+        footnotes=[*_partial_columns(comparisons), *notes_on_average(comparisons)],
     )
 
 
@@ -87,7 +87,7 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     # displayed column -> its benchmarks that were run, or () if all were run -> models
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        partial_columns = ranks.partial(comparison.benchmarks_of)
+        partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
             some = benchmarks if column in partial_columns else ()
             models_of_column.setdefault(column, {}).setdefault(some, []).append(comparison.model)

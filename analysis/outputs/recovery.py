@@ -31,7 +31,7 @@ from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, averaged, mean_target
+from analysis.stats.cell_scores import MEAN, mean_target, mean_text
 from analysis.stats.comparison import Comparison
 
 NO_RECOVERY = "16 bits"
@@ -122,7 +122,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     axes = drawing.add_subplot()
     lines = list(groups(points.assign(label=label_of_cell), ["label"]))
     for number, (key, line) in enumerate(lines):
-        draw_storage(axes, line, label=key["label"], **style.cycled(number))
+        draw_storage(axes, line, label=key["label"], **style.line_look(number))
     _label_ratios(axes, comparison, pd.concat([line for _, line in lines]))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
@@ -133,8 +133,9 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)
     target = mean_target(comparison, points.index.tolist(), names.ABLATION)
     caption = (
-        f"{averaged(target, names.ABLATION)}, with 95 % intervals, against the size of the weights "
-        "on disk (logarithmic axis). Labels: the share of channels or experts that was removed."
+        f"{mean_text(target, names.ABLATION)}, with 95 % intervals, against the size of the "
+        "weights on disk (logarithmic axis). Labels: the share of channels or experts that was "
+        "removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
 
@@ -148,7 +149,7 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
     look: Any = {"textcoords": "offset points", "fontsize": 6.5, "color": style.MUTED}
     for point in records(points):
         position = (point["storage"], point["score"])
-        axes.annotate(comparison.removed(point["ratio"]), position, xytext=(5, -9), **look)
+        axes.annotate(comparison.removed_words(point["ratio"]), position, xytext=(5, -9), **look)
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
@@ -230,7 +231,7 @@ def _families(
     is a list of (comparison of a model, experts per token), the largest number first."""
     family_of_name: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
-        name, top_k = names.routed(comparison.model)
+        name, top_k = names.split_top_k(comparison.model)
         if top_k is None:  # the model has the number of experts of its configuration
             layers = study.models.get(comparison.model, {}).get("layers", {}).values()
             top_k = max((layer["top_k"] for layer in layers), default=0)

@@ -394,7 +394,7 @@ def ratio_block(
 ) -> Block:
     """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
     label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
-    return Block(comparison, comparison.removed(ratio), label_of_cell, base)
+    return Block(comparison, comparison.removed_words(ratio), label_of_cell, base)
 
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -20,7 +20,7 @@ from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import RANK, Table, spelled
-from analysis.stats.cell_scores import Numbers, by_domain, mean_target, scores, task_block
+from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
 
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
@@ -80,7 +80,7 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     """The methods of a panel that a radar plot draws, at most RADAR_LINES: first the RADAR_BEST
     methods with the highest Avg, then RADAR_METHODS, then the other methods by Avg. Methods without
     any score are left out."""
-    average = comparison.score(panel.averaged(comparison)).fillna(-1)  # no average: last
+    average = comparison.score(panel.average_columns(comparison)).fillna(-1)  # no average: last
     benchmarks = list(radar_benchmarks(comparison, panel))
     has_scores = comparison.benchmarks[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
@@ -135,7 +135,7 @@ def task_specific_table(
     best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
     blocks = []
     for comparison in results.comparisons:
-        for domains in by_domain(comparison).values():
+        for domains in panels_by_domain(comparison).values():
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
                 text = {"Model": comparison.model, "Pruned": domains["code"].pruned}

@@ -238,7 +238,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
         pattern = "-" if number else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
         keys[allocation] = style.key(
-            names.allocated(allocation), markersize=3.8, linewidth=1.3, **look
+            names.allocation_name(allocation), markersize=3.8, linewidth=1.3, **look
         )
     drawing = _density_panels(shares, "allocation", keys)
     caption = (

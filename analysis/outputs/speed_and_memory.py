@@ -198,7 +198,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     grid = drawing.subplots(len(rows), len(BLOCK_MAPS), squeeze=False, height_ratios=heights)
     for panels, (key, row_blocks) in zip(grid, rows, strict=True):
         recovery = names.RECOVERIES.get(key["recovery"], key["recovery"])
-        pruned = settings.comma_joined(f"{comparison.removed(key['ratio'])} pruned", recovery)
+        pruned = settings.comma_joined(f"{comparison.removed_words(key['ratio'])} pruned", recovery)
         for axes, (column, title) in zip(panels, BLOCK_MAPS.items(), strict=True):
             _draw_map(axes, row_blocks, column)
             if unpruned[column].notna().any():

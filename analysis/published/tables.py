@@ -134,7 +134,7 @@ def _integer(value: Any) -> int | None:
 def key_of(cell: Mapping[str, Any]) -> Key:
     """The key under which papers would publish the numbers of this cell, with the published names
     of shipped models and calibration sets. Published rows with this key need not exist."""
-    trained, top_k = names.routed(str(cell["model"]))
+    trained, top_k = names.split_top_k(str(cell["model"]))
     model = stands_for("model", trained)
     calibration = stands_for("calibration", str(cell["calibration"]))
     ratio = round(float(cell["ratio"]), 6)
@@ -275,7 +275,7 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
 def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
     """Yield a block for every ratio and gate, with the average ranks of the methods `ranked`, each
     calibrated on code for the code columns and on math for the math columns."""
-    for domains in cell_scores.by_domain(comparison).values():
+    for domains in cell_scores.panels_by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             block = cell_scores.task_block(comparison, domains, ranked)
             code = domains["code"].cells

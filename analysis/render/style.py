@@ -296,7 +296,7 @@ def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     axes.autoscale(None)  # type: ignore[arg-type]
 
 
-def cycled(number: int) -> dict[str, Any]:
+def line_look(number: int) -> dict[str, Any]:
     """Colour and marker of line number `number`, among lines that do not stand for criteria."""
     return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 

@@ -66,7 +66,7 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
     "calibration": names.calibration,
     "criterion": names.criterion,
     "method": names.method,
-    "allocation": names.allocated,
+    "allocation": names.allocation_name,
     "column": names.benchmark,
 }
 """Column of a study's frames -> function that returns the display name of a value in the column."""
@@ -106,7 +106,7 @@ def minus(number: str) -> str:
     return number.replace("-", "−")
 
 
-def formatted(value: object, form: str) -> str:
+def format_number(value: object, form: str) -> str:
     """A number in the format `form`; GAP for None and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return GAP
@@ -118,7 +118,7 @@ def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
     columns may be missing, and so may the rank of the unpruned model, which is not ranked."""
     unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
     needed = not unranked and column not in table.optional
-    return needed and formatted(row[column], "{}") == GAP
+    return needed and format_number(row[column], "{}") == GAP
 
 
 @lru_cache(maxsize=128)
@@ -169,7 +169,7 @@ def best(table: Table) -> pd.DataFrame:
     return marks
 
 
-def printed(table: Table) -> pd.DataFrame:
+def printed_frame(table: Table) -> pd.DataFrame:
     """The frame as it is printed: rows of the unpruned model have Pruned = 0 %, in place of the
     ratio of the block in which `Table.frame` lists them."""
     if not {KEY, "Pruned"} <= set(table.frame):
@@ -184,10 +184,10 @@ def text(table: Table) -> pd.DataFrame:
     """The frame as it is printed, with numbers as formatted texts."""
     columns = {
         str(column): [
-            formatted(value, table.formats[str(column)]) if column in table.formats else value
+            format_number(value, table.formats[str(column)]) if column in table.formats else value
             for value in values
         ]
-        for column, values in printed(table).items()
+        for column, values in printed_frame(table).items()
     }
     return pd.DataFrame(columns, index=table.frame.index)
 
@@ -195,7 +195,7 @@ def text(table: Table) -> pd.DataFrame:
 def csv(table: Table) -> str:
     """The table as CSV. Numbers have six significant digits, a gap is an empty field, and the ends
     of intervals are further columns."""
-    frame = printed(table).copy()
+    frame = printed_frame(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
             for column in values.columns:

@@ -51,7 +51,7 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
     return " ".join(sentences)
 
 
-def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
+def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
     """A list with a sentence on the displayed columns that Avg leaves out; empty when Avg is the
     mean of all columns."""
     columns: set[str] = set()
@@ -69,12 +69,12 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
     """The benchmarks among `benchmarks` whose mean is taken: those on which at least one of these
-    cells was evaluated, in the direction that `Comparison.averaged` chooses."""
+    cells was evaluated, in the direction that `Comparison.average_columns` chooses."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()
-    return comparison.averaged(name for name in benchmarks if run.get(name, False))
+    return comparison.average_columns(name for name in benchmarks if run.get(name, False))
 
 
-def averaged(target: Target, benchmarks: Sequence[str]) -> str:
+def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
     """Text for captions that names the benchmarks of a mean: `Mean of ARC-C and PIQA (2 of the
     paper's 7 benchmarks)`."""
     text = f"Mean of {names.listing(map(names.benchmark, target))}"
@@ -96,7 +96,7 @@ def column_targets(
         COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
-    for name in (*map(str, run.index[run]), *comparison.evaluated(cells)):
+    for name in (*map(str, run.index[run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
     mean = comparison.quantity(overall(comparison, cells)).mean
@@ -181,10 +181,10 @@ def rank_block(
     }
     rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
     columns = panel.columns(comparison)
-    averaged = panel.averaged(comparison)
+    average_columns = panel.average_columns(comparison)
     targets = {
         **{column: (column,) for column in columns},
-        comparison.quantity(averaged).mean: averaged,
+        comparison.quantity(average_columns).mean: average_columns,
     }
     numbers = scores(comparison, list(rows.values()), targets)
     frame = numbers.frame
@@ -198,7 +198,7 @@ def rank_block(
     return numbers
 
 
-def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
+def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
     """(ratio, gate) -> domain -> the first panel whose calibration set has this domain."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:

@@ -57,11 +57,13 @@ class Panel:
     def columns(self, comparison: Comparison) -> Target:
         """The displayed columns on which at least one cell of the panel was evaluated; all
         displayed columns of the comparison if no cell of the panel has a score."""
-        return comparison.evaluated(self.cells.values()) or tuple(map(str, comparison.columns))
+        return comparison.evaluated_columns(self.cells.values()) or tuple(
+            map(str, comparison.columns)
+        )
 
-    def averaged(self, comparison: Comparison) -> Target:
-        """The columns of the panel whose mean is Avg, see `Comparison.averaged`."""
-        return comparison.averaged(self.columns(comparison))
+    def average_columns(self, comparison: Comparison) -> Target:
+        """The columns of the panel whose mean is Avg, see `Comparison.average_columns`."""
+        return comparison.average_columns(self.columns(comparison))
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,11 @@ class Comparison:
         """Scores (cells, displayed columns), each the mean over the seeds with a result."""
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
-    def removed(self, ratio: float) -> str:
+    def removed_words(self, ratio: float) -> str:
         """Text with the shares that the cells with this requested ratio remove."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
-    def evaluated(self, cells: Iterable[int]) -> Target:
+    def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
         run = self.columns.loc[list(cells)].notna().any()
         return tuple(str(name) for name in run.index[run])
@@ -145,7 +147,7 @@ class Comparison:
         cells = self.cells.index[self.cells["criterion"] == "none"]
         return int(cells[0]) if len(cells) else None
 
-    def averaged(self, columns: Iterable[str]) -> Target:
+    def average_columns(self, columns: Iterable[str]) -> Target:
         """The columns in which more is better; if there are none, the columns in which less is
         better. A mean over both directions would be meaningless.
 
@@ -163,8 +165,8 @@ class Comparison:
 
     @cached_property
     def average(self) -> Target:
-        """`averaged` of all displayed columns."""
-        return self.averaged(self.benchmarks_of)
+        """`average_columns` of all displayed columns."""
+        return self.average_columns(self.benchmarks_of)
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
@@ -251,7 +253,7 @@ class Comparison:
         factors = np.array(list(weights.values()))
         strata = self._strata(target, rows, factors) if rows.size else []
         if strata:
-            return uncertainty.crossed(strata)
+            return uncertainty.crossed_estimate(strata)
         scores = self.score(target)[list(weights)].to_numpy(float)
         return Estimate(float(scores @ factors))
 
@@ -376,7 +378,7 @@ class Comparison:
     def _binary_benchmarks(self) -> set[str]:
         """Benchmarks whose items are right or wrong and have equal weights."""
         equal_weights = self.outcomes.keys() - self.units.keys()
-        return {name for name in equal_weights if evaluations.binary(self.outcomes[name])}
+        return {name for name in equal_weights if evaluations.are_binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -426,7 +428,7 @@ def _comparison(
         model=model,
         all_cells=cells,
         results=scores.astype(float),
-        benchmarks_of=ranks.displayed(order),
+        benchmarks_of=ranks.displayed_columns(order),
         quantities=quantities,
         outcomes=outcomes.matrices,
         standard_errors=errors.astype(float),
@@ -480,8 +482,8 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
 
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """The displayed columns of these cells whose mean is Avg, see `Comparison.averaged`."""
-    return comparison.averaged(comparison.evaluated(cells))
+    """The displayed columns of these cells whose mean is Avg, see `Comparison.average_columns`."""
+    return comparison.average_columns(comparison.evaluated_columns(cells))
 
 
 def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:

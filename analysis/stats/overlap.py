@@ -34,7 +34,7 @@ MEASURES = {
 """Name of a definition of overlap -> description; see `agreement`."""
 
 
-def bottom(scores: np.ndarray, ratio: float) -> np.ndarray:
+def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
     """Booleans (..., experts) that mark the int(n x ratio) lowest of n `scores` (..., experts); of
     equal scores, those with a lower index."""
     count = int(scores.shape[-1] * ratio)
@@ -117,11 +117,11 @@ def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, flo
 
     layers: for each layer, scores (calibration sets, experts).
     """
-    measured = [agreement(bottom(scores, ratio)[:, None, :]) for scores in layers]
+    measured = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
     return {name: float(np.mean([layer[name] for layer in measured])) for name in measured[0]}
 
 
-def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:
+def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
     """Means over models of the values of `calibration_overlap` (Fig. 4), one row per ratio and
     variant."""
     return (
@@ -170,7 +170,7 @@ def proxy_overlap(
             shares = []
             chance = []
             for layer in layers:
-                sets = bottom(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
+                sets = bottom_sets(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
                 size = int(sets[0].sum())
                 shares.append((sets[0] & sets[1]).sum() / size if size else np.nan)
                 chance.append(size / len(layer))

@@ -50,11 +50,11 @@ PRINTED_DECIMALS = 3
 """Number of decimals of published scores, to which scores are rounded before they are ranked."""
 
 
-def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Displayed column -> the column's benchmarks among `available`, the benchmarks that were run.
     A benchmark that is in no column of `names.COLUMNS` is a column itself.
 
-    `partial` lists the columns of which benchmarks are missing.
+    `missing_benchmarks` lists the columns of which benchmarks are missing.
     """
     columns = {}
     remaining = dict.fromkeys(available)
@@ -67,7 +67,7 @@ def displayed(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return columns | {name: (name,) for name in remaining}
 
 
-def partial(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Displayed column -> number of missing benchmarks of its published definition, for columns
     that lack some."""
     missing = {
@@ -83,10 +83,10 @@ def component_columns(
     (rows, displayed columns).
 
     A row that lacks a benchmark of a column has NaN in this column, never a mean over the other
-    benchmarks. columns: see `displayed`, which gives the default.
+    benchmarks. columns: see `displayed_columns`, which gives the default.
     """
     if columns is None:
-        columns = displayed([str(name) for name in scores.columns])
+        columns = displayed_columns([str(name) for name in scores.columns])
     means = {name: scores[list(run)].mean(axis=1, skipna=False) for name, run in columns.items()}
     return pd.DataFrame(means, index=scores.index)
 

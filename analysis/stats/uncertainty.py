@@ -82,7 +82,7 @@ class Stratum:
     """(items,): weights of the items, such as shares of all tokens; positive, with sum 1."""
 
 
-def crossed(strata: Sequence[Stratum]) -> Estimate:
+def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     """Mean score of the replicates, with the standard error of crossed random effects of seeds and
     items.
 
@@ -181,9 +181,9 @@ def _pooled_variances(
     """(variances, degrees of freedom) of the methods' mean scores, from terms that are pooled over
     all methods.
 
-    Similar to `crossed`, a variance is V(seeds) + V(method x item) - V(seed x item). methods: the
-    number of each plan's method (plans,); average: weights of plans in the mean score of each
-    method (methods, plans). variances has shape (methods,).
+    Similar to `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item).
+    methods: the number of each plan's method (plans,); average: weights of plans in the mean score
+    of each method (methods, plans). variances has shape (methods,).
     """
     method_freedom = len(average) - 1
     seed_freedom = len(methods) - len(average)

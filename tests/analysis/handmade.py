@@ -71,7 +71,13 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
         {name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index
     )
     return Comparison(
-        "m", cells, benchmarks, ranks.displayed(list(outcomes)), {}, matrices, benchmarks * 0
+        "m",
+        cells,
+        benchmarks,
+        ranks.displayed_columns(list(outcomes)),
+        {},
+        matrices,
+        benchmarks * 0,
     )
 
 

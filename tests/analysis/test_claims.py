@@ -169,15 +169,15 @@ def test_groups_of_pairs_weigh_alike() -> None:
 
 
 def test_bottom_sets_are_made_as_plans_are() -> None:
-    assert overlap.bottom(np.array([3.0, 1, 1, 1, 0]), 0.5).tolist() == [
+    assert overlap.bottom_sets(np.array([3.0, 1, 1, 1, 0]), 0.5).tolist() == [
         False,
         True,
         False,
         False,
         True,
     ]
-    assert overlap.bottom(np.arange(7.0), 0.25).sum() == 1
-    assert overlap.bottom(np.arange(7.0), 0.1).sum() == 0
+    assert overlap.bottom_sets(np.arange(7.0), 0.25).sum() == 1
+    assert overlap.bottom_sets(np.arange(7.0), 0.1).sum() == 0
 
 
 def test_three_readings_of_overlap_by_hand() -> None:
@@ -197,7 +197,7 @@ def test_three_readings_of_overlap_by_hand() -> None:
 def test_chance_levels_are_what_random_scores_reach() -> None:
     scores = np.random.default_rng(0).random((3, 4000, 32))
     for ratio in overlap.RATIOS:
-        result = overlap.agreement(overlap.bottom(scores, ratio))
+        result = overlap.agreement(overlap.bottom_sets(scores, ratio))
         for measure in ("triple", "pairwise"):
             assert result[measure] == pytest.approx(result[f"chance_{measure}"], abs=0.01)
         assert result["jaccard"] == pytest.approx(result["chance_jaccard"], abs=0.03)
@@ -212,7 +212,9 @@ def test_the_constant_score_is_not_available() -> None:
     )
     triples = overlap.calibration_overlap(frame, [0.5]).set_index("beta")["triple"]
     assert np.isnan(triples[0]) and triples[1] == 1.0
-    effects = overlap.component_effects(overlap.pooled(overlap.calibration_overlap(frame, [0.5])))
+    effects = overlap.component_effects(
+        overlap.mean_over_models(overlap.calibration_overlap(frame, [0.5]))
+    )
     assert set(effects["level"][effects["component"] == "beta"]) == {1}
 
 

@@ -15,7 +15,7 @@ from synthetic import edited, record_path, write_json, write_store
 from analysis import names, report
 from analysis.__main__ import main
 from analysis.load.settings import labels
-from analysis.load.studies import chosen, document
+from analysis.load.studies import document, requested_studies
 from analysis.load.study import Study, load
 from analysis.outputs import captions
 from analysis.registry import Results, find
@@ -65,10 +65,10 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
 
 
 def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
-    assert chosen(store, "all") == ["channels", "experts"]
-    assert chosen(store, "experts,experts") == ["experts"]
+    assert requested_studies(store, "all") == ["channels", "experts"]
+    assert requested_studies(store, "experts,experts") == ["experts"]
     with pytest.raises(UserError, match="did you mean experts"):
-        chosen(store, "channels,expert")
+        requested_studies(store, "channels,expert")
     assert main(["report", f"store={store}", "study=all", f"out={tmp_path}"]) == 0
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
 
@@ -133,7 +133,7 @@ def test_families_of_all_studies_have_the_names_of_their_models(
         "qwen-00bcde_top2": "family/one",
         "qwen-11bcde_top2": "family/other",
     }
-    assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}
+    assert {names.split_top_k(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}
 
 
 GATED = (

@@ -43,7 +43,7 @@ from analysis.published.numbers import (
 from analysis.registry import outputs
 from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
 from analysis.stats.comparison import Comparison
-from analysis.stats.ranks import displayed
+from analysis.stats.ranks import displayed_columns
 from moe_lab.paths import conf
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +270,7 @@ def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparis
     cells = cells_of([cell(**dict(zip(KEY, key, strict=True))) for key in rows])
     frame = pd.DataFrame(list(rows.values()), index=cells.index)
     frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
-    parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
+    parts = {name: (name,) for name in frame} if columns else displayed_columns(list(frame))
     return Comparison(
         str(cells["model"].iloc[0]), cells, frame, parts, {}, {}, frame * float("nan")
     )

@@ -19,7 +19,7 @@ from analysis.stats.chance import chance_of
 from analysis.stats.comparison import Comparison, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.rank_tests import rank_tests
-from analysis.stats.uncertainty import Estimate, Stratum, crossed
+from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate
 from analysis.stats.uncertainty import best_of_many as best_of_many_leads
 from analysis.stats.winners import winner_map
 from benchmarks import best_of_many
@@ -64,7 +64,9 @@ def test_intervals_over_seeds_and_items_cover_what_they_promise(
     rng = np.random.default_rng(1)
     for seeds, least in ((2, 0.88), (3, 0.92), (5, 0.92), (10, 0.92)):
         verdicts = [
-            crossed([Stratum(drawn(rng, kind, seeds, *of) / ITEMS, np.full(ITEMS, 1 / ITEMS))])
+            crossed_estimate(
+                [Stratum(drawn(rng, kind, seeds, *of) / ITEMS, np.full(ITEMS, 1 / ITEMS))]
+            )
             for _ in range(STUDIES)
         ]
         ends = np.array([estimate.interval for estimate in verdicts])
@@ -106,7 +108,7 @@ def simulated(
     outcomes = (rng.random((len(plans), items)) < np.array(plans)).astype(float)
     scores = pd.DataFrame({"gsm8k": outcomes.mean(axis=1)}, index=cells.index)
     return Comparison(
-        "m", cells, scores, ranks.displayed(["gsm8k"]), {}, {"gsm8k": outcomes}, scores * 0
+        "m", cells, scores, ranks.displayed_columns(["gsm8k"]), {}, {"gsm8k": outcomes}, scores * 0
     )
 
 
@@ -211,10 +213,10 @@ def test_one_seed_is_a_paired_t_test_over_items() -> None:
     """Equal items leave the variance of seeds alone."""
     rng = np.random.default_rng(3)
     items = rng.normal(0.1, 1, 30)
-    alone = crossed([Stratum(items[None] / 30, np.full(30, 1 / 30))])
+    alone = crossed_estimate([Stratum(items[None] / 30, np.full(30, 1 / 30))])
     assert alone.p == pytest.approx(ttest_1samp(items, 0).pvalue)
     seeds = rng.normal(0.1, 1, 6)
-    equal = crossed([Stratum(np.repeat(seeds[:, None], 4, axis=1) / 4, np.full(4, 1 / 4))])
+    equal = crossed_estimate([Stratum(np.repeat(seeds[:, None], 4, axis=1) / 4, np.full(4, 1 / 4))])
     assert equal.p == pytest.approx(ttest_1samp(seeds, 0).pvalue)
 
 
@@ -227,7 +229,7 @@ def test_crossed_interval_is_that_of_an_analysis_of_variance() -> None:
     both = (residuals**2).sum() / (3 * 19)
     variance = max(seed + item - both, seed, item) / d.size
     freedom = max(1.0, (seed + item - both) ** 2 / (seed**2 / 3 + item**2 / 19 + both**2 / 57))
-    estimate = crossed([Stratum(d / 20, np.full(20, 1 / 20))])
+    estimate = crossed_estimate([Stratum(d / 20, np.full(20, 1 / 20))])
     reach = t.ppf(0.975, freedom) * variance**0.5
     assert estimate.interval == pytest.approx((d.mean() - reach, d.mean() + reach))
 
@@ -236,7 +238,7 @@ def test_items_weigh_by_their_tokens() -> None:
     losses = np.array([2.0, 1.0, 1.5])
     tokens = np.array([10.0, 30.0, 20.0])
     shares = tokens / tokens.sum()
-    estimate = crossed([Stratum((losses * shares)[None], shares)])
+    estimate = crossed_estimate([Stratum((losses * shares)[None], shares)])
     assert estimate.value == pytest.approx(losses @ shares)
     assert estimate.error == pytest.approx(
         np.sqrt(1.5 * ((shares * (losses - losses @ shares)) ** 2).sum())

@@ -33,9 +33,9 @@ def test_ties_share_ranks_and_gaps_have_none() -> None:
 
 
 def test_unknown_benchmarks_are_columns() -> None:
-    columns = ranks.displayed(["arc_easy", "perplexity"])
+    columns = ranks.displayed_columns(["arc_easy", "perplexity"])
     assert columns == {"MC Avg": ("arc_easy",), "perplexity": ("perplexity",)}
-    assert ranks.partial(columns) == {"MC Avg": 7}
+    assert ranks.missing_benchmarks(columns) == {"MC Avg": 7}
 
 
 def test_methods_are_ordered_by_criterion_then_variant() -> None:

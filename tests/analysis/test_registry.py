@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.registry import also, find, outputs
+from analysis.registry import aliases, find, outputs
 from analysis.report import CHAPTERS
 
 LAST = {
@@ -58,10 +58,10 @@ def test_published_tables_and_figures_are_documented() -> None:
     ]
     assert sorted(documented()) == sorted(expected)
     registered = {
-        name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)
+        name: find(name).name for name in (*outputs(), *aliases()) if PUBLISHED.fullmatch(name)
     }
     assert {name: output for name, output in documented().items() if output} == registered
-    assert not set(also()) & set(outputs())
+    assert not set(aliases()) & set(outputs())
 
 
 def test_outputs_are_in_a_chapter_or_files_only() -> None:

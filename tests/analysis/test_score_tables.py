@@ -371,7 +371,7 @@ def test_fewer_experts_a_token_have_published_numbers() -> None:
     }
     row = counterparts("coverage.table9")[key_of(axes)]
     assert {number.benchmark for number in row} >= {"piqa", "Avg"}
-    assert names.routed("m") == ("m", None)
+    assert names.split_top_k("m") == ("m", None)
 
 
 def test_columns_and_mean_are_those_of_the_view() -> None:
