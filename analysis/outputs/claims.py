@@ -20,7 +20,7 @@ from analysis.load.settings import is_searched, replaces
 from analysis.outputs.captions import score_setup
 from analysis.outputs.score_rows import by_ratio
 from analysis.registry import Results, output
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import pooled_difference
 from analysis.stats.comparison import Comparison, group_targets, means, overall
@@ -286,7 +286,7 @@ def claim_table(results: Results, name: str) -> Table | None:
             pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
     frame = pd.concat(
-        [spelled(rows_with_texts, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1
+        [display_frame(rows_with_texts, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1
     )
     return Table(
         name=name,

@@ -17,7 +17,7 @@ from analysis.outputs.captions import pass_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, display_frame
 
 RARE = 0.1
 """An expert with less than this share of an even load is called rare."""
@@ -79,7 +79,7 @@ def coverage_table(study: Study, name: str) -> Table:
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
         f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
-        frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
+        frame=display_frame(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
 

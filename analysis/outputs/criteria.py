@@ -19,7 +19,7 @@ from analysis.load.study import Study
 from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SECONDS_NOTE, machines_sentence, run_setup
 from analysis.outputs.score_rows import sorted_by_criterion
 from analysis.registry import Results, output
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, display_frame
 
 if TYPE_CHECKING:
     from moe_lab.criteria import Array
@@ -256,7 +256,7 @@ def scoring_table(results: Results, name: str) -> Table:
         "Peak memory: of the process, which may have done other steps before, in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        frame=spelled(
+        frame=display_frame(
             pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
         ),
         formats=formats,
@@ -303,7 +303,7 @@ def allocation_table(results: Results, name: str) -> Table:
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
         "above again for every expert. "
         f"{SECONDS_NOTE}{machines_sentence(machines)}{run_setup(study)}",
-        frame=spelled(
+        frame=display_frame(
             pd.DataFrame(rows),
             {**TEXT, "Allocation": "allocation", **{column: column for column in formats}},
         ),

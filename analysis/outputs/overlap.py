@@ -16,7 +16,7 @@ from analysis.outputs.captions import pass_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats import overlap
 
 
@@ -44,7 +44,7 @@ def overlap_table(results: Results, name: str) -> Table:
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        frame=spelled(overlaps.assign(variant=variants), text | numbers),
+        frame=display_frame(overlaps.assign(variant=variants), text | numbers),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(numbers, SCORE),
         best=dict.fromkeys(shares, "max"),
         blocks=("Model", "Pruned"),
@@ -62,7 +62,7 @@ def proxy_table(results: Results, name: str) -> Table:
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{pass_setup(results.study)}",
-        frame=spelled(results.proxy, text | shares),
+        frame=display_frame(results.proxy, text | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
 

@@ -30,7 +30,7 @@ from analysis.outputs.score_rows import (
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.cell_scores import (
     MEAN,
     mean_target,
@@ -189,7 +189,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
         "per token. Front: the costs by which no cheaper pruned model is as good. "
         f"{score_setup(results.study)}",
-        frame=spelled(rows.join(values), columns),
+        frame=display_frame(rows.join(values), columns),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
         low=low,

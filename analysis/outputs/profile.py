@@ -15,7 +15,7 @@ from analysis.outputs.score_rows import method_lines
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, display_frame
 from analysis.stats.comparison import Comparison
 
 PROFILE = "a run with profile=true"
@@ -101,7 +101,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Load entropy": ("load_entropy", "{:.3f}"),
         "Experts": ("experts", "{:.0f}"),
     }
-    frame = spelled(rows, text | {column: source for column, (source, _) in numbers.items()})
+    frame = display_frame(rows, text | {column: source for column, (source, _) in numbers.items()})
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",

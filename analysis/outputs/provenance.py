@@ -6,7 +6,7 @@ import pandas as pd
 
 from analysis.load.settings import pruned_in_words
 from analysis.registry import Results, output
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, display_frame
 
 
 @output("artefacts", chapter="provenance", filters="Model|Pruned|Calibration|Criterion")
@@ -34,7 +34,7 @@ def artefact_table(results: Results, name: str) -> Table:
         title="Files behind each row",
         caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
         "identity, provenance and checksums; evaluations also have every item (samples.parquet).",
-        frame=spelled(cells, text),
+        frame=display_frame(cells, text),
         formats={},
     )
 

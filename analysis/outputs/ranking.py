@@ -18,7 +18,7 @@ from analysis.outputs.captions import LOSSES, score_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import PERCENT, SCORE, Table, spelled
+from analysis.render.table import PERCENT, SCORE, Table, display_frame
 from analysis.stats.cell_scores import means_in_words, notes_on_average
 from analysis.stats.ranking import ABOVE, BEST, TIED, Ranking, overview, plan_name
 from analysis.stats.winners import CAPTION
@@ -124,7 +124,7 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
     }
     numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
     average = {ranking.mean: "score", "Interval over": "over"}
-    return spelled(rows, {**text, "Rank": "rank", **average, **numbers, "Status": "status"})
+    return display_frame(rows, {**text, "Rank": "rank", **average, **numbers, "Status": "status"})
 
 
 def _figures(results: Results, name: str) -> list[Figure]:

@@ -19,7 +19,7 @@ from analysis.outputs.score_rows import method_lines, numbers_table, stacked
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import RANK, Table, spelled
+from analysis.render.table import RANK, Table, display_frame
 from analysis.stats.cell_scores import Numbers, mean_target, panels_by_domain, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
 
@@ -178,7 +178,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
         }
         targets: dict[str, Target] = {str(name): (str(name),) for name in comparison.benchmarks}
         numbers = scores(comparison, list(cells.index), targets)
-        frame = pd.concat([spelled(cells, text), numbers.frame], axis=1)
+        frame = pd.concat([display_frame(cells, text), numbers.frame], axis=1)
         blocks.append(replace(numbers, frame=frame))
     rows = stacked(blocks)
     if rows is None:

@@ -19,7 +19,7 @@ from analysis.outputs.score_rows import numbers_table, sorted_by_criterion, stac
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled
+from analysis.render.table import Table, display_frame
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
     CODING,
@@ -147,7 +147,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
         )
     )
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
-    text = spelled(
+    text = display_frame(
         settings,
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )

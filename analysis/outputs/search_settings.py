@@ -17,7 +17,7 @@ from analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, s
 from analysis.outputs.score_rows import numbers_table, stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
-from analysis.render.table import Table, spelled, tabulated
+from analysis.render.table import Table, display_frame, frame_and_formats
 from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, means_in_words, scores
 from analysis.stats.comparison import Comparison
 
@@ -91,7 +91,7 @@ def cost_table(results: Results, name: str) -> Table:
         caption="Search: seconds of the process that finished it; peak memory: of that process, in "
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
-        **tabulated(rows, {**TEXT, "Fitness": "fitness"}, columns),
+        **frame_and_formats(rows, {**TEXT, "Fitness": "fitness"}, columns),
         blocks=("Model",),
         optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
     )
@@ -249,7 +249,7 @@ def _rows(
     )
     averages = scores(comparison, list(cells.index), targets)
     settings = {name: rows[column].astype(float) for name, (column, _) in _SETTINGS.items()}
-    text = spelled(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
+    text = display_frame(rows, {**TEXT, "Allocation": "allocation", "Fitness": "fitness"})
     frame = pd.concat([text.assign(**settings), averages.frame], axis=1)
     frame[SECONDS] = rows["seconds"].astype(float)
     return Numbers(frame, averages.low, averages.high, averages.best)

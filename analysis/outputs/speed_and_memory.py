@@ -19,7 +19,7 @@ from analysis.outputs.captions import MEBIBYTE, TIMED, run_setup
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
-from analysis.render.table import Table, spelled, tabulated
+from analysis.render.table import Table, display_frame, frame_and_formats
 from analysis.stats.comparison import Comparison
 
 PREFILL = "Prefill (tokens/s)"
@@ -96,7 +96,7 @@ def speed_table(results: Results, name: str) -> Table:
         "Tokens each": "prompt_length",
     }
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
-    frame = spelled(rows, text | {column: column for column in (*SPEEDS, *sizes)})
+    frame = display_frame(rows, text | {column: column for column in (*SPEEDS, *sizes)})
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
         for suffix in (" low", " high")
@@ -280,7 +280,7 @@ def memory_table(results: Results, name: str) -> Table:
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
             "differ in it, by rows of routers and by what replaces experts."
         ),
-        **tabulated(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
+        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
     )
 
 

@@ -24,7 +24,7 @@ from analysis.outputs.captions import LOSSES, score_setup
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure
-from analysis.render.table import SCORE, Table, spelled
+from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION, SETTINGS, label
 
@@ -95,7 +95,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
             f"{proved_wins(wins)} {_P_MEANS if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
-        frame=spelled(rows, text | numbers),
+        frame=display_frame(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),

@@ -72,7 +72,7 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
 """Column of a study's frames -> function that returns the display name of a value in the column."""
 
 
-def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     """Select and rename columns of `rows`, and replace criteria, methods etc. by their display
     names.
 
@@ -86,7 +86,7 @@ def spelled(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame(displayed, columns=list(columns))
 
 
-def tabulated(
+def frame_and_formats(
     rows: pd.DataFrame, text: Mapping[str, str], numbers: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
     """The arguments `frame` and `formats` of a `Table`, as a dictionary.
@@ -96,7 +96,7 @@ def tabulated(
     """
     columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
     return {
-        "frame": spelled(rows, columns),
+        "frame": display_frame(rows, columns),
         "formats": {name: form for name, (_, form) in numbers.items()},
     }
 
