@@ -111,8 +111,10 @@ def channel_agreement(
     """Pearson's correlation over experts between the shares of channels that two plans retain. The
     prior of the first plan is proportional to `measure`, the prior of the second plan to `truth`.
 
-    The result is the mean over all pairs of plans that differ in the prior alone; NaN without such
-    a pair. plans_with_priors: cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
+    The result is the mean over pairs of plans that differ in the prior alone, one pair for each
+    combination of the other settings; NaN without a pair.
+
+    plans_with_priors: cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
     values = []
     for _, candidates in groups(plans_with_priors, SAME_BUT_PRIOR):
         shares = {}

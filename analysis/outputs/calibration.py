@@ -93,8 +93,10 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of one method and gate whose calibration sets read different numbers
-    of tokens of one text, sorted by this number (column read). The label names method and text."""
+    """(label, ratio) -> cells of one method and gate, sorted by the number of tokens of their
+    calibration set (column read). The sets are one text, read with several numbers of tokens.
+
+    label: the method and the text."""
     counts = token_counts(study, comparison.model)
     source_of_set = sources(study, comparison.model)
     cells = text_cells(comparison)
@@ -185,11 +187,11 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     rows = []
     for (label, ratio), line in lines_by_tokens(study, comparison).items():
         base_cell, *other_cells = (int(str(cell)) for cell in line.index)
-        more_is_better = [
+        benchmarks = [
             str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
         ]
-        ordered = names.in_order(more_is_better, names.BENCHMARKS)
-        for benchmark in mean_target(comparison, [base_cell, *other_cells], ordered):
+        benchmarks = names.in_order(benchmarks, names.BENCHMARKS)
+        for benchmark in mean_target(comparison, [base_cell, *other_cells], benchmarks):
             base_of_cell = dict.fromkeys(other_cells, base_cell)
             points = POINTS * differences(comparison, (benchmark,), base_of_cell)
             key = {"label": label, "ratio": ratio, "benchmark": benchmark}

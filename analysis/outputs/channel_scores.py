@@ -90,7 +90,7 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
             shades.append(style.depth(key["layer"], layers))
-        has_many_lines = len(lines) > 256  # so many vector lines would make the file too large
+        has_many_lines = len(lines) > 256  # pixels, because vectors would make the file too large
         axes.add_collection(
             LineCollection(
                 lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=has_many_lines
@@ -194,16 +194,16 @@ def expert_stacks(
     return stacks.assign(kept=shares, attribution=attributions / scale)
 
 
-def stacks_of(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
+def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
     """Layer -> `expert_stacks` from a cell's scores and plan; {} when the store lacks the
     scores."""
-    axes = comparison.cells.loc[cell]
-    curves = concentration(study, str(axes["scores_folder"]))
+    row = comparison.cells.loc[cell]
+    curves = concentration(study, str(row["scores_folder"]))
     if curves is None:
         return {}
     experts = study.experts
     experts = experts[
-        (experts["model"] == comparison.model) & (experts["calibration"] == axes["calibration"])
+        (experts["model"] == comparison.model) & (experts["calibration"] == row["calibration"])
     ]
     retained = study.retained[study.retained["cell"] == cell]
     return {
@@ -295,7 +295,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
         return None
     # the first cell of criterion ACTIVATION, or else the first of any criterion
     cell = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index[0]
-    stacks = stacks_of(results.study, comparison, int(cell))
+    stacks = stacks_by_layer(results.study, comparison, int(cell))
     if not stacks:
         return None
     panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
@@ -319,7 +319,8 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     """
     cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
     stacks_of_score = {
-        score: stacks_of(results.study, comparison, cell) for score, cell in cell_of_score.items()
+        score: stacks_by_layer(results.study, comparison, cell)
+        for score, cell in cell_of_score.items()
     }
     if not stacks_of_score or not all(stacks_of_score.values()):
         return None

@@ -230,18 +230,18 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
         return None
-    saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
+    flops_saved = 1 - results.study.costs.set_index("cell")["flops_ratio"].astype(float)
     drawing = style.drawing(style.PAGE, 2.7)
     left, right = drawing.subplots(1, 2)
     keys, references = draw_ratios(left, comparison, target)
     left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
     for key, line in zip(keys, lines.values(), strict=True):
-        style.draw(right, key, line["removed"] * 100, saved.reindex(line.index) * 100)
+        style.draw(right, key, line["removed"] * 100, flops_saved.reindex(line.index) * 100)
     right.set(xlabel=REMOVED, ylabel="FLOPs saved per token (%)", ylim=(0, None))
     right.grid(axis="y")
     style.legend(drawing, [*keys, *references])
-    bands = len(references) > 1
-    grey = "; grey: where a further random plan lies with 95 % probability" if bands else ""
+    has_bands = len(references) > 1
+    grey = "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
     caption = (
         f"Left: {mean_text(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
         f"side; dashed: the unpruned model{grey}. Right: FLOPs saved per token. Removing whole "

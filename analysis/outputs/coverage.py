@@ -26,8 +26,8 @@ RARE = 0.1
 def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert over all layers; a row per model and calibration set.
 
-    Columns: model, calibration, experts (their number), unseen (number of experts without a token),
-    rare (number of experts with less than RARE of the mean tokens of their layer), least, median
+    Columns: model, calibration, experts (number of experts), unseen (number of experts without a
+    token), rare (number of experts with less than RARE of the layer's mean tokens), least, median
     and most (minimum, median and maximum of the tokens of an expert).
 
     coverage: model, calibration, layer, expert, tokens.
@@ -146,7 +146,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
-        style.expert_rows(axes, experts.set_index("layer")["tokens"], _colours)
+        style.expert_rows(axes, experts.set_index("layer")["tokens"], _colour_positions)
         axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
     axes.set_xlabel("experts of a layer, from the least to the most used")
     handles = [
@@ -165,9 +165,9 @@ def coverage_figure(study: Study, name: str) -> Figure:
     return Figure(name, "Tokens per expert", caption, drawing)
 
 
-def _colours(tokens: np.ndarray) -> np.ndarray:
-    """Positions in the colour map, in [0, 1], of the experts of a layer: 0.5 for the mean of
-    `tokens` (an even load), 0.35 more or less for each factor of ten."""
+def _colour_positions(tokens: np.ndarray) -> np.ndarray:
+    """Positions (experts,) in the colour map, between 0 and 1, for the experts of a layer: 0.5 for
+    the mean of `tokens` (an even load), and 0.35 more or less for each factor of ten."""
     even_load = max(tokens.mean(), 1e-9)
     decades = np.log10(np.maximum(tokens, 1e-9) / even_load)
     return np.asarray(0.5 + 0.35 * np.clip(decades, -1.4, 1.4))

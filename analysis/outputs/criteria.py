@@ -117,6 +117,7 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
     `signal_to_change` differ from those of `_inputs()`; the draws of other signals are equal."""
     from moe_lab.config import GATES
 
+    # functions that draw the numbers of one signal each
     act, route, grad, weight = (
         _draws(number + 10 * (signal == signal_to_change))  # a signal that changes: another seed
         for number, signal in enumerate(SIGNALS)
@@ -221,7 +222,7 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
 def scoring_table(results: Results, name: str) -> Table:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
-    A row per step of scores of which the store has all times.
+    A row per step that computes scores, unless the store lacks the step's time or that of an input.
     """
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")

@@ -61,8 +61,8 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 
 
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs, a row per cell of one model whose cost was counted; the unpruned model is such
-    a cell.
+    """Avg and costs of one model's cells; a row per cell with a cost in the store, the unpruned
+    model included.
 
     Columns:
 

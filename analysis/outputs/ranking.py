@@ -72,7 +72,7 @@ def ranking_table(results: Results, name: str) -> Table:
     spread = "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
     sentences = (
         means_in_words(results.comparisons),
-        _EQUAL,
+        _SHARED_RANKS,
         spread,
         _caption(rankings),
         score_setup(results.study),
@@ -92,7 +92,7 @@ def ranking_table(results: Results, name: str) -> Table:
     )
 
 
-_EQUAL = "Scores that are equal when printed share a rank."
+_SHARED_RANKS = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
@@ -128,8 +128,8 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
-    """A figure for each model. Of more than MOST_PANELS rankings of a model, every second, third
-    etc. ranking is drawn."""
+    """A figure for each model. If a model has more than MOST_PANELS rankings, only every second
+    (third, ...) ranking is drawn."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
     figures = []
     for model in models:

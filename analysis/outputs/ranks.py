@@ -76,9 +76,10 @@ def _table_of_panels(
     if rows is None:
         return None
     text = [*PANEL, "Criterion"]
-    last = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
-    columns = [str(column) for column in rows.frame if column not in (*text, *last)]
-    return numbers_table(rows, [*text, *columns, *last], {"Avg Rank": RANK}, blocks=PANEL, **fields)
+    averages = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
+    scores = [str(column) for column in rows.frame if column not in (*text, *averages)]
+    columns = [*text, *scores, *averages]
+    return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL, **fields)
 
 
 def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
@@ -89,8 +90,8 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     for comparison in comparisons:
         partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
-            some = benchmarks if column in partial_columns else ()
-            models_of_column.setdefault(column, {}).setdefault(some, []).append(comparison.model)
+            key = benchmarks if column in partial_columns else ()
+            models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
     sentences = []
     for column, models_by_benchmarks in models_of_column.items():
         published = names.COLUMNS.get(column, ())

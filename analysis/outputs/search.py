@@ -88,7 +88,7 @@ def allocation_table(
     results: Results,
     name: str,
     columns: Sequence[str] = GROUPS,
-    what: str = "group averages",
+    title_end: str = "group averages",
     pairs: Callable[[Comparison], dict[int, int]] = searched_pairs,
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
@@ -97,8 +97,8 @@ def allocation_table(
     searched cells the paired differences (searched minus uniform), with intervals, and the names of
     the columns with significant differences.
 
-    what: end of the title; pairs: function from the comparison of a model to the model's pairs
-    (searched cell -> uniform cell).
+    title_end: last words of the title; pairs: function from the comparison of a model to the
+    model's pairs (searched cell -> uniform cell).
     """
     rows = stacked(
         _rows(comparison, pairs(comparison), columns) for comparison in results.comparisons
@@ -115,7 +115,7 @@ def allocation_table(
         [*TEXT, *averages, *gains, *last_column],
         dict.fromkeys(gains, "{:+.3f}"),
         name=name,
-        title=f"Searched allocation against uniform: {what}",
+        title=f"Searched allocation against uniform: {title_end}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
         f"on the same items. {_SIGNIFICANT if has_tests else _UNTESTED} "
         f"{score_setup(results.study)}",
@@ -219,8 +219,9 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     """Share of experts retained in each layer, by allocation.
 
     EvoESAP Fig. 1: all allocations of one criterion, a panel per ratio and calibration set, a line
-    per cell. The criterion is REAP or else the first of the criteria that were run with most
-    allocations. None when no criterion was run with several allocations, one of them searched.
+    per cell. Of the criteria that were run with most allocations, the figure shows REAP, or else
+    the first in the order of tables. None when no criterion was run with several allocations, one
+    of them searched.
     """
     shares = densities(results.study, comparison)
     panels = shares.groupby(["criterion", "ratio", "calibration"])

@@ -39,13 +39,14 @@ SHADES = colormaps["viridis"]
 
 
 def weights_table(
-    what: str, columns: Sequence[str]
+    title_end: str, columns: Sequence[str]
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
     """Decorator for a function that yields blocks of one model: `score_table` with the title and
     the caption of this module's tables.
 
-    what: end of the title; columns: benchmarks and averages, differences are in the last."""
-    title = f"Scores from weights alone and from text: {what}"
+    title_end: last words of the title; columns: benchmarks and averages, whose last has differences
+    to AIMER."""
+    title = f"Scores from weights alone and from text: {title_end}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 

@@ -183,7 +183,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
         Patch(facecolor="none", edgecolor=style.RULE, label="tie"),
     ]
     drawing.legend(handles=handles, loc="outside lower center", ncols=3, handlelength=2.2)
-    proved = (
+    explanation = (
         "A win is proved, and not hatched, if it holds against every other criterion over seeds "
         f"and items (Holm-corrected over the map, {LEVEL:.0%}); criteria with one seed are not "
         "tested."
@@ -191,7 +191,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     caption = (
         f"{proved_wins(wins)} Each cell names the leading criterion of a column and "
         "calibration set, or all criteria with the highest score. "
-        f"{proved if _has_tests(wins) else _NO_TESTS}"
+        f"{explanation if _has_tests(wins) else _NO_TESTS}"
     )
     return Figure(name, title, caption, drawing)
 
