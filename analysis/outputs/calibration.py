@@ -141,11 +141,11 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
         key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
         axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
-        style.draw(axes, key, line["read"], score[line.index])
+        style.draw_line(axes, key, line["read"], score[line.index])
     for axes, ratio in zip(grid, ratios, strict=True):
         axes.set_xscale("log", base=2)
         counts = sorted({int(count) for line in lines.values() for count in line["read"]})
-        style.ticks(axes.xaxis, counts, map(style.tokens, counts))
+        style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))
         axes.set(
             xlabel="calibration tokens read", title=f"{comparison.removed_words(ratio)} pruned"
         )
@@ -284,7 +284,7 @@ def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
             names.benchmark(benchmark), marker=marker, markersize=3.8, **look
         )
     counts = sorted(points["read"].unique())
-    style.ticks(axes.xaxis, counts, map(style.tokens, counts))
+    style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
     return keys

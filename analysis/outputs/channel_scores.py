@@ -89,7 +89,7 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         shades = []
         for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
-            shades.append(style.depth(key["layer"], layers))
+            shades.append(style.depth_colour(key["layer"], layers))
         has_many_lines = len(lines) > 256  # pixels, because vectors would make the file too large
         axes.add_collection(
             LineCollection(
@@ -99,7 +99,7 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         axes.plot([0, 1], [0, 1], **style.DASHED)
         axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="channels, highest score first")
         axes.set_title(title, fontsize=7.5)
-        style.percent(axes.xaxis, axes.yaxis)
+        style.format_percent(axes.xaxis, axes.yaxis)
         axes.locator_params(nbins=4)
         axes.grid()
     grid[0].set_ylabel("share of the expert's score")
@@ -146,7 +146,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
     drawing, grid = style.panels(len(labels), 3, 2.2)
     for axes, label in zip(grid, labels, strict=True):
         for key, line in groups(losses[losses["label"] == label].sort_values("kept"), ["layer"]):
-            shade = style.depth(key["layer"], layers)
+            shade = style.depth_colour(key["layer"], layers)
             axes.plot(
                 [*line["kept"], 1.0],  # a layer that keeps all channels has no error
                 [*line["loss"], 0.0],
@@ -157,7 +157,7 @@ def output_loss_figure(study: Study, comparison: Comparison, name: str) -> Figur
             )
         axes.set_title(fill(label, 30), fontsize=7.5)
         axes.set(xlabel="channels of the layer kept", xlim=(0, 1.02), ylim=(0, None))
-        style.percent(axes.xaxis)
+        style.format_percent(axes.xaxis)
         axes.grid(axis="y")
     grid[0].set_ylabel("loss of the output")
     style.legend(drawing, style.depth_keys(layers))
@@ -241,9 +241,9 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
         markeredgewidth=0.4,
     )
     step = -(-len(stacks) // 32)  # at most 32 labels
-    style.ticks(axes.xaxis, positions[::step], stacks.index[::step].map(str), labelsize=6)
+    style.label_ticks(axes.xaxis, positions[::step], stacks.index[::step].map(str), labelsize=6)
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
-    style.percent(axes.yaxis)
+    style.format_percent(axes.yaxis)
 
 
 def bars_figure(

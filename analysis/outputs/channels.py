@@ -205,7 +205,7 @@ def draw_ratios(
         # the points of one ratio are 0.6 % apart
         x = line["removed"] * 100 + 0.6 * (number - (len(lines) - 1) / 2)
         axes.vlines(x, low[line.index], high[line.index], color=shade, linewidth=1.4, alpha=0.6)
-        style.draw(axes, key, x, score[line.index])
+        style.draw_line(axes, key, x, score[line.index])
         keys.append(key)
     axes.set_xlabel(REMOVED)
     axes.grid(axis="y")
@@ -236,7 +236,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     keys, references = draw_ratios(left, comparison, target)
     left.set(ylabel="mean of HEAPr's benchmarks", ylim=(0, None))
     for key, line in zip(keys, lines.values(), strict=True):
-        style.draw(right, key, line["removed"] * 100, flops_saved.reindex(line.index) * 100)
+        style.draw_line(right, key, line["removed"] * 100, flops_saved.reindex(line.index) * 100)
     right.set(xlabel=REMOVED, ylabel="FLOPs saved per token (%)", ylim=(0, None))
     right.grid(axis="y")
     style.legend(drawing, [*keys, *references])

@@ -146,7 +146,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
-        style.expert_rows(axes, experts.set_index("layer")["tokens"], _colour_positions)
+        style.draw_expert_rows(axes, experts.set_index("layer")["tokens"], _colour_positions)
         axes.set_title(f"{key['model']}, {names.calibration(key['calibration'])}")
     axes.set_xlabel("experts of a layer, from the least to the most used")
     handles = [

@@ -83,7 +83,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
         step = -(-shares.shape[1] // LAYERS)
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
-        style.ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
+        style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
         axes.set_title(f"{comparison.model}, {comparison.removed_words(ratio)} pruned")
         axes.grid(axis="y")
@@ -251,7 +251,7 @@ def strip_figure(
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
         ]
-        style.squares(axes, layers, [STRIPS[strip] for strip in columns], above=False)
+        style.label_squares(axes, layers, [STRIPS[strip] for strip in columns], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(
@@ -272,4 +272,4 @@ def _draw_strip(
         if not np.isnan(value):
             share = (value - low) / (high - low) if high > low else 0.5
             text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
-            style.square(axes, layer, row, share, text, size=6)
+            style.draw_square(axes, layer, row, share, text, size=6)

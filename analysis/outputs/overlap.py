@@ -102,7 +102,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
         else names.calibration(calibration)
         for model, calibration in passes
     ]
-    style.ticks(axes.yaxis, range(len(passes)), labels)
+    style.label_ticks(axes.yaxis, range(len(passes)), labels)
     axes.set(xlim=(0, 1.02), ylim=(len(passes) - 0.5, -0.5), xlabel="share of the same experts")
     axes.grid(axis="x")
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
@@ -159,7 +159,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
     axes.text(
         position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED
     )
-    style.ticks(axes.xaxis, *zip(*ticks, strict=True), labelsize=7)
+    style.label_ticks(axes.xaxis, *zip(*ticks, strict=True), labelsize=7)
     axes.set(ylim=(0, 1), ylabel="overlap")
     axes.grid(axis="y")
 
@@ -185,7 +185,7 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
                 axes.add_patch(Rectangle((x, y), 1, 1, **box))
                 axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
             else:
-                style.square(
+                style.draw_square(
                     axes,
                     x,
                     y,
@@ -193,7 +193,9 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
                     f"{value:.2f}",
                     below=overlap.variant_name(b, alpha, beta),
                 )
-    style.squares(axes, [f"β={beta}" for beta in BETAS], [f"b={b}, α={alpha}" for b, alpha in ROWS])
+    style.label_squares(
+        axes, [f"β={beta}" for beta in BETAS], [f"b={b}, α={alpha}" for b, alpha in ROWS]
+    )
 
 
 OVERLAP = "a run with overlap=true and two calibration sets"

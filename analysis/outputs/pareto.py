@@ -322,7 +322,7 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str
             axes.plot(cells[axis], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
     for key, cells in groups(ordered, ["kind", "recovery"]):
         mark = style.key("", **_mark(key["kind"], shades[key["recovery"]]))
-        style.draw(axes, mark, cells[axis], cells["avg"])
+        style.draw_line(axes, mark, cells[axis], cells["avg"])
 
 
 def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:

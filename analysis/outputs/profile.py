@@ -52,7 +52,7 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
             if cell in profile_of_cell:
                 methods_with_profile.add(method)
                 profile = profile_of_cell[cell]
-                style.draw(axes, lines[method], profile["layer"], profile["variance"])
+                style.draw_line(axes, lines[method], profile["layer"], profile["variance"])
         calibration = names.calibration(panel.calibration)
         axes.set_title(f"{calibration}, {panel.pruned} pruned", fontsize=7.5)
         style.layer_axis(axes)
@@ -192,6 +192,6 @@ def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
     axes.hlines(median, positions - 0.3, positions + 0.3, color=style.INK, linewidth=1.6)
     step = max(1, -(-len(layers) // 12))  # at most 12 labels
     labels = layers["layer"].iloc[::step].map(str)
-    style.ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
+    style.label_ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))
     axes.grid(axis="y")

@@ -213,7 +213,7 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
             solid_capstyle="butt",
         )
         axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
-    style.ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
+    style.label_ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
     axes.set_ylim(len(plans) - 0.4, -0.6)
     part = f", the best {MOST_PLANS} of {len(scored)} plans" if len(scored) > MOST_PLANS else ""
     axes.set_title(f"{ranking.pruned} pruned{part}", fontsize=8)

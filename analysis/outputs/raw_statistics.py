@@ -71,7 +71,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         positions = np.arange(len(top))
         _draw_loss_bars(axes, top["ablation"])
         labels = [f"{expert.layer}.{expert.expert}" for expert in top.itertuples()]
-        style.ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
+        style.label_ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
         _add_right_axis(axes, label).plot(
             positions, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9
         )
@@ -107,7 +107,7 @@ def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     axes.set(xlim=(-0.8, len(losses) - 0.2))
     axes.set_ylabel(LOSS, fontsize=7)
-    style.scientific(axes.yaxis)
+    style.format_power(axes.yaxis)
 
 
 def _add_right_axis(axes: Axes, label: str = "") -> Axes:
@@ -115,7 +115,7 @@ def _add_right_axis(axes: Axes, label: str = "") -> Axes:
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
-    style.scientific(right.yaxis)
+    style.format_power(right.yaxis)
     return right
 
 
@@ -204,7 +204,7 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
     line within a band, on the right axis, is the statistic's mean ± standard deviation."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
-    style.scientific(axes.yaxis)
+    style.format_power(axes.yaxis)
     style.layer_axis(axes)
     right = _add_right_axis(axes)
     low = layers["mean"] - layers["std"]
@@ -221,7 +221,7 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
     comes first."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _draw_loss_bars(axes, ordered["ablation"])
-    style.ticks(axes.xaxis, [], [])
+    style.label_ticks(axes.xaxis, [], [])
     axes.set_xlabel("experts")
     look: Any = {
         "color": style.INK,
@@ -253,7 +253,9 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
         _draw_distributions(axes, magnitudes_by_set(experts, layer, sets))
         axes.set_title(f"Layer {layer}")
         labels = map(names.calibration, sets)
-        style.ticks(axes.xaxis, range(len(sets)), labels, labelrotation=0 if len(sets) < 4 else 30)
+        style.label_ticks(
+            axes.xaxis, range(len(sets)), labels, labelrotation=0 if len(sets) < 4 else 30
+        )
         axes.grid(axis="y")
     drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (

@@ -105,12 +105,12 @@ def _draw_radar(
         if cell is None:
             continue
         values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
-        style.draw(axes, lines[method], closed_angles, np.append(values, values[0]))
+        style.draw_line(axes, lines[method], closed_angles, np.append(values, values[0]))
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
-    style.ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
+    style.label_ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
     axes.set_ylim(0, 1)
-    style.ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
+    style.label_ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
     axes.spines["polar"].set_color(style.RULE)
     axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
     return methods

@@ -294,11 +294,11 @@ def _density_panels(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D
         for value, key in keys.items():
             lines = groups(rows[rows[column] == value].sort_values("layer"), ["cell"])
             for _, line in lines:
-                style.draw(axes, key, line["layer"], line["share"])
+                style.draw_line(axes, key, line["layer"], line["share"])
         calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
         axes.set_title(f"{rows['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
         style.layer_axis(axes)
-        style.percent(axes.yaxis)
+        style.format_percent(axes.yaxis)
         axes.grid(axis="y")
     for axes in grid[::3]:
         axes.set_ylabel("experts kept")

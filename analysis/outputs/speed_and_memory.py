@@ -154,7 +154,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.barh(positions, weights, color=style.CRITERIA["reap"], label="weights"),
         axes.barh(positions, working_memory, left=weights, **look),
     ]
-    style.ticks(axes.yaxis, positions, largest_requests["label"], labelsize=7)
+    style.label_ticks(axes.yaxis, positions, largest_requests["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
@@ -249,8 +249,8 @@ def _draw_map(axes: Axes, timings: pd.DataFrame, column: str) -> None:
         text = "–" if np.isnan(value) else f"{value:,.{1 if high < 100 else 0}f}"
         x = blocks.index(row["block"])
         y = smallest_experts.index(row["smallest"])
-        style.square(axes, x, y, shade, text)
-    style.squares(
+        style.draw_square(axes, x, y, shade, text)
+    style.label_squares(
         axes, [f"a={block}" for block in blocks], [f"m={channels}" for channels in smallest_experts]
     )
 

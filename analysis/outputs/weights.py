@@ -181,7 +181,7 @@ def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> 
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
     )  # fmt: skip
     step = -(-len(image) // LAYERS)
-    style.ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
+    style.label_ticks(axes.yaxis, range(0, len(image), step), image.index[::step].map(str))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)
     if is_first_in_row:

@@ -221,7 +221,9 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
         axes.axvline(edge, color=style.SURFACE, linewidth=2)
     for edge in range(len(columns) + 1):
         axes.axhline(edge, color=style.SURFACE, linewidth=2)
-    style.squares(axes, list(map(names.calibration, sets)), list(map(names.benchmark, columns)))
+    style.label_squares(
+        axes, list(map(names.calibration, sets)), list(map(names.benchmark, columns))
+    )
 
 
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:

@@ -231,7 +231,7 @@ def remove_spines(axes: Axes) -> None:
         spine.set_visible(False)
 
 
-def ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
+def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
     """Label these positions of an axis without changing its limits.
 
     look: tick parameters such as `labelsize` and `labelrotation`. This function is faster than
@@ -286,7 +286,7 @@ def key(label: str, **look: Any) -> Line2D:
     return Line2D([], [], label=label, **look)
 
 
-def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
+def draw_line(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     """Draw a line through these points in the style of its legend entry `look`."""
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
@@ -301,7 +301,7 @@ def line_look(number: int) -> dict[str, Any]:
     return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
-def depth(layer: int, layers: Sequence[int]) -> str:
+def depth_colour(layer: int, layers: Sequence[int]) -> str:
     """The colour of `layer`, darker for a later position in `layers`."""
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
@@ -311,7 +311,7 @@ def depth(layer: int, layers: Sequence[int]) -> str:
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
     """Legend entries for the first and the last layer of `layers`."""
     ends = dict.fromkeys((layers[0], layers[-1]))
-    return [key(f"layer {layer}", color=depth(layer, layers), marker="o") for layer in ends]
+    return [key(f"layer {layer}", color=depth_colour(layer, layers), marker="o") for layer in ends]
 
 
 def layer_axis(axes: Axes) -> None:
@@ -320,13 +320,13 @@ def layer_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def percent(*axes: Axis) -> None:
+def format_percent(*axes: Axis) -> None:
     """Format the tick labels of these axes as per cent."""
     for axis in axes:
         axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
 
-def scientific(axis: Axis) -> None:
+def format_power(axis: Axis) -> None:
     """Format the tick labels of an axis with a common power of ten, which is written once, at the
     end of the axis."""
     formatter = ScalarFormatter()
@@ -340,18 +340,22 @@ def tokens(count: float) -> str:
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
-def squares(axes: Axes, columns: Sequence[str], rows: Sequence[str], *, above: bool = True) -> None:
+def label_squares(
+    axes: Axes, columns: Sequence[str], rows: Sequence[str], *, above: bool = True
+) -> None:
     """Label the columns and rows of axes that contain a grid of unit squares.
 
     above: whether the labels of columns are above the grid, not below.
     """
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
-    ticks(axes.xaxis, np.arange(len(columns)) + 0.5, columns, labeltop=above, labelbottom=not above)
-    ticks(axes.yaxis, np.arange(len(rows)) + 0.5, rows)
+    label_ticks(
+        axes.xaxis, np.arange(len(columns)) + 0.5, columns, labeltop=above, labelbottom=not above
+    )
+    label_ticks(axes.yaxis, np.arange(len(rows)) + 0.5, rows)
     remove_spines(axes)
 
 
-def square(
+def draw_square(
     axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
     """Draw a unit square with its corner at (x, y), darker for a higher `share` (0..1), with `text`
@@ -369,7 +373,7 @@ def square(
         axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **centred)
 
 
-def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
+def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
     """Draw a row for each layer with a coloured square for each expert, in ascending order of
     value.
 
@@ -394,6 +398,6 @@ def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> N
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
     labelled = layers[:: -(-len(layers) // 12)]
     positions = [layers.index(layer) + 0.5 for layer in labelled]
-    ticks(axes.yaxis, positions, [f"layer {layer}" for layer in labelled], labelsize=6.5)
-    ticks(axes.xaxis, [], [])
+    label_ticks(axes.yaxis, positions, [f"layer {layer}" for layer in labelled], labelsize=6.5)
+    label_ticks(axes.xaxis, [], [])
     remove_spines(axes)
