@@ -86,7 +86,7 @@ class Results:
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
-    def proxy(self) -> pd.DataFrame:
+    def proxy_overlaps(self) -> pd.DataFrame:
         """Overlap of the experts pruned by proxy scores and those pruned by exact damage."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 

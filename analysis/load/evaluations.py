@@ -215,16 +215,16 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         matrix[scores.index.get_indexer(pd.Index(rows["cell"])), columns] = rows["outcome"]
         units = np.ones(len(items))
         units[columns] = rows["units"].fillna(1.0)
-        answered = np.isfinite(matrix)
-        has_both = answered.any(axis=1) & ~np.isnan(score)
-        means = np.nansum(matrix * units, axis=1) / np.maximum(answered @ units, 1)
-        explained = has_both & (np.abs(means - score) < ROUNDING)
-        if not explained.any() or 2 * explained.sum() < has_both.sum():
+        has_outcome = np.isfinite(matrix)
+        is_comparable = has_outcome.any(axis=1) & ~np.isnan(score)
+        means = np.nansum(matrix * units, axis=1) / np.maximum(has_outcome @ units, 1)
+        is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
+        if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
             continue
         outcomes.unexplained.extend(
-            (int(str(cell)), name) for cell in scores.index[has_both & ~explained]
+            (int(str(cell)), name) for cell in scores.index[is_comparable & ~is_explained]
         )
-        matrix[~explained] = np.nan
+        matrix[~is_explained] = np.nan
         outcomes.matrices[name] = matrix
         if (units != 1).any():
             outcomes.units[name] = units

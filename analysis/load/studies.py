@@ -62,8 +62,8 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
     A cell that several studies have is one cell of the combined record, with the benchmarks of all
     these studies.
     """
-    record_of = _with_distinct_models({name: _read(store, name) for name in names})
-    records = [_with_suites(record) for record in record_of.values()]
+    record_of = _distinguish_models({name: _read(store, name) for name in names})
+    records = [_add_suites(record) for record in record_of.values()]
     if len(records) == 1:
         return records[0]
     newest = max(records, key=lambda record: float(record["created"]))
@@ -71,7 +71,7 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         **newest,
         "study": "+".join(record_of),
         "config": {name: record.get("config") for name, record in record_of.items()},
-        "cells": _joined_cells(records),
+        "cells": _join_cells(records),
         **{kind: [row for record in records for row in record[kind]] for kind in FIGURES},
     }
 
@@ -103,7 +103,7 @@ def _with_id(name: str, step_id: str) -> str:
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
-def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Add ids to the names of different models with the same name, in one study or several.
 
     Takes and returns study -> record.
@@ -114,7 +114,7 @@ def _with_distinct_models(records: Mapping[str, dict[str, Any]]) -> dict[str, di
             name, step_id = _name_and_id(entry)
             ids.setdefault(name, set()).update({step_id} - {""})
     ambiguous = {name for name, ids_of_name in ids.items() if len(ids_of_name) > 1}
-    return {study: _renamed(record, ambiguous) for study, record in records.items()}
+    return {study: _add_ids(record, ambiguous) for study, record in records.items()}
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -129,7 +129,7 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     return (name.replace(f"-{step_id}", "", 1) if step_id else name), step_id
 
 
-def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
+def _add_ids(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
     """The record with ids in the names of exactly those models whose names are `ambiguous`."""
     new_names: dict[str, str] = {}
     cells = []
@@ -147,7 +147,7 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
     return {**record, "cells": cells, **figures}
 
 
-def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
+def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
     """The record with a field `suite` in each cell's entry: all tasks that the study ran on at
     least one cell of the same model."""
     suites: dict[str, dict[str, None]] = {}
@@ -161,7 +161,7 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "cells": cells}
 
 
-def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One entry for every cell of the records; entries of the same cell are joined."""
     entries_of_cell: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:

@@ -156,7 +156,7 @@ def _row(
     average = overall(comparison, cells)
     quantity = comparison.quantity(average)
     targets = group_targets(comparison, cells)
-    targets.pop(quantity.mean, None)  # without Avg itself
+    targets.pop(quantity.mean_name, None)  # without Avg itself
     parts = {}
     for name, target in targets.items():
         _, estimate = pooled_difference(comparison, target, pairs_of_ratios)

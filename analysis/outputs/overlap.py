@@ -62,7 +62,7 @@ def proxy_table(results: Results, name: str) -> Table:
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{pass_setup(results.study)}",
-        frame=display_frame(results.proxy, text | shares),
+        frame=display_frame(results.proxy_overlaps, text | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
 
@@ -79,7 +79,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
     """Fig. 3: overlap of proxy and exact damage, a row per model and calibration set and a colour
     per ratio. Points are means over layers, lines end at the lowest layer, and ticks mark the
     expectation for random sets."""
-    overlaps = results.proxy
+    overlaps = results.proxy_overlaps
     passes = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(passes) + 0.95)
     axes = drawing.add_subplot()
@@ -241,4 +241,8 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
 @output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
 def proxy_and_damage(results: Results, name: str) -> list[Item]:
     """Overlap of the proxy S(0,1,1) and exact damage."""
-    return [] if results.proxy.empty else [proxy_figure(results, name), proxy_table(results, name)]
+    return (
+        []
+        if results.proxy_overlaps.empty
+        else [proxy_figure(results, name), proxy_table(results, name)]
+    )

@@ -248,7 +248,7 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         _draw_numbers(axes, front_cells, axis, numbers)
         axes.set_title(title, fontsize=8)
         _format_share_axis(axes)
-    grid[0].set_ylabel(f"{quantity.mean} ({quantity.direction})")
+    grid[0].set_ylabel(f"{quantity.mean_name} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
     keys = [style.key(KINDS[kind], **_mark(kind, style.MUTED)) for kind in kinds]

@@ -48,11 +48,11 @@ def ranking_table(results: Results, name: str) -> Table:
     """All rankings in one table, a row per plan: rank, average, average as a share of the unpruned
     model's average, distance to the best method, status."""
     rankings = results.rankings
-    averages = list(dict.fromkeys(ranking.mean for ranking in rankings))
+    averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
     frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True)
     frame = frame.dropna(axis="columns", how="all")
     rows = pd.concat(
-        [ranking.rows.assign(mean=ranking.mean) for ranking in rankings], ignore_index=True
+        [ranking.rows.assign(mean=ranking.mean_name) for ranking in rankings], ignore_index=True
     )
     formats = {
         "Rank": "{:.0f}",
@@ -83,7 +83,7 @@ def ranking_table(results: Results, name: str) -> Table:
         caption=" ".join(filter(None, sentences)),
         frame=frame,
         formats={column: form for column, form in formats.items() if column in frame},
-        best={ranking.mean: ranking.quantity.best for ranking in rankings},
+        best={ranking.mean_name: ranking.quantity.best for ranking in rankings},
         blocks=("Model", "Pruned"),
         low=low[low.columns.intersection(frame.columns)],
         high=high[high.columns.intersection(frame.columns)],
@@ -123,7 +123,7 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
         "Calibration": "calibration",
     }
     numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
-    average = {ranking.mean: "score", "Interval over": "over"}
+    average = {ranking.mean_name: "score", "Interval over": "over"}
     return display_frame(rows, {**text, "Rank": "rank", **average, **numbers, "Status": "status"})
 
 
@@ -156,7 +156,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
     for axes, ranking in zip(grid, rankings, strict=True):
         _draw_ranking(axes, ranking)
     first_ranking = rankings[0]
-    grid[-1].set_xlabel(f"{first_ranking.mean} ({first_ranking.quantity.direction})")
+    grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
     keys: list[Artist] = [style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)]
     has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
@@ -170,7 +170,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
         keys.append(style.key(label, **look))
         keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
-        f"{first_ranking.mean} of every plan with its 95 % interval, best first.",
+        f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),
     ]
     if has_chance:

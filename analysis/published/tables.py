@@ -358,7 +358,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     pairs += _memory(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
-    counts = [f"{_counted(verdicts)}."] if rows else []
+    counts = [f"{_tally(verdicts)}."] if rows else []
     return Table(
         name=f"{name}.published",
         title=f"Measured and published: {name}",
@@ -403,7 +403,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     }
 
 
-def _counted(verdicts: Sequence[str]) -> str:
+def _tally(verdicts: Sequence[str]) -> str:
     """Text with the number of verdicts of each kind: `12 agree, 3 differ and 40 cannot be
     compared`."""
     phrases = {
@@ -460,7 +460,7 @@ def published_summary(tables: Sequence[Table]) -> list[str]:
     if not verdicts:
         return []
     sentences = [
-        f"{len(verdicts):,} printed numbers have a counterpart in this study: {_counted(verdicts)}."
+        f"{len(verdicts):,} printed numbers have a counterpart in this study: {_tally(verdicts)}."
     ]
     reasons = Counter(
         reason

@@ -71,7 +71,7 @@ def html(page: Page) -> str:
     return environment.get_template("page.html.j2").render(
         title=page.title,
         kicker=page.kicker,
-        lead=_bound(page.lead),
+        lead=_bind_percent_signs(page.lead),
         tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
         sections=[_context(section) for section in page.chapters if not section.empty],
         css=_raw("page.css"),
@@ -81,7 +81,7 @@ def html(page: Page) -> str:
     )
 
 
-def _bound(sentence: str) -> str:
+def _bind_percent_signs(sentence: str) -> str:
     """The sentence with a non-breaking space before each per cent sign, which keeps the sign on the
     line of its number."""
     return sentence.replace(" %", "\u00a0%")
@@ -98,7 +98,7 @@ def _context(section: Section) -> dict[str, Any]:
         "anchor": section.anchor,
         "short": section.short,
         "title": section.title,
-        "text": [_bound(sentence) for sentence in section.text],
+        "text": [_bind_percent_signs(sentence) for sentence in section.text],
         "collapsed": section.folded,
         "facts": section.facts,
         "details": section.details,

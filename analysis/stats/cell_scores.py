@@ -46,7 +46,7 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
     for quantity in means(comparisons).values():
         mean = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
         sentences.append(
-            f"{quantity.mean}: {mean} of the displayed columns ({quantity.direction})."
+            f"{quantity.mean_name}: {mean} of the displayed columns ({quantity.direction})."
         )
     return " ".join(sentences)
 
@@ -99,7 +99,7 @@ def column_targets(
     for name in (*map(str, run.index[run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
-    mean = comparison.quantity(overall(comparison, cells)).mean
+    mean = comparison.quantity(overall(comparison, cells)).mean_name
     requested = [mean if name == AVG else name for name in columns]
     return {names.benchmark(name): targets[name] for name in requested if targets.get(name)}
 
@@ -184,7 +184,7 @@ def rank_block(
     average_columns = panel.average_columns(comparison)
     targets = {
         **{column: (column,) for column in columns},
-        comparison.quantity(average_columns).mean: average_columns,
+        comparison.quantity(average_columns).mean_name: average_columns,
     }
     numbers = scores(comparison, list(rows.values()), targets)
     frame = numbers.frame

@@ -478,7 +478,9 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
         "WildBench": ("WildBench",),
     }
     targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
-    return {**targets, comparison.quantity(displayed).mean: displayed} if displayed else targets
+    return (
+        {**targets, comparison.quantity(displayed).mean_name: displayed} if displayed else targets
+    )
 
 
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
@@ -490,7 +492,7 @@ def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over displayed columns -> kind of the mean. There are several if some models
     were measured by scores and others by losses."""
     quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
-    return {quantity.mean: quantity for quantity in quantities}
+    return {quantity.mean_name: quantity for quantity in quantities}
 
 
 def random_scores(

@@ -64,7 +64,7 @@ class Quantity:
         return f"loss ({self.unit})" if self.scale == "loss" and self.unit else self.scale
 
     @property
-    def mean(self) -> str:
+    def mean_name(self) -> str:
         """Name of a mean of such numbers: `Avg`, `Mean perplexity`, or `Loss (nats per token)`."""
         if self.scale == "perplexity":
             return "Mean perplexity"

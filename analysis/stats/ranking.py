@@ -70,9 +70,9 @@ class Ranking:
     """Kind of plan -> chance, for kinds with random plans of at least two seeds."""
 
     @property
-    def mean(self) -> str:
+    def mean_name(self) -> str:
         """Name of the average by which plans are ranked, such as Avg."""
-        return self.quantity.mean
+        return self.quantity.mean_name
 
     @property
     def scored(self) -> pd.DataFrame:
@@ -493,7 +493,7 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
     the first MOST_LISTED plans, and the remarks."""
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
     for ranking in rankings[:MOST_LISTED]:
-        quantity = f"{ranking.mean}, {ranking.quantity.direction}"
+        quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
         lines = [
             (
                 f"{ranking.model}, {ranking.pruned} removed: {quantity} (unpruned "

@@ -91,7 +91,7 @@ class _RecoveredTensors:
         self.dtype = dtype
         self.modules = modules
         self.tuned = tuned
-        self.layer = lru_cache(maxsize=1)(self._layer)
+        self.tensors_of_layer = lru_cache(maxsize=1)(self._tensors_of_layer)
         self.nf4_names: dict[str, str] = {}
         """Path of each linear map that is stored in 4 bits -> name of its weight in the
         checkpoint."""
@@ -108,7 +108,9 @@ class _RecoveredTensors:
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Name -> tensor, for the tensors that are written in place of the tensor `name` of the
         checkpoint."""
-        return self.layer(self.streamed.layer_of.get(name, OUTSIDE)).get(name, {name: tensor})
+        return self.tensors_of_layer(self.streamed.layer_of.get(name, OUTSIDE)).get(
+            name, {name: tensor}
+        )
 
     def config(self) -> dict[str, Any]:
         """The field `quantization_config` for config.json, whose list of skipped modules has all
@@ -139,30 +141,30 @@ class _RecoveredTensors:
                         yield path, module
 
     @torch.no_grad()
-    def _layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def _tensors_of_layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Name of a changed tensor of a decoder layer in the checkpoint -> the tensors that are
         written in place of this tensor, as name -> tensor."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
         prefix = f"{self.streamed.path}.{number}."
-        changed: dict[str, torch.Tensor] = {}
+        new_tensors: dict[str, torch.Tensor] = {}
         nf4_by_name = {}
         with self.streamed.layer(number):
             if self.tuned is not None:
                 names = load_tuned(model, self.tuned / TENSORS, prefix)
-                changed = {name: model.get_parameter(name) for name in names}
+                new_tensors = {name: model.get_parameter(name) for name in names}
             if "experts" in self.modules and number in self.streamed.moe:
                 layer = self.streamed.moe[number]
                 for name, tensor in rounded_experts(layer.experts).items():
-                    changed[f"{layer.name}.{name}"] = tensor
+                    new_tensors[f"{layer.name}.{name}"] = tensor
             for path, module in self._maps_to_round(prefix):
                 if path in self.nf4_names:
                     name = self.nf4_names[path]
                     tensors = nf4_tensors(module.weight)
                     nf4_by_name[name] = {f"{name}{end}": tensors[end] for end in tensors}
-                    changed.pop(f"{path}.weight", None)
+                    new_tensors.pop(f"{path}.weight", None)
                 else:
-                    changed[f"{path}.weight"] = rounded(module.weight)
-            stored = to_checkpoint(model, changed)
+                    new_tensors[f"{path}.weight"] = rounded(module.weight)
+            stored = to_checkpoint(model, new_tensors)
             return {name: {name: tensor.clone()} for name, tensor in stored.items()} | nf4_by_name
