@@ -71,8 +71,8 @@ class Allocation:
 
     @property
     def source(self) -> str:
-        """Digests of the source of a plugin's functions, for the identity of its plans; "" for an
-        allocation of moe_lab."""
+        """Digests of the source of the allocation's functions, if a plugin defines them; "" for an
+        allocation of moe_lab. The identity of plans contains them."""
         return " ".join(
             sorted({source_of(function) for function in self.functions.values() if function})
         )
@@ -158,8 +158,9 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """Raise UserError unless the allocation exists, can allocate the `granularity` that the
-    criterion scores, and reads every field and parameter that is set, each with a valid value."""
+    """Raise UserError unless the allocation exists and supports the `granularity` that the
+    criterion scores, every field and parameter that is set applies to the allocation, and every
+    value is valid."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
         unit = next(iter(allocation.functions))
@@ -193,21 +194,21 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that `settings` need besides the scores: "by" for the scores of another
-    criterion, and steps that measure."""
-    by = ("by",) if settings.get("by") else ()
+    """Names of the evidence that `settings` need besides the scores, without repetition. First
+    "by", if allocation.by names another criterion; then the steps that measure the evidence."""
+    other_scores = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.needs(settings.get("replacement", "none")),
         *get(settings["name"]).needs(settings["parameters"]),
     ]
     if settings.get("protect") is not None:
         steps.append("statistics")  # super experts are recognised by output_abs_max
-    return by + tuple(dict.fromkeys(steps))
+    return other_scores + tuple(dict.fromkeys(steps))
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """Treatment of an expert without channels: keep_null (the router still selects the expert,
-    whose output is 0) or drop (the expert and its row of the router are removed)."""
+    """Treatment of experts that retain no channel. With "keep_null" the router still selects such
+    an expert, whose output is 0. With "drop" the expert and its row of the router are removed."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
@@ -229,8 +230,8 @@ def _check_channel_settings(settings: AllocationConfig) -> None:
 
 
 def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
-    """Raise UserError for an unknown replacement, and for a replacement together with a plan, or
-    with an allocation that runs the model to decide."""
+    """Raise UserError for an unknown replacement. Also raise UserError for a replacement if
+    allocation.path is a plan, or if the allocation runs the model to decide."""
     replacement = settings.replacement
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
@@ -251,12 +252,14 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """A new dataclass with one field for each parameter that `settings` accept, None by default."""
+    """A new dataclass with one field for each parameter that is allowed under `settings` and
+    `granularity`. Every field is None by default."""
     function = allocation.functions[granularity]
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
         types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
+    # strict, so that "3" or true is not taken for a number
     strict = {
         name: Annotated[hint, Strict()] if hint in (int, float) else hint
         for name, hint in types.items()
@@ -279,9 +282,9 @@ def allocate(
     """Layer -> how many experts to remove, or how many channels each expert retains (E,) int64.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> scores of experts (E,),
-    or of channels (E, I). `evidence`: each name in `needs(settings)` -> layer -> arrays by name
-    (for "by": a score per expert). Channels are rounded to whole blocks if parameters.align is set.
-    UserError for infeasible settings, naming the nearest feasible ratio.
+    or of channels (E, I). `evidence`: each name in `needs(settings)` -> layer -> arrays by name,
+    but "by" -> layer -> scores (E,). Channels are rounded to whole blocks if parameters.align is
+    set. UserError for infeasible settings, naming the nearest feasible ratio.
     """
     granularity = granularity_of(scores)
     function = _function(settings, granularity)
@@ -319,8 +322,12 @@ def _budgets(
     inputs: Mapping[str, Any],
     ratio: float,
 ) -> Budgets:
-    """Layer -> channels each expert retains at `ratio`. For `function`, the scores of protected
-    experts are infinite, so that all their channels are retained."""
+    """Layer -> channels each expert retains (E,) at `ratio`.
+
+    `function` decides. It is given infinite scores for protected experts, so that all their
+    channels are retained. `inputs`: the fields of `Channels` except the ratio. RatioTooLarge when
+    the protected experts have more channels than are to be retained.
+    """
     _check_channels(ratio, settings, layers)
     ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
     for layer, experts in inputs["protected"].items():
@@ -336,9 +343,9 @@ def _budgets(
 
 
 def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """Raise UserError when ratio, multiple_of or block is infeasible in `layers`, as far as this is
-    known without scores. `layers` as in `allocate`; for channels, blocks are checked only in layers
-    that also have the fact `width`."""
+    """Raise UserError when the ratio, multiple_of or the block is infeasible in `layers`, as far as
+    this is known without scores. `layers`: layer -> facts. For channels, blocks are checked only in
+    layers that also have the fact `width`."""
     if granularity == "channel":
         with_width = {layer: facts for layer, facts in layers.items() if "width" in facts}
         or_suggest_ratio(
@@ -369,8 +376,9 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """The function that decides the allocation, with its parameters bound. UserError when the
-    allocation does not support `granularity`, or when another step decides."""
+    """The function that decides the allocation, with its keyword parameters bound. UserError when
+    the allocation does not support `granularity`, or when a step other than the plan step
+    decides."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:

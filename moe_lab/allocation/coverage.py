@@ -79,7 +79,7 @@ def coverage(
     scores = problem.scores
     shares = numpy.ones(len(scores))
     if inter in BY_LOSS and layer_prior != "none":
-        shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
+        shares = smooth(layer_losses(problem.evidence, scores.keys(), layer_prior), layer_smoothing)
     elif inter == "u_shaped":
         shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
     if inter == "coverage":
@@ -91,7 +91,7 @@ def coverage(
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
         experts = problem.unprotected(layer)
         if not len(experts):
-            continue
+            continue  # every expert keeps its full width
         targets = None
         if intra in BY_PRIOR:
             priors = expert_prior(prior, problem.evidence, layer, len(values))
@@ -102,20 +102,22 @@ def coverage(
 
 
 def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int) -> Budget:
-    """Channels of each expert (E,) of one layer, `budget` in all. `scores`: (E, I). `targets`:
-    smoothed priors (E,); None if `intra` uses none."""
+    """Channels that each expert of one layer retains (E,); they sum to `budget`. `scores`: (E, I).
+    `targets`: smoothed priors (E,); None for a value of `intra` that uses no priors."""
     if intra == "ranking":
         return count_highest(scores, budget)
     if targets is None:
         targets = numpy.ones(len(scores))
     if intra == "coverage":
         return cover(list(scores), targets, budget)
+    # proportional to the priors, or uniform
     return apportion(targets, budget, 0, scores.shape[1])
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> number of retained channels: all channels of protected experts, and others by CBA
-    over the pooled channels of each layer, with the targets `shares` (L,)."""
+    """Layer -> number of channels that the layer retains. All channels of protected experts are
+    retained. CBA divides the rest of the budget among the pooled other channels of each layer, with
+    the targets `shares` (L,)."""
     budgets = problem.fixed
     has_room = problem.sizes > problem.fixed
     if has_room.any():
@@ -129,7 +131,8 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the steps that measure the evidence for an allocation with `parameters`."""
+    """Names of the steps that measure the evidence for allocation=coverage with `parameters`,
+    sorted."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
@@ -146,13 +149,14 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
-    """Divide `budget` channels among G groups by CBA: (G,). `groups`: the scores of each group
-    (n_g,). `prior`: the targets phi >= 0 (G,).
+    """Number of channels that each of G groups retains (G,), if CBA divides `budget` channels among
+    the groups. `groups`: the scores of each group (n_g,). `prior`: the targets phi >= 0 (G,).
 
-    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups
-    are sorted by S_g(n) / (S_g phi_g) and the first `budget` are retained. Of channels with equal
-    values, those of the group with the larger phi come first, then those of the first group. Groups
-    with phi = 0 and, after these, channels with scores <= 0 come last.
+    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n). So the channels of all groups
+    are sorted by S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of channels
+    with equal values, the channel of the group with the larger phi comes first, and for equal phi
+    the channel of the earlier group. The channels of groups with phi = 0 come after all others, and
+    channels with scores <= 0 come last of all.
     """
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
@@ -163,7 +167,8 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
 
 
 def _thresholds(scores: Array, prior: float) -> Array:
-    """The alpha (n,) above which each channel of a group is retained, the best channel first."""
+    """For each channel of a group (n,), by descending score, the alpha above which it is retained:
+    infinity for scores <= 0. `prior`: the target phi of the group."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
@@ -175,10 +180,10 @@ def _thresholds(scores: Array, prior: float) -> Array:
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor; docs/allocations.md has the
-    formulas.
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor that all experts share.
 
-    The prior of an expert with a negative attribution, which opposes the other experts, is 0.
+    docs/allocations.md has the formulas. The prior of an expert with a negative attribution, which
+    opposes the other experts, is 0. UserError when the evidence is missing.
     """
     if prior == "none":
         return numpy.ones(n_experts)
@@ -205,9 +210,10 @@ class Alignment:
     """Rounding of widths: allocation.parameters.align."""
 
     block: Positive
-    """The number of retained channels of an expert is a multiple of this."""
+    """The number of retained channels of an expert is a multiple of this number."""
     min_channels: Count | None = None
-    """Experts with fewer channels than this lose them all; null takes `block`."""
+    """Experts with fewer channels than this number lose all their channels; null stands for the
+    value of `block`."""
     order: Literal["remainder", "scores"] = "remainder"
     """Order in which experts get the blocks that rounding down leaves over: see `align`."""
 
@@ -218,16 +224,16 @@ class Alignment:
 
 
 def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
-    """The alignment in `settings`, fields of AllocationConfig; None without one. UserError for
-    invalid values."""
+    """The alignment that parameters.align of `settings`, the fields of AllocationConfig, describes;
+    None if it is not set. UserError for invalid values."""
     value = settings["parameters"].get("align")
     return None if value is None else valid(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
-    """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall
-    when whole blocks hold fewer channels than `ratio` retains. `layers`: layer -> n_experts, width.
-    A width need not be a multiple of the block."""
+    """Raise UserError when experts are narrower than a block or min_channels. Raise RatioTooSmall
+    when whole blocks hold fewer channels than `ratio` retains. `layers`: layer -> facts, of which
+    n_experts and width are read. A width need not be a multiple of the block."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
     for name, least in (("block", block), ("min_channels", alignment.fewest)):
@@ -250,12 +256,13 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
-    Every budget is rounded down, for experts below `min_channels` to 0. Leftover blocks are dealt
-    round-robin to the other experts of the layer, one per expert and round, until none is left or
-    every expert is full. The paper deals one round. The order of the experts in a round:
+    Every budget is rounded down; a budget below `min_channels` becomes 0. The channels that
+    rounding takes from a layer make leftover blocks. These are dealt to the experts whose budget is
+    not 0, one block per expert and round, until no block is left or every such expert is full. The
+    paper deals one round. `order` says which experts come first in a round:
 
-    remainder (l-r-c)  first to the experts that lost most channels by rounding
-    scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
+    remainder (l-r-c)  the experts that lost most channels by rounding
+    scores (l-r-s)     the experts that lost the largest sum of scores by rounding
 
     RatioTooLarge when a layer that had channels would retain none.
     """

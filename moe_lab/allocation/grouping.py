@@ -69,12 +69,12 @@ def routed_output_distances(sums: Sums) -> Array:
 
 
 def output_and_logit_distances(sums: Sums) -> Array:
-    """The distance 1 - (s + r) / 2 of REAM's code, from two similarities of experts in [0, 1]:
+    """The distance 1 - (s + r) / 2 of REAM's code, from two similarities of experts in [0, 1].
 
-    s = (cos + 1) / 2   of the gated outputs, summed over all tokens: sum_t p_j f_j, p =
-                        softmax(logits)
-    r = 1 - d / max d   of the router's logits over all tokens: d = sqrt(2 - 2 cos), the Euclidean
-                        distance of the normalised columns of the two experts
+    s = (cos + 1) / 2   cos is that of the two experts' gated outputs, summed over all tokens:
+                        sum_t p_j f_j with p = softmax(logits)
+    r = 1 - d / max d   d = sqrt(2 - 2 cos) is the Euclidean distance of the two experts' columns of
+                        router logits over all tokens, after normalisation
     """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
@@ -91,8 +91,8 @@ def weight_distances(sums: Sums) -> Array:
 
 
 def nearest(distances: Array, retained: Sequence[int]) -> Groups:
-    """Groups in which each dropped expert joins the nearest retained expert; of equally near
-    experts, the one with the lower id."""
+    """Groups in which each dropped expert joins the nearest retained expert. Of equally near
+    experts, it joins the expert with the lower id."""
     groups = {owner: [owner] for owner in sorted(retained)}
     owners = list(groups)
     for expert in range(len(distances)):
@@ -102,13 +102,14 @@ def nearest(distances: Array, retained: Sequence[int]) -> Groups:
 
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
-    """Hierarchical clusters by average linkage, as many as `retained` has ids. Only the number of
-    ids matters."""
+    """Hierarchical clusters by average linkage, as many as `retained` has ids. Which ids these are
+    does not matter."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
     if len(retained) >= len(distances):
         return [[expert] for expert in range(len(distances))]
+    # cut_tree returns one column of labels per number of clusters, here a single column
     labels = cut_tree(linkage(squareform(distances), method="average"), n_clusters=len(retained))[
         :, 0
     ]
@@ -118,9 +119,10 @@ def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
 def by_salience(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
-    """Groups that the retained experts fill one after the other, in their order (highest score
-    first): each takes the nearest experts that no group has yet, of equally near experts the lower
-    id, up to `group_size` members. UserError when the groups cannot hold all experts."""
+    """Groups that the retained experts fill one after the other, in the order of `retained`: by
+    descending score. A retained expert takes the nearest experts that no group has yet, until its
+    group has `group_size` members or no expert is free. Of equally near experts, the lower id comes
+    first. UserError when the groups cannot hold all experts."""
     check_capacity(len(distances), len(retained), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
@@ -132,8 +134,8 @@ def by_salience(
 
 
 def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -> None:
-    """Raise UserError when `retained` groups of at most `group_size` experts cannot hold
-    `count`."""
+    """Raise UserError when `retained` groups of at most `group_size` experts cannot hold `count`
+    experts."""
     if retained * group_size < count:
         raise UserError(
             f"allocation.parameters.group_size={group_size}: {retained} groups of that size cannot "
@@ -176,7 +178,7 @@ def needs(replacement: str) -> tuple[str, ...]:
 
 
 def parameters(replacement: str) -> dict[str, Any]:
-    """Parameter of a replacement -> its type; {} without parameters."""
+    """Parameter of the replacement -> its type; {} for a replacement without parameters."""
     return keywords(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
 
 
@@ -185,6 +187,7 @@ def check_groups(settings: Mapping[str, Any], count: int, retained: int, protect
     cannot hold all `count` experts. `protected`: number of retained experts whose groups have no
     other members."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
+    # only the groups of by_salience have a limited size
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
             count - protected,
@@ -201,9 +204,11 @@ def groups(
     protected: Sequence[int] = (),
 ) -> Groups:
     """The sorted groups of the grouping settings["replacement"], as many as `retained` has ids.
-    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `scores`
-    (E,): the scores of the criterion. UserError when all retained experts are protected, and for
-    missing sums."""
+
+    Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`: the
+    sums of one layer. `scores`: (E,), from the criterion. UserError when all retained experts are
+    protected but other experts are dropped, and when the router gives no logits to compare.
+    """
     name = settings["replacement"]
     grouping = GROUPINGS[name]
     unprotected = [expert for expert in range(len(scores)) if expert not in protected]
@@ -241,8 +246,9 @@ def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
     """Owner of each group -> {member: weight}, for the grouping `name`; the weights of a group sum
-    to 1. The owner is the retained member if the router only retains rows of retained experts,
-    otherwise the member of largest weight (of equal weights the lowest id)."""
+    to 1. If the grouping only retains the router rows of retained experts, the owner is the
+    retained member of the group. Otherwise the owner is the member of largest weight, and of equal
+    weights the lowest id."""
     grouping = GROUPINGS[name]
     values = numpy.asarray(
         sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float
@@ -252,8 +258,8 @@ def member_weights(
         group_values = values[group]
         total = group_values.sum()
         weights = group_values / total if total > 0 else numpy.full(len(group), 1 / len(group))
-        rank = numpy.isin(group, retained) if grouping.rows == "retained" else group_values
-        owner = group[int(rank.argmax())]
+        priority = numpy.isin(group, retained) if grouping.rows == "retained" else group_values
+        owner = group[int(priority.argmax())]
         merged[owner] = {
             expert: float(weight) for expert, weight in zip(group, weights, strict=True)
         }
@@ -267,7 +273,7 @@ def _cosine(gram: Array) -> Array:
 
 
 def _euclidean(features: Array) -> Array:
-    """(E, E) distances of the rows of `features` (E, H)."""
+    """(E, E) Euclidean distances of the rows of `features` (E, H)."""
     from scipy.spatial.distance import pdist, squareform
 
     distances: Array = squareform(pdist(features))

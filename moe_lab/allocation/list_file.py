@@ -19,8 +19,8 @@ digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the file. UserError when the file is missing, damaged, or neither a schedule
-    nor a plan."""
+    """The content of the file at `path`, which is a schedule or a plan. UserError when the file is
+    missing, damaged, or neither a schedule nor a plan."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -38,16 +38,17 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether `content` is a plan and not a schedule. A plan is used unchanged, without a
-    criterion."""
+    """Whether `content` is a plan and not a schedule. A plan needs no criterion, because it is used
+    unchanged."""
     return "schema" in content and fits(
         content, {"layers": {str: {"experts": int, "retained": list}}}
     )
 
 
 def read_as(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file. UserError unless the file lists numbers of the `granularity` that
-    the criterion scores: "expert" or "channel"."""
+    """The content of the file at `path`. UserError when `path` is None, and unless the file lists
+    what the criterion scores: experts for the `granularity` "expert", channels for "channel".
+    Other errors are those of `read`."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -64,10 +65,10 @@ def read_as(path: str | None, granularity: str) -> dict[str, Any]:
 
 
 def removals(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, from the file. UserError when the file does not fit the layers,
-    their routers and the ratio."""
+    """Layer -> experts to remove, from the file problem.path. UserError when the file does not fit
+    the layers, their routers or the ratio."""
     content = read_as(problem.path, "expert")
-    if is_plan(content):
+    if is_plan(content):  # reduce the plan to a schedule
         layers = content["layers"].items()
         content = {number: layer["experts"] - len(layer["retained"]) for number, layer in layers}
     remove = _layer_values(content, problem.limits)
@@ -88,8 +89,8 @@ def removals(problem: Experts) -> dict[int, int]:
 
 
 def budgets(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains, from the plan. UserError when the plan does not fit
-    the layers and the ratio."""
+    """Layer -> channels each expert retains (E,), from the plan in the file problem.path. UserError
+    when the plan does not fit the layers or the ratio."""
     layers = _layer_values(read_as(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
@@ -102,7 +103,8 @@ def budgets(problem: Channels) -> Budgets:
             )
         retained[number] = numpy.zeros(count, dtype=numpy.int64)
         retained[number][layer["retained"]] = [
-            int(mask, 16).bit_count() for mask in layer["channels"]
+            int(mask, 16).bit_count()  # a mask has one bit per channel, in hex digits
+            for mask in layer["channels"]
         ]
     total = sum(int(counts.sum()) for counts in retained.values())
     _check_ratio(1 - total / int(problem.sizes.sum()), problem.ratio)
@@ -110,8 +112,8 @@ def budgets(problem: Channels) -> Budgets:
 
 
 def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """Layer -> its value in `content`, in the order of `expected`. UserError for other layers than
-    `expected`."""
+    """Layer number -> its value in `content`, whose keys are numbers as text; in the order of
+    `expected`. UserError unless `content` has exactly the layers of `expected`."""
     numbered = {int(layer): value for layer, value in content.items()}
     if set(numbered) != set(expected):
         raise UserError(

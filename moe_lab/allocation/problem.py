@@ -38,7 +38,7 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are keywords of `function`."""
+    """The items of `parameters` whose names are keyword-only arguments of `function`."""
     return {name: value for name, value in parameters.items() if name in keywords(function)}
 
 
@@ -70,7 +70,7 @@ def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
         return decide(ratio)
     except RatioTooLarge as error:
         reason = error
-        bound = "largest"
+        extreme = "largest"
         # only smaller ratios: rounding to blocks may make a larger ratio feasible
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
         nearest = (
@@ -78,14 +78,14 @@ def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
         )
     except RatioTooSmall as error:
         reason = error
-        bound = "smallest"
+        extreme = "smallest"
         larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
         nearest = larger.start + bisect_left(
             larger, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
         )
     if 0 <= nearest < 1000 and refusal(nearest) is None:
         raise UserError(
-            f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {bound} feasible ratio"
+            f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
         )
     raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
 
@@ -113,8 +113,8 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove, such that each layer retains experts in proportion to its
-        share times its number of experts, as far as its limits allow."""
+        """Layer -> experts to remove. Each layer retains experts in proportion to its entry of
+        `shares` (L,) times its number of experts, as far as its limits allow."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         retained = apportion(
@@ -155,14 +155,15 @@ class Channels(Problem):
         return round_down(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it retains, `keep` in total, in proportion to its share times its
-        number of channels, but no fewer than its protected experts have."""
+        """Layer -> number of channels that the layer retains; the numbers sum to `keep`. They are
+        in proportion to `shares` (L,) times the layers' numbers of channels, but a layer retains at
+        least all channels of its protected experts."""
         retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> channels each expert retains, if each layer retains its best channels within
-        `layer_budgets`."""
+        """Layer -> channels each expert retains (E,). Each layer retains its channels of highest
+        score, as many as `layer_budgets` gives it for `shares` (L,)."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
@@ -170,15 +171,15 @@ class Channels(Problem):
 
 
 def count_highest(scores: Array, keep: int) -> Budget:
-    """How many of the `keep` highest of all `scores` (E, I) each expert has (E,); of equal scores
-    the later count as higher."""
+    """For each expert (E,), how many of the `keep` highest of all `scores` (E, I) it has. Of equal
+    scores, the later one counts as higher."""
     counts: Budget = flag_highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def flag_highest(scores: Array, keep: int) -> Budget:
-    """1 for the `keep` highest of `scores` (n,), 0 for the others; of equal scores the later count
-    as higher."""
+    """Flags (n,): 1 for the `keep` highest of `scores` (n,), 0 for the others. Of equal scores, the
+    later one counts as higher."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
@@ -207,10 +208,11 @@ def apportion(
     """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a
     multiple of `step`.
 
-    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <=
-    sum(high). The shares `level * weights`, clipped to [low, high], sum to `total`. Each share is
-    rounded down, and the shares with the largest remainders get one step more (ties: the first).
-    When steps differ, the sum may be below `total` by less than the largest step.
+    `weights` (n,) > 0. `low`, `high` and `step` are one number each, or one per weight, with
+    sum(low) <= total <= sum(high). The level is chosen such that the shares `level * weights`,
+    clipped to [low, high], sum to `total`. Each share is rounded down to low plus a multiple of
+    `step`. Then the shares with the largest remainders get one step more; of equal remainders, the
+    first. When steps differ, the sum may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (
@@ -224,6 +226,7 @@ def apportion(
         least + numpy.floor((share - least) / steps + 1e-9).astype(numpy.int64) * steps
     )
     parts = numpy.minimum(parts, most)
+    # rounded, so that remainders that are equal but for rounding errors are ties
     remainder = numpy.round((share - parts) / steps, 9)
     unassigned = total - int(parts.sum())
     for index in numpy.argsort(-remainder, kind="stable"):
@@ -235,24 +238,25 @@ def apportion(
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of experts that a layer's router and `multiple_of` allow: `smallest` to `largest`, in
-    steps of `step`."""
+    """The numbers of experts that a layer can retain, given its router and `multiple_of`:
+    `smallest` to `largest`, in steps of `step`."""
 
     count: int
     """Routed experts of the layer."""
     top_k: int
     n_group: int
-    """Groups of a group-limited router, each of which must lose the same number; 1 for other
+    """Groups of a group-limited router, which must all lose the same number of experts; 1 for other
     routers."""
     step: int
     """Numbers of retained experts are multiples of this."""
     fewest: int
-    """The smallest number of experts with which the router works and which includes all protected
+    """The smallest number of experts that is enough for the router and for all protected
     experts."""
 
     @property
     def smallest(self) -> int:
-        """The smallest feasible number of retained experts; above `count` when there is none."""
+        """The smallest feasible number of retained experts; above `count` when no number is
+        feasible."""
         return self.step * ceil(self.fewest / self.step)
 
     @property
@@ -261,14 +265,15 @@ class Limits:
         return self.step * (self.count // self.step)
 
     def retained_at(self, ratio: float) -> int:
-        """Experts retained when int(count * ratio) are removed, the papers' rule, rounded up to a
-        multiple of `step`."""
+        """Number of retained experts when int(count * ratio) are removed, which is the papers'
+        rule. The number is rounded up to a multiple of `step`, perhaps above `count`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group,
-    perhaps protected). UserError when a layer cannot retain any multiple of `multiple_of`."""
+    """Layer -> its limits. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group, perhaps
+    protected). UserError when a layer has fewer experts than its router needs, or cannot retain any
+    multiple of `multiple_of`."""
     layer_limits = {}
     for layer, facts in layers.items():
         count = int(facts["n_experts"])
@@ -277,6 +282,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         protected_counts = Counter(
             expert * n_group // count for expert in facts.get("protected", ())
         )
+        # all groups retain equally many, so the group with most protected experts decides
         fewest = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
         if fewest_experts(facts) > count:
             raise UserError(
@@ -295,8 +301,9 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
-    """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed
-    over layers. RatioTooLarge or RatioTooSmall when the layers together cannot lose that many."""
+    """Total number of experts to remove at `ratio`: the sum over layers of what allocation=uniform
+    removes. `layers`: layer -> limits. RatioTooLarge or RatioTooSmall when the layers together
+    cannot lose that many experts."""
     check_ratio(ratio)
     removed = sum(limit.count - limit.retained_at(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())

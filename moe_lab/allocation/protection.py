@@ -23,16 +23,16 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     """Layer -> ids of its super experts (2507.23279, equation 8), for layers that have any.
 
     `largest`: layer -> (E,), the largest absolute value a of an expert's output over tokens and
-    hidden entries. An expert is super if a is above the 99.5th percentile of all experts of all
-    layers (linear interpolation), a is above a tenth of the largest a, both strictly, and its layer
-    is before the layer `end`. The paper's condition on layers, that massive activations form in
-    these layers, has no numeric rule.
+    hidden entries. An expert is super if three conditions hold. Its a is strictly above the 99.5th
+    percentile of all experts of all layers (linear interpolation). Its a is strictly above a tenth
+    of the largest a. The number of its layer is below `end`. The paper has a fourth condition, that
+    massive activations form in the layer, but gives no numeric rule for it.
     """
     values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     pooled = numpy.concatenate(list(values.values()))
-    bound = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / FRACTION)
+    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / FRACTION)
     super_ids = {
-        layer: numpy.flatnonzero(row > bound).tolist()
+        layer: numpy.flatnonzero(row > threshold).tolist()
         for layer, row in values.items()
         if layer < end
     }
@@ -44,12 +44,16 @@ def with_protected(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """A copy of the facts `model`, in which each layer also has `protected`, the ids of its
-    protected experts; a plain copy if settings["protect"] is None. `settings`: fields of
-    AllocationConfig, among others. `statistics`: layer -> sums by name."""
+    """The facts of a model, with the super experts of each layer under the key `protected`.
+
+    `model`: the facts (moe_lab/models/facts.py); they are copied, and without any addition if
+    settings["protect"] is None. `settings`: a mapping that has the fields of AllocationConfig.
+    `statistics`: layer -> name -> sum. UserError when a layer has no output_abs_max.
+    """
     if settings.get("protect") is None:
         return dict(model)
     evidence = {"statistics": statistics}
+    # protect_layers is a share of the depth; super experts are only in layers before `end`
     end = round(settings["protect_layers"] * model["decoder_layers"])
     protected = super_experts(
         {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
@@ -63,13 +67,14 @@ def with_protected(
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """{"protected": layer -> ids of its protected experts}, for the provenance of a plan; {} when
-    `with_protected` added nothing to the facts `model`."""
-    experts_of = {
+    """{"protected": {layer: ids of its protected experts}}, for the provenance of a plan. Layers
+    without protected experts are left out. The result is {} if no layer of `model`, the facts of a
+    model, has the key `protected`."""
+    protected = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()
         if "protected" in facts
     }
-    if not experts_of:
+    if not protected:
         return {}
-    return {"protected": {layer: experts for layer, experts in experts_of.items() if experts}}
+    return {"protected": {layer: experts for layer, experts in protected.items() if experts}}

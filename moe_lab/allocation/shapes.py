@@ -53,9 +53,9 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that
-    the limits allow. RatioTooLarge or RatioTooSmall when the limits of a layer allow no such
-    number."""
+    """Layer -> experts to remove: int(n * ratio) of n experts, which is the papers' rule, or the
+    next smaller number that the limits of the layer allow. `layers`: layer -> limits. RatioTooLarge
+    or RatioTooSmall when the limits of a layer allow no such number."""
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
@@ -75,7 +75,8 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Every expert retains the same int(I * (1 - ratio)) channels, rounded down per expert."""
+    """Layer -> channels each expert retains (E,): int(I * (1 - ratio)) of I for every expert.
+    RatioTooLarge when this number is 0."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
@@ -92,27 +93,29 @@ def uniform_channels(problem: Channels) -> Budgets:
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """Allocate in proportion to `u_shape`, which is largest for the first and the last layer."""
+    """Layer -> experts to remove, or channels each expert retains (E,). Each layer retains in
+    proportion to `u_shape`, which is largest for the first and the last layer."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Allocate to each layer in proportion to its smoothed loss."""
-    losses = layer_losses(problem.evidence, problem.scores, layer_prior)
+    """Layer -> experts to remove, or channels each expert retains (E,). Each layer retains in
+    proportion to its smoothed loss."""
+    losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
     return problem.in_proportion(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
-    """HEAPr-L: every layer loses the same share of its channels, namely the channels with the
-    lowest scores among all experts of the layer."""
+    """Layer -> channels each expert retains (E,), by HEAPr-L. Every layer loses the same share of
+    its channels. These are the channels with the lowest scores among all experts of the layer."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
 def global_channels(problem: Channels) -> Budgets:
-    """One threshold over the channels of all experts of all layers (HEAPr-G); an expert may retain
-    none."""
+    """Layer -> channels each expert retains (E,), by HEAPr-G: one threshold for the scores of all
+    channels of the model. An expert may retain no channel."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
     flags = flag_highest(pooled, problem.keep)
     parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
@@ -123,17 +126,18 @@ def global_channels(problem: Channels) -> Budgets:
 
 
 def global_experts(problem: Experts) -> dict[int, int]:
-    """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
+    """Layer -> experts to remove, by one threshold over the experts of all layers (EvoESAP, Fig.
+    1).
 
-    Experts are ranked by evidence["by"], the scores of another criterion, if there are any,
-    otherwise by `scores`. If experts can only be removed in steps (`multiple_of`, groups that lose
-    equally), steps are ranked by their mean score. When the steps of layers differ, the sum may be
-    below the budget by less than the largest step.
+    Experts are ranked by evidence["by"], the scores of another criterion. Without such scores they
+    are ranked by `scores`. If `multiple_of` or a group-limited router only lets a layer lose
+    several experts at once, such steps are ranked by their mean score. When the steps of layers
+    differ in size, the sum may be below the budget by less than the largest step.
     """
-    by = problem.evidence.get("by", problem.scores)
+    ranking_scores = problem.evidence.get("by", problem.scores)
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
     remaining = budget(problem.limits, problem.ratio) - sum(remove.values())
-    for _mean, layer, _number in sorted(_steps(problem, by)):
+    for _mean, layer, _number in sorted(_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
         if limit.step <= remaining and limit.count - remove[layer] - limit.step >= limit.smallest:
             remove[layer] += limit.step
@@ -141,15 +145,16 @@ def global_experts(problem: Experts) -> dict[int, int]:
     return remove
 
 
-def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
-    """(mean score, layer, number of the step in its layer) of every step of experts that a layer
-    can lose, beyond the experts that it must lose. Step n has the n-th lowest scores, equally many
-    from each group of the router."""
+def _steps(problem: Experts, ranking_scores: Mapping[int, Array]) -> list[tuple[float, int, int]]:
+    """(mean score, layer, number of the step in its layer) of every step of every layer. A step is
+    a set of experts that the layer can only lose together: equally many from each group of the
+    router. Steps are numbered by ascending score. Experts that the layer must lose, so that a
+    multiple of the step remains, belong to no step."""
     steps = []
     for layer, limit in problem.limits.items():
-        scores = numpy.array(by[layer], dtype=numpy.float64)
+        scores = numpy.array(ranking_scores[layer], dtype=numpy.float64)
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
-        forced = (limit.count - limit.largest) // limit.n_group
+        forced = (limit.count - limit.largest) // limit.n_group  # experts each group must lose
         rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
         means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))
         steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
@@ -157,9 +162,9 @@ def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, 
 
 
 def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Array:
-    """Relative share that each MoE layer retains (L,): max(floor, retained_share (1 + beta z)), z
-    the standardised (x - 1/2)^2 at depth x = i / (L - 1). Equal shares for L < 3, where
-    (x - 1/2)^2 is the same in all layers."""
+    """Relative share that each MoE layer retains (L,): max(floor, retained_share (1 + beta z)).
+    Here z is the standardised (x - 1/2)^2 at depth x = i / (L - 1), and L is `layers`, the number
+    of MoE layers. The shares are equal for L < 3, where (x - 1/2)^2 is the same in all layers."""
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
     spread = bend.std()
     standardised = (bend - bend.mean()) / spread if spread > 1e-12 else numpy.zeros(layers)
@@ -168,12 +173,13 @@ def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Ar
 
 
 def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
-    """The loss of each layer (L,), >= 0. UserError when a loss is negative or all losses are 0.
+    """The loss of each of `layers` (L,), >= 0. UserError when a loss is missing or negative, or all
+    losses are 0. `prior` names the loss; m is the routed output of the layer:
 
-    loss  sum_t ||m||^2 / (||y||^2 + eps), m the routed output and y the residual stream after the
-          layer: MoE-Slimming's released code, up to a factor
-    nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as
-          0 (Appendix A.1)
+    loss  sum_t ||m||^2 / (||y||^2 + eps), where y is the residual stream after the layer; equal to
+          MoE-Slimming's released code, up to a factor
+    nll   rise of the language model's loss when m is scaled in that layer alone (Appendix A.1); 0
+          if the loss falls
     """
     step, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array(
@@ -195,9 +201,9 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values). Each result is raised to at
-    least 1e-6 of the sum of all results, so that no result is zero. All-zero values give equal
-    results. `name` chooses g; std is the population's:
+    """Smoothed `values` >= 0, (n,): g(x) for x = values / mean(values). A result below 1e-6 of the
+    sum of all results is raised to that number, so that no result is zero. If all values are zero,
+    all results are 1. `name` chooses g; mean and std are those of x, std of the population:
 
     sqrt   x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with clipping
     log    ln(1 + 5x)
@@ -235,13 +241,14 @@ def removals_within_limit(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> dict[int, int]:
-    """Number of experts that each layer loses, the same share in all. `layers`: layer -> facts.
-    UserError, with the nearest feasible ratio, if `ratio` is infeasible or leaves a layer more than
-    `limit` choices of these experts."""
+    """Layer -> number of experts that it loses, the same share in all layers. `layers`: layer ->
+    facts. UserError, with the nearest feasible ratio, if `ratio` is infeasible, or if a layer has
+    more than `limit` choices of the experts that it loses."""
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
-        """The removals at `ratio`. RatioTooLarge for more than `limit` choices in a layer."""
+        """Layer -> experts to remove at `ratio`. RatioTooLarge if a layer has more than `limit`
+        choices."""
         removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]
@@ -261,15 +268,15 @@ def removals_within_limit(
 def count_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> int:
-    """Number of ways to remove `removed` of `n_experts`, equally many from each group of adjacent
-    experts and none of the `protected`."""
+    """Number of ways to remove `removed` of `n_experts` experts, equally many from each of
+    `n_group` groups of adjacent experts, and no expert in `protected`."""
     return prod(
         comb(len(group), removed // n_group) for group in _groups(n_experts, n_group, protected)
     )
 
 
 def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[list[int]]:
-    """Ids of the removable experts of each group."""
+    """For each group, the ids of its experts that are not `protected`."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     return [[expert for expert in group if expert not in protected] for group in groups]
@@ -278,8 +285,8 @@ def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[li
 def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """The retained ids, ascending, of each choice that `count_subsets` counts; the first choice
-    drops the lowest ids."""
+    """For each choice that `count_subsets` counts, the ids of the retained experts, ascending. The
+    first choice drops the lowest ids."""
     groups = _groups(n_experts, n_group, protected)
     subsets = []
     for choice in product(*(combinations(group, removed // n_group) for group in groups)):
