@@ -26,7 +26,7 @@ from analysis.outputs.scores import radar_figure, radar_methods
 from analysis.published.numbers import counterparts
 from analysis.published.tables import key_of
 from analysis.registry import find
-from analysis.render import page
+from analysis.render import page, style
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats import uncertainty
@@ -308,6 +308,13 @@ def recovered() -> Comparison:
 
 def storage_sizes(*sizes: int) -> list[dict[str, float]]:
     return [{"storage_bytes": size * 2**20, "routed_kept": size / 8} for size in sizes]
+
+
+def test_first_method_of_a_criterion_has_filled_markers(recovered: Comparison) -> None:
+    lines = score_rows.method_lines(recovered)
+    methods = [names.key("reap"), names.key("reap", "evolutionary")]
+    markers = [lines[method].get_markerfacecolor() for method in methods]
+    assert markers == [style.colour(methods[0]), style.SURFACE]
 
 
 def test_storage_figure_has_a_line_for_each_method_with_each_recovery(

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import choices
@@ -22,7 +23,7 @@ from moe_lab.models import config_json
 from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
 from moe_lab.models.discover import UNSUPPORTED, moe_layers, routed_layers
 from moe_lab.models.facts import architecture, describe, facts
-from moe_lab.models.families import PORTS, TOP_K_FIELDS, has_causal_model
+from moe_lab.models.families import PORTS, TOP_K_FIELDS, family_of, has_causal_model
 from moe_lab.models.load import load_model, set_top_k
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.mask import mask
@@ -270,6 +271,18 @@ def test_unknown_experts_and_routers_are_refused() -> None:
     model.model.layers[1].mlp.gate.register_buffer("scale", torch.ones(16))
     with pytest.raises(UserError, match=r"layers.1.mlp.experts is routed by scale \(16,\)"):
         moe_layers(model)
+
+
+def test_family_of_experts_is_that_of_the_text_model() -> None:
+    model = tiny.build("gpt_oss")
+    text_config = model.config
+    model.config = SimpleNamespace(model_type="images", get_text_config=lambda: text_config)
+    assert {layer.family for layer in moe_layers(model)} == {family_of("gpt_oss")}
+
+
+def test_experts_are_found_in_a_module_without_configuration() -> None:
+    layers = tiny.build("olmoe").model.layers
+    assert len(moe_layers(layers)) == len(layers)
 
 
 def test_causal_models_of_transformers_are_known() -> None:
