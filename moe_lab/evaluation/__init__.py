@@ -34,9 +34,11 @@ class Policy:
 
         `closed_world`: whether right answers need no import and no private attribute, as in the
         shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED for such
-        benchmarks, and `closed_world.py` checks each program before it runs. Raises UserError when
-        no allowed sandbox is possible on this machine, and Unavailable when namespaces are possible
-        but a process in namespaces does not start now; no weaker sandbox is used in its place.
+        benchmarks, and `closed_world.py` checks each program before the program runs.
+
+        Raises UserError when no allowed sandbox is possible on this machine. Raises Unavailable
+        when namespaces are possible, but no process in namespaces starts now; a weaker sandbox is
+        not used then.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

@@ -35,8 +35,8 @@ _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": st
 """Expected form of a manifest."""
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".csv")
 _SPLITS = {"train": "train", "validation": "validation|valid|val|dev", "test": "test"}
-"""Split -> regular expression of a part of a path. Without a dataset card, a file belongs to the
-split if its path has such a part, as for `datasets`."""
+"""Split -> regular expression of a part of a path. Without a dataset card, a file belongs to a
+split if its path has such a part. The package `datasets` has the same rule."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """File of a mirror -> its subset, split, rows, sha256 and source."""
@@ -46,8 +46,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. UserError, with the command that makes the mirror, when
-    there is none."""
+    """The folder of the benchmark's mirror. If there is no mirror, UserError with the command that
+    makes it."""
     path = _folder(benchmark)
     if not (path / MANIFEST).is_file():
         raise UserError(
@@ -58,8 +58,8 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the manifest's hashes of the files that a benchmark reads, regardless of their
-    names."""
+    """sha256 over the hashes, in the manifest, of the files that a benchmark reads. The names of
+    the files do not count."""
     entries = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -68,8 +68,8 @@ def digest(benchmark: BenchmarkConfig) -> str:
 
 
 def check(benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are
-    missing."""
+    """Raise UserError when there is no mirror, when a file differs from the manifest, or when rows
+    are missing."""
     path = folder(benchmark)
     _check_row_count(benchmark, _entries(benchmark, benchmark.split))
     for name, entry in _entries_read(benchmark).items():
@@ -132,13 +132,14 @@ def manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads: those of its split, or of all
-    splits if the benchmark shows examples."""
+    """The manifest's entries for the files that a benchmark reads: the files of its split, or of
+    all splits if the benchmark shows examples, which other splits may have."""
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
-    """The manifest's entries for the benchmark's subset and for `split` (None: for every split)."""
+    """The manifest's entries for the benchmark's subset and for `split` (None: for every split).
+    UserError if there are none."""
     entries = manifest(folder(benchmark))
     selected_entries = {
         name: entry
@@ -184,9 +185,9 @@ def _check_row_count(benchmark: BenchmarkConfig, entries: Entries) -> int:
 def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     """Make the mirror of the benchmark's data and return a line for the log.
 
-    `source` is a folder laid out as on the hub, or the file of the evaluated split; None for
-    benchmark.url or, without a URL, the benchmark's revision on the hub. The manifest is written
-    once all files are copied and the evaluated split has as many rows as expected.
+    `source` is a folder laid out as on the hub, or the file of the evaluated split. If `source` is
+    None, the data is downloaded from benchmark.url or, without a URL, from the hub. The manifest is
+    written once all files are copied and the evaluated split has as many rows as expected.
     """
     path = _folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
@@ -293,8 +294,9 @@ def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, La
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files of the benchmark's subset, by the dataset card or else by their names. UserError
-    without a file of the benchmark's split."""
+    """The files among `names` that belong to the benchmark's subset. Subsets and splits are read
+    from the dataset card or, without a card, from the names of the files. `origin`: where the files
+    are, for the message. UserError if no file belongs to the benchmark's split."""
     patterns = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -313,8 +315,8 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """(subset, split, regular expression of paths) for the files of a data set. `subset` None: all
-    subsets but the one named `all`, which repeats the others."""
+    """Yield (subset, split, regular expression of paths) for the files of a data set. If `subset`
+    is None, the files of all subsets except the subset `all`, which repeats the others."""
     from huggingface_hub import metadata_load
 
     configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
@@ -341,7 +343,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
-    """Those benchmarks that need a mirror, each once, by `names` of benchmarks and suites."""
+    """The benchmarks with these `names`, and the benchmarks of suites with these `names`. Each is
+    listed once, with `root` as its data_root; benchmarks that need no mirror are left out.
+    UserError for an unknown name, and if no benchmark needs a mirror."""
     from omegaconf import OmegaConf
 
     files = {

@@ -47,13 +47,13 @@ Likelihood = tuple[float, bool]
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens to score: the likelihood is that of all tokens from index `start` on. The last token
-    is predicted, not read."""
+    """Tokens to score: the row's likelihood is that of all tokens from index `start` on. The last
+    token is predicted, not read."""
 
     tokens: tuple[int, ...]
     """Token ids."""
     start: int
-    """Index, at least 1."""
+    """Index of the first predicted token, at least 1."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     answer: Row | None = None
-    """A right answer after the prompt. An engine may compute its likelihood together with the text,
-    which costs less than two passes."""
+    """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
+    that generates the text, which costs less than a second pass."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class GenerationSettings:
     max_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which generation may end; the caller cuts a text that continues after such a text.
-    Prompts are not searched for stop texts."""
+    """Stop texts. Generation may end after a stop text, and need not: the caller cuts off what
+    follows. Prompts are not searched for stop texts."""
     chat: bool = False
     """Whether prompts are conversations, which a chat template has written with all special
     tokens."""
@@ -93,7 +93,7 @@ class GeneratedText:
     text: str
     """The text without an end token, and without special tokens but `GenerationSettings.marks`."""
     ended: str = "end"
-    """end (by an end token or a stop text) or limit (by `GenerationSettings.max_tokens`)."""
+    """Why the text ended: end (an end token or a stop text) or limit (`max_tokens` tokens)."""
     likelihood: Likelihood | None = None
     """The likelihood of the prompt's answer, if it was computed."""
 
@@ -134,8 +134,8 @@ def generated_text(
     generation: GenerationSettings,
     ends: Collection[int],
 ) -> GeneratedText:
-    """The `new_tokens`, up to the first end token, as the text that continues the
-    `prompt_tokens`."""
+    """The text of the `new_tokens` after the `prompt_tokens`, up to the first end token. `ends`:
+    the ids of end tokens."""
     length = next(
         (index for index, token in enumerate(new_tokens) if token in ends), len(new_tokens)
     )
@@ -173,7 +173,8 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 
 def appended_tokens(tokenizer: Any) -> list[int]:
-    """The tokens, such as an end token, that a tokenizer appends to every text."""
+    """The tokens, such as an end token, that a tokenizer appends to every text. Tokens that it puts
+    before a text are not among them."""
     plain_tokens, all_tokens = (
         tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0]
         for special in (False, True)
@@ -182,8 +183,8 @@ def appended_tokens(tokenizer: Any) -> list[int]:
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError for a logit or log-likelihood (`name`) that is no finite number;
-    without the check, the model would still give a text."""
+    """Raise FloatingPointError if `number`, a token's logit or log-likelihood (`name`), is not
+    finite. Without the check, a model that overflows would still give a text."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
@@ -197,8 +198,8 @@ def check_finite(number: float, name: str) -> None:
 def wrong(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
-    """A sentence for each wrong setting of the back end, and for each benchmark or model that it
-    cannot serve."""
+    """Yield a sentence for each wrong setting of the back end, and for each benchmark or model that
+    the back end cannot serve."""
     if backend.name == "hf":
         return
     if backend.name == "server":
@@ -269,5 +270,6 @@ def last_lines(log: str) -> str:
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]
     causes = [error for error in errors if CAUSE_MARK not in error] or errors
     if causes:
+        # one line if the last line is the error itself
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
     return "; ".join(lines[-2:]) or "its log is empty"

@@ -35,8 +35,8 @@ from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
-"""Complete rows leave the batch once at most this share of its rows is incomplete. They do not
-leave one by one, because the cache is copied each time."""
+"""Complete rows leave the batch once at most this share of its rows is incomplete. Rows do not
+leave one by one, because the cache is copied each time rows leave."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class LoadedModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """As `Engine.generate`, in one batch, padded on the left."""
+        """Do as `Engine.generate`, in one batch of prompts that are padded on the left."""
         padding = (
             self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         )
@@ -73,13 +73,14 @@ class LoadedModel(Engine):
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """As `Engine.score`, in batches of similar length."""
+        """Do as `Engine.score`, in batches of rows of similar length."""
         return log_likelihoods(self.model, rows, batch_size)
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:
-    """The prompt's answer; None if its row does not begin with the tokens of the prompt, as a token
-    may have parts of both. Such an answer cannot be read after the prompt."""
+    """The row of the prompt's answer. None without an answer, or if the row does not begin with the
+    tokens of the prompt, because a token may span the end of the prompt and the beginning of the
+    answer. Such an answer cannot be read after the prompt."""
     row = prompt.answer
     length = len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
@@ -90,7 +91,7 @@ def _readable_answer(prompt: Prompt) -> Row | None:
 
 @dataclass
 class NewTokens:
-    """The new tokens after a prompt, and the likelihood of its right answer if it was read too."""
+    """The new tokens after a prompt, and the likelihood of its right answer if that was read."""
 
     tokens: list[int]
     likelihood: Likelihood | None = None
@@ -103,7 +104,8 @@ class Batch:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     answers: Sequence[Row | None]
-    """The right answer to each prompt, whose row begins with the prompt; None without one."""
+    """The row of the right answer to each prompt: the tokens of the prompt, then of the answer.
+    None for a prompt without an answer."""
     generation: GenerationSettings
     """A text is complete at `max_tokens`, or when it contains one of the `stop` texts."""
     ends: frozenset[int]
@@ -114,8 +116,8 @@ class Batch:
     """The tokenizer by which stop texts are found."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """The `rows` whose texts are incomplete. Only the last `unseen` tokens of each text are new
-        since the last call."""
+        """The numbers among `rows` whose texts are incomplete. `unseen`: the number of tokens at
+        the end of each text that were added since the last call; only these are searched."""
         open_rows = [
             row
             for row in rows
@@ -125,7 +127,7 @@ class Batch:
         stop = self.generation.stop
         if not stop or not open_rows:
             return open_rows
-        # enough tokens for a stop text that ends in new tokens, as each token has at least a byte
+        # enough tokens for a stop text that ends in an unseen token: a token has at least one byte
         window = max(len(text.encode()) for text in stop) + unseen
         last_tokens = [texts[row].tokens[-window:] for row in open_rows]
         endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
@@ -138,9 +140,9 @@ class Batch:
 
 @torch.inference_mode()
 def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
-    """The likeliest new tokens after each prompt, up to and with the first end token. Right answers
-    are read with their prompts if `_can_forget`."""
-    # without these, generate() would take settings such as a penalty from the checkpoint
+    """The likeliest new tokens after each prompt, up to and including the first end token. Right
+    answers are read with their prompts if `_can_forget`."""
+    # otherwise generate() would take settings such as a penalty from the checkpoint
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
@@ -163,8 +165,9 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
 
 
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then
-    answers."""
+    """Token ids and attention mask, both (B, L + A): prompts that are padded on the left to L
+    tokens, then answers, padded on the right. The row of an answer begins with its prompt, so the
+    row is put where the prompt would be."""
     longest = max(map(len, batch.prompts))
     padding = [longest - len(prompt) for prompt in batch.prompts]
     rows = [
@@ -192,8 +195,9 @@ def _generate(
     **arguments: Any,
 ) -> torch.Tensor:
     """Generate token by token, and add a text to `texts` for each prompt. transformers' `generate`
-    calls this function. `arguments` are those of the model's forward pass, and two of sampling,
-    which are not used. Returns the token ids of the rows that are left."""
+    calls this function. `arguments`: arguments of the model's forward pass, and two settings of
+    sampling, which are not used. Returns the token ids of the rows still in the batch at the
+    end."""
     inputs = {
         name: value
         for name, value in arguments.items()
@@ -226,7 +230,7 @@ def _generate(
         output = model(**prepared, return_dict=True)
         new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
         choices = dict(zip(rows, zip(new_tokens.tolist(), logits, strict=True), strict=True))
-        # Tokens after a complete text are unused, so their logits are not checked.
+        # Rows of complete texts may still be in the batch; their tokens are not used.
         for row in open_rows:
             token, logit = choices[row]
             check_finite(logit, "logit")
@@ -237,12 +241,12 @@ def _generate(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, each with its right answer if the cache can forget answers again, and add
-    the beginning of each text to `texts`.
+    """Read the prompts, and add the beginning of each text to `texts`. Right answers are read with
+    the prompts if `_can_forget` and if their logits do not take too much memory.
 
-    Returns the model's output, and the token ids and arguments of the tokens that stay in the
-    cache: prompts, and texts without their last tokens. No answers are read if their logits would
-    take too much memory.
+    Returns the model's output, and the token ids and arguments for the tokens that stay in the
+    cache. These tokens are the prompts, and the texts without their last tokens. `ids`, `inputs`:
+    the token ids and arguments for prompts with answers.
     """
     token_inputs = [
         name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
@@ -289,9 +293,9 @@ def _read(
 
 
 def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
-    """Whether the last tokens of a row can be removed from the cache: the cache holds only keys and
-    values of single tokens, the model takes position ids, and every layer has full attention.
-    `token_inputs`: names of the inputs with one value per token."""
+    """Whether the last tokens of a row can be removed from the cache. This is so if the cache holds
+    only keys and values of single tokens, the model takes position ids, and every layer has full
+    attention. `token_inputs`: names of the `inputs` with one value per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache
@@ -307,9 +311,9 @@ def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str
 def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
-    """The beginning of a text: the first tokens of its right answer, as far as the model chooses
-    the same tokens, and then the model's next token. `logits` (n, V) are those after the prompt and
-    after each token of the answer."""
+    """The beginning of a text, of at most `max_tokens` tokens. It has the first tokens of the right
+    answer, as long as the model chooses the same tokens, and then the model's next token.
+    `logits` (n, V): after the prompt, then after each token of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
     choices = likeliest_tokens.tolist()
@@ -328,18 +332,18 @@ def _forget(
     batch: Batch,
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Remove the answer tokens that are not part of the texts: the attention mask hides them, and
-    the cache drops the last positions, which no text uses. Returns the token ids at the remaining
-    positions, and the arguments for these token ids."""
+    """Remove the answer tokens that are not part of the texts. The attention mask hides these
+    tokens, and the last positions, which no text uses, are dropped from the cache. Returns the
+    token ids at the remaining positions, and the arguments for these token ids."""
     longest = max(map(len, batch.prompts))
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:
         cache.crop(width - ids.shape[1])
-    steps = torch.arange(width, device=ids.device)
+    indices = torch.arange(width, device=ids.device)
     starts = [longest - len(prompt) for prompt in batch.prompts]
-    first, end = (torch.tensor(columns, device=ids.device)[:, None] for columns in (starts, ends))
-    attention = ((steps >= first) & (steps < end)).long()
+    first, end = (torch.tensor(bounds, device=ids.device)[:, None] for bounds in (starts, ends))
+    attention = ((indices >= first) & (indices < end)).long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
 

@@ -22,7 +22,7 @@ from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
 
 TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
-"""Token ids of a question and two answers, by which reading answers together is tried."""
+"""Token ids of a question and of two answers. `_trial_agrees` reads these answers together."""
 TOLERANCE = 1e-4
 """Largest difference of logits in the trial, as a share of the largest logit, in fp32."""
 HALF_TOLERANCE = 0.05
@@ -35,7 +35,8 @@ class _Question:
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
-    """Tokens of an answer without the last, which is not read -> the rows with this answer."""
+    """Tokens of an answer without its last token, which is not read -> the rows with these tokens
+    after the question."""
 
     def __len__(self) -> int:
         """Number of tokens that are read."""
@@ -55,12 +56,13 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     )
     likelihoods: dict[Row, Likelihood] = {}
     while questions:
-        # one question may have more tokens
+        # at least one question, even if it has more tokens than allowed
         size = max(1, min(batch_size, tokens // len(questions[0])))
         batch = questions[:size]
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
-            end = 1  # logits[0] follow the question, and predict the first token of every answer
+            # logits[0] come after the question and predict the first token of every answer
+            end = 1
             for answer, answer_rows in question.answers.items():
                 predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
@@ -71,13 +73,14 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
 
 
 def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
-    """The rows by question, the longest question first. Without `share`, each question has one
-    answer, for one or more rows.
+    """The rows by question, the longest question first. If `share` is false, each question has one
+    answer, which one or more rows have.
 
-    With `share`, a question gets further answers while all its answers together are no longer than
-    the question; the remaining answers follow another copy of the question. So answers at most
-    double the tokens of a question that are read, which bounds the memory of its mask. And windows
-    of a document that begin with the same token are not taken for answers to that token.
+    If `share` is true, a question has several answers as long as all its answers together are no
+    longer than the question. The remaining answers follow another copy of the question. So the
+    answers at most double the tokens that are read for a question, which bounds the memory of the
+    attention mask. Also, windows of a document are not read together as answers to the first token
+    that they have in common, because such a question is too short.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
@@ -96,12 +99,13 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """For each question, logits (n, V) after its last token and then after each token of its
-    answers that is read."""
+    """For each question, logits (n, V): row 0 after the last token of the question, the next rows
+    after each token of its answers that is read."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
         read = [*question.tokens, *(token for answer in question.answers for token in answer)]
+        # padded with the last token
         ids[row] = torch.tensor(read + read[-1:] * (longest - len(read)))
     inputs: dict[str, torch.Tensor] = {"input_ids": ids}
     if all(len(question.answers) == 1 for question in questions):
@@ -123,8 +127,9 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
 def _separate_answers(
     questions: Sequence[_Question], longest: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Position ids (B, S), and an attention mask (B, 1, S, S), which is added to attention scores
-    and hides answers from each other."""
+    """The model's arguments for reading several answers after each question: position ids (B, S)
+    and an attention mask (B, 1, S, S). The mask is added to attention scores and hides the answers
+    to a question from each other. `longest`: S, the width of the batch."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
     # number of the answer of each token: 0 for the question, -1 for padding
     answer_of = torch.full((len(questions), longest), -1)
@@ -133,8 +138,8 @@ def _separate_answers(
         positions[row, :end] = torch.arange(end)
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
-            steps = torch.arange(len(answer))
-            positions[row, end : end + len(answer)] = len(question.tokens) + steps
+            indices = torch.arange(len(answer))
+            positions[row, end : end + len(answer)] = len(question.tokens) + indices
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
@@ -144,8 +149,8 @@ def _separate_answers(
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
-    """The log-likelihood of the tokens `targets` (n) by logits (n, V), in nats, and whether each is
-    the likeliest."""
+    """The log-likelihood of the tokens `targets` (n) by logits (n, V), in nats, and whether each
+    target is the likeliest token."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)
     total = float(scores.gather(1, ids[:, None]).double().sum())
@@ -153,8 +158,8 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether answers can be read together: the model takes positions and a mask, every layer has
-    full attention, and a trial gives the same logits as separate answers."""
+    """Whether answers can be read together. This is so if the model takes position ids and a mask,
+    every layer has full attention, and `_trial_agrees`. The result is cached for each model."""
     if model not in _sharing_results:
         takes_positions = "position_ids" in _arguments(model)
         takes_mask = attention_implementation(model) in ("sdpa", "eager")

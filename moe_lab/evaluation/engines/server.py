@@ -44,8 +44,8 @@ from moe_lab.start import command
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 STOPS = 4
-"""Most stop texts of one request: OpenAI's limit, and vLLM's default. moe_lab itself cuts texts at
-further stop texts."""
+"""Most stop texts of one request, by OpenAI's limit and vLLM's default. At further stop texts the
+caller cuts the generated text."""
 COMPLETE = ("stop", "length")
 """OpenAI's values of finish_reason for complete texts. Other values, such as abort or error, depend
 on the server."""
@@ -55,14 +55,15 @@ _ANSWER_SECONDS = 30.0
 PORTS = range(15_000, 32_000)
 """Ports for servers: below the range from which systems take ports for outgoing connections."""
 _EXIT_SECONDS = 2.0
-"""Seconds in which a server that has closed a connection may end."""
+"""Seconds to wait for the end of a server that has closed a connection."""
 _MOST_CHARACTERS = 1000
 """Most characters that are quoted of the reason that a server gives."""
 
 
 @dataclass(frozen=True)
 class ServedModel(Engine):
-    """A causal language model that a server runs. Its tokenizer is loaded in this process."""
+    """A causal language model that a server runs. The model's tokenizer is loaded in this
+    process."""
 
     url: str
     """Base address, such as http://127.0.0.1:8000/v1."""
@@ -84,8 +85,8 @@ class ServedModel(Engine):
     scores = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts: a
-        model cannot continue a prompt after them."""
+        """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts. A
+        model cannot continue a prompt that ends with such tokens."""
         if appended := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
@@ -96,13 +97,14 @@ class ServedModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """As `Engine.generate`, with `generation.batch_size` requests at a time.
+        """Do as `Engine.generate`, with `generation.batch_size` requests at a time.
 
         Raises Unavailable when the server finishes no text for too long. A single late text is no
         error, because the server may finish all others first. Raises UserError if the server would
-        leave out the marks of thoughts, or a stop text.
+        omit marks of thoughts, or stop texts that are special tokens.
         """
         ends = eos_tokens(self.ends, self.tokenizer)
+        # An end token ends a text anyway. Marks of thoughts matter only in a chat.
         marks = [mark for number, mark in generation.marks if number not in ends]
         if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
@@ -135,8 +137,8 @@ class ServedModel(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A client with a timeout of `seconds` per text; without a timeout by default, as a server
-        may queue all texts."""
+        """A client with a timeout of `seconds` for each request. By default there is no timeout,
+        because a server may queue all requests."""
         transport = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(
             base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=transport
@@ -177,14 +179,15 @@ class ServedModel(Engine):
             state = f"ended: {cause}" if cause else f"does not answer ({error.__cause__ or error})"
             raise Unavailable(f"{server} {state}") from None
         except openai.APIStatusError as error:
-            kind = UserError if error.status_code < 500 else Unavailable
-            if kind is Unavailable and (cause := self.exit_reason()):
+            error_type = UserError if error.status_code < 500 else Unavailable
+            if error_type is Unavailable and (cause := self.exit_reason()):
                 raise Unavailable(f"{server} ended: {cause}") from None
             message = error.body.get("message") if isinstance(error.body, dict) else None
             reply = " ".join(str(message or error.response.text).split())[:_MOST_CHARACTERS]
-            raise kind(f"{server} answered HTTP {error.status_code}: {reply}") from None
+            raise error_type(f"{server} answered HTTP {error.status_code}: {reply}") from None
         except (AttributeError, IndexError, TypeError, ValueError):  # the client checks no types
             raise UserError(f"what answers at {self.url} gives no text completions") from None
+        # `transformers serve` answers with NAME@REVISION
         if str(model).removesuffix("@main") != self.name:
             raise UserError(
                 f"what answers at {self.url} serves {model}, expected {self.name}: is it another "
@@ -198,8 +201,8 @@ class ServedModel(Engine):
         return GeneratedText(text, "limit" if reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
-        """The text that the server, which always adds the tokenizer's special tokens, turns into
-        the tokens of the prompt. UserError if no text does."""
+        """The text that the server tokenizes to exactly the prompt's tokens. A server always adds
+        the tokenizer's special tokens. UserError if there is no such text."""
         candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
@@ -214,13 +217,13 @@ class ServedModel(Engine):
 def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
 ) -> Iterator[ServedModel]:
-    """A context in which a server runs the model in `checkpoint`, under a name that begins with
-    `name`.
+    """A context in which a server runs the model in `checkpoint`. The name of the served model
+    begins with `name`.
 
-    The server reads a view of the checkpoint with settings of greedy generation, because a server
-    may take the settings of the checkpoint's author as defaults. Raises UserError for a folder that
-    is no checkpoint, and Unavailable for a server that ends, serves another model or does not
-    answer within backend.ready_seconds.
+    The server reads a view of the checkpoint (`make_view`) with settings of greedy generation,
+    because a server may take the settings of the checkpoint's author as defaults. Raises UserError
+    for a folder that is no checkpoint. Raises Unavailable for a server that ends, serves another
+    model or does not answer within backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
@@ -232,7 +235,7 @@ def served_model(
         make_view(checkpoint, view, tokenizer)
         ends = end_tokens(checkpoint, tokenizer)
         port = _free_port()
-        # so that another server cannot be mistaken for this one
+        # so that another server at this port is not mistaken for the started server
         unique_name = f"{name}-{secrets.token_hex(4)}"
         url = f"http://127.0.0.1:{port}/v1"
         with start_process(command_line(backend, view, port, unique_name)) as process:
@@ -246,7 +249,7 @@ def served_model(
                 exit_reason=partial(_exit_reason, process, _EXIT_SECONDS),
                 ends=ends,
             )
-            yield _ready(served, process, str(view))
+            yield _wait_until_ready(served, process, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
@@ -284,15 +287,15 @@ def start_process(line: Sequence[str]) -> Child:
 
 
 def _exit_reason(process: Child, seconds: float = 0.0) -> str | None:
-    """Why the server ended, by its log; None if it still runs after `seconds`."""
+    """Why the server ended, by its log; None if the server still runs after `seconds`."""
     with suppress(subprocess.TimeoutExpired):
         process.process.wait(seconds)
     return None if process.process.poll() is None else last_lines(process.log())
 
 
 def _free_port() -> int:
-    """A port of `PORTS` that is free now. An outgoing connection cannot take it before the server,
-    which imports for a while."""
+    """A port of `PORTS` that is free now. The server takes the port only after its imports. Until
+    then no outgoing connection can take the port, as those have higher ports."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -300,10 +303,10 @@ def _free_port() -> int:
             return port
 
 
-def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
-    """Wait until the server answers, and return the served model under the name that the server
-    accepts: `served.name`, or else `path`, the path of the checkpoint's view. Unavailable for a
-    server that ends, does not answer in time or does not serve the checkpoint."""
+def _wait_until_ready(served: ServedModel, process: Child, path: str) -> ServedModel:
+    """Wait until the server answers. Returns `served` with the name that the server accepts, which
+    is `served.name` or else `path`, the path of the checkpoint's view. Unavailable for a server
+    that ends, does not answer in time or does not serve the checkpoint."""
     deadline = time.monotonic() + served.patience
     while (listed_names := _listed_models(served)) is None:
         if (reason := _exit_reason(process)) is not None:
@@ -333,8 +336,8 @@ def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
 
 
 def _listed_models(served: ServedModel) -> list[str] | None:
-    """Names of the models that the server lists; [] if the server answers without a list, None
-    while it does not answer."""
+    """Names of the models that the server lists; [] if its answer has no list; None while the
+    server does not answer or is still loading."""
     try:
         with served.client(_ANSWER_SECONDS) as client:
             return [model.id for model in client.models.list()]

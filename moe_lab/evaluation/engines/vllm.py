@@ -50,8 +50,8 @@ ENVIRONMENT = {
 
 
 class VllmModel(Engine):
-    """A causal language model in vLLM, in a process of its own with one checkpoint, under the plan
-    of the last `set_plan`."""
+    """A causal language model that a separate process of vLLM has loaded from one checkpoint. The
+    model is under the plan of the last `set_plan`."""
 
     batches = 16  # vLLM makes its own batches of all prompts of a call
 
@@ -97,8 +97,8 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None removes the mask. UserError for a plan with
-        channels, Unavailable if masks have no effect on this engine."""
+        """Mask the experts that `plan` drops; None removes the mask. UserError for a plan that
+        prunes channels. Unavailable if masks have no effect on this engine."""
         if plan is not None and plan.has_channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.has_mask:
@@ -112,10 +112,10 @@ class VllmModel(Engine):
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
         """Yield the items that a method of `vllm_engine.Engine` yields. Each item may take
-        `seconds` plus backend.ready_seconds.
+        `seconds` plus backend.ready_seconds. `arguments`: the arguments of the method.
 
-        Raises Unavailable when the engine fails, ends, or sends nothing for too long. The engine is
-        closed after such a failure, since requests are still under way.
+        Raises Unavailable when the engine fails, ends, or sends nothing for too long. After such a
+        failure the engine is closed, because other requests are still under way.
         """
         try:
             with self._reply_seconds(seconds) as limit:
@@ -128,7 +128,7 @@ class VllmModel(Engine):
 
     @contextmanager
     def _reply_seconds(self, seconds: float) -> Iterator[float]:
-        """A context in which errors of vLLM's process become Unavailable. Gives the number of
+        """A context in which errors of vLLM's process become Unavailable. The context has the
         seconds that a reply may take: `seconds` plus backend.ready_seconds."""
         limit = self.patience + seconds
         try:
@@ -152,7 +152,7 @@ class VllmModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """As `Engine.generate`; vLLM makes the batches itself."""
+        """Do as `Engine.generate`; vLLM makes the batches itself."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -170,7 +170,7 @@ class VllmModel(Engine):
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """As `Engine.score`; vLLM makes the batches itself."""
+        """Do as `Engine.score`; vLLM makes the batches itself, so `batch_size` is not used."""
         replies = self.items(
             "log_likelihoods",
             TOKEN_SECONDS * max(len(row.tokens) for row in rows),
@@ -181,11 +181,11 @@ class VllmModel(Engine):
 
 
 class OpenEngine:
-    """The one process of vLLM that stays open for the next step."""
+    """Keeps one process of vLLM open for the next step."""
 
     def __init__(self) -> None:
         self._key = ""
-        """Settings of `engine`, as JSON."""
+        """Settings of the open engine, as JSON."""
         self.engine: VllmModel | None = None
         self._failures: dict[str, str] = {}
         """Settings of an engine that did not start, as JSON -> the reason."""
@@ -193,8 +193,9 @@ class OpenEngine:
     def open(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
     ) -> VllmModel:
-        """The model in `checkpoint`, with `plan` as its mask. Raises Unavailable for an engine that
-        does not start; a later call with the same settings does not try again."""
+        """The model in `checkpoint`, with `plan` as its mask. The open engine is used again if it
+        has the same settings; otherwise it is closed and a new engine starts. Raises Unavailable
+        for an engine that does not start; later calls with its settings do not try again."""
         settings = [
             str(checkpoint),
             asdict(backend),
@@ -222,15 +223,15 @@ class OpenEngine:
         return engine
 
     def close(self) -> None:
-        """End the process, so that a model that is loaded in this process has its memory."""
+        """End the process of vLLM, so that a model can be loaded here into the freed memory."""
         if self.engine:
             self.engine.close()
         self.engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """The name of the dtype, such as bfloat16, in which backend=hf would load the model. By default
-    vLLM would load fp32 weights in half precision."""
+    """The name of the dtype, such as bfloat16, in which backend=hf would load the model. It is
+    given to vLLM because vLLM would by default load fp32 weights in half precision."""
     from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
@@ -241,8 +242,8 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 def _parallel_arguments(
     checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """vLLM's arguments for dividing a model among as many GPUs of this process as possible; {} if
-    backend.arguments already divide it."""
+    """vLLM's arguments for dividing a model among as many GPUs of this process as possible. {} for
+    a single GPU, for the CPU, and if backend.arguments (`arguments`) already divide the model."""
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
     gpus = max(1, len(visible_gpus()))

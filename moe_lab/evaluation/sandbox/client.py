@@ -29,12 +29,12 @@ class Outcome:
 
     status: str
     """ok (every call returned), failed (an exception), timeout, crash (the program died), or output
-    (too much, or no value)."""
+    (the program sent too much, or something that is no value)."""
     error: str
-    """Exception of a failed program."""
+    """Exception of a failed program, or the reason of another status; may be ""."""
     encoded: list[str]
-    """The value that each call returned, encoded as JSON; fewer values than inputs unless status is
-    ok."""
+    """The value that each call returned, encoded as JSON. There are fewer values than inputs unless
+    the status is ok."""
     seconds: list[float]
     """CPU seconds of each call."""
 
@@ -49,13 +49,14 @@ class RunnerError(RuntimeError):
 
 
 class NoNamespaces(RunnerError):
-    """This machine does not let a process be confined by namespaces."""
+    """This machine does not allow namespaces, by which a process is confined."""
 
 
 _STATM = Path("/proc/self/statm")
-"""A file whose first number is that of the pages that this process has mapped (Linux)."""
+"""A file of Linux. Its first number is the number of pages of memory that this process has
+mapped."""
 STARTS = 3
-"""Tries to start a runner: at one moment, memory or processes may be short."""
+"""Tries to start a runner. A try fails when memory or processes are short for a moment."""
 PAUSE = 0.5
 """Seconds between two tries."""
 
@@ -69,8 +70,8 @@ class Runner(Child):
             self.call("start")
         except Ended as error:
             self.close()
-            kind = NoNamespaces if NO_NAMESPACES in str(error) else RunnerError
-            raise kind(str(error)) from None
+            error_type = NoNamespaces if NO_NAMESPACES in str(error) else RunnerError
+            raise error_type(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome. Raises Ended if
@@ -97,8 +98,8 @@ Process = TypeVar("Process", bound=Child)
 
 
 class Pool(Generic[Process]):
-    """Processes for several threads. Each request has a process of its own while it is under way.
-    Idle processes are used again; if no process is idle, `start` starts another."""
+    """Processes for several threads. Each request has a process to itself until the request ends.
+    Idle processes are used again. If no process is idle, `start` starts a new process."""
 
     def __init__(self, start: Callable[[], Process]) -> None:
         self._start = start
@@ -123,7 +124,8 @@ class Pool(Generic[Process]):
         self._idle.put(process)
 
     def close(self) -> None:
-        """End all processes, also those with a request; later requests start others."""
+        """End all processes, including those that have a request. Later requests start new
+        processes."""
         self._idle = SimpleQueue()
         while self._all:
             self._all.pop().close()
@@ -138,9 +140,12 @@ class Runners(Pool[Runner]):
 
     def run(self, request: Request) -> Outcome:
         """Run one program. An unconfined program counts as crashed if two runners end while they
-        run it. RunnerError when no runner can start, or when two confined runners end, which no
-        program can cause."""
-        # Two tries: the first runner may have been ended by an earlier unconfined program.
+        run this program.
+
+        Raises RunnerError when no runner can start, and when two confined runners end. No program
+        can end a confined runner.
+        """
+        # Two tries: an earlier unconfined program may have ended the first runner.
         for _ in range(2):
             with suppress(Ended), self.process() as runner:
                 return runner.run(request)
@@ -148,21 +153,24 @@ class Runners(Pool[Runner]):
             raise RunnerError(
                 "the process that runs programs ended twice, and no program can have ended it"
             )
-        return Outcome("crash", "it ended the process that ran it", [], [])
+        error = "it ended the process that ran it"
+        return Outcome("crash", error, encoded=[], seconds=[])
 
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise the error of `start` when no confined runner starts. Only success is cached."""
+    """Start a confined runner and end it. Raises the errors of `start`. Success is cached, so that
+    later calls start nothing; an error is not cached."""
     if not sys.platform.startswith("linux"):
         raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
 
 
 class LimitedCalls(Pool[Child]):
-    """Calls trusted functions of one module on texts of a model, from several threads. A text may
-    make a function take hours or gigabytes, or end its process, so each call runs in a separate
-    process. Arguments and results are JSON.
+    """Calls trusted functions of one module on texts of a model, from several threads.
+
+    A text may make a function take hours or gigabytes, or may make the function crash its process.
+    So each call runs in a separate process. Arguments and results are JSON.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
@@ -203,7 +211,7 @@ class LimitedCalls(Pool[Child]):
 
 
 def load(module: str) -> None:
-    """Import a module, whose functions `call` calls later."""
+    """Import a module, so that `call` can call its functions."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     importlib.import_module(module)

@@ -42,8 +42,8 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """A part of `program` that could reach outside the program, in a few words; None if there is
-    none, or if `program` is not Python."""
+    """A few words that name a part of `program` which could reach outside the program; None if
+    there is no such part, or if `program` is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -82,7 +82,8 @@ def _call(name: str, *arguments: object) -> None:
 def _mount(
     source: str, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
-    """Mount a file system of the `kind` at `target`; see mount(2)."""
+    """Mount a file system of the `kind` at `target`; see mount(2) for the arguments."""
+    # None stays None, the null pointer
     names = [text and text.encode() for text in (source, target, kind)]
     _call("mount", *names, ctypes.c_ulong(flags), options and options.encode())
 
@@ -178,10 +179,10 @@ def _refuse_calls() -> None:
     call = 0
     abi_of_call = 4
     first_argument = 16
-    # calls of another ABI, whose numbers differ
+    # end the process at a call of another ABI, because that ABI numbers its calls differently
     steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (result, 0, 0, kill)]
     steps += [(load, 0, 0, call)]
-    # a second set of numbers of x86_64 begins here
+    # refuse the calls of x32, a second ABI of x86_64 whose numbers begin at 1 << 30
     steps += [(at_least, 0, 1, 1 << 30), (result, 0, 0, refuse)]
     for number in refused:
         steps += [(equal, 0, 1, number), (result, 0, 0, refuse)]
@@ -200,9 +201,9 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an error of `enter` means that this machine can never confine processes, not only at
-    this moment."""
-    # the limit of namespaces is reached, which means a refusal only if the limit is 0
+    """Whether an `error` of `enter` means that this machine never confines processes. Other errors
+    may be gone later."""
+    # ENOSPC: the limit on namespaces is reached. Only a limit of 0 is a refusal.
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
@@ -212,19 +213,21 @@ def is_refusal(error: OSError) -> bool:
 def enter(hidden_folders: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
-    Afterwards the process has no network and no socket but local pairs; separate processes, IPC
-    and host name; a read-only root without /proc, /home or /tmp; no capability and no way to gain
-    one; no memory that outlives its process. The caller continues as process 1 of its process tree,
-    in a fork whose parent waits. Root becomes the user `nobody`, because limits on processes do not
-    apply to root.
+    Afterwards the process cannot reach the network, and can make no sockets except local pairs. It
+    does not see other processes, their IPC objects or the host name of the machine. Its root is
+    read-only, has no /proc, /home or /tmp, and has the `hidden_folders` without their content. It
+    has no capability and cannot gain a capability. It cannot create memory that outlives a process.
 
+    The caller continues in a fork, as process 1 of a new process tree; the parent only waits for
+    the fork. Root becomes the user `nobody`, because limits on processes do not apply to root.
     Raises OSError, with the name of the call that the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
     is_root = os.geteuid() == 0
     user = os.getuid()
     group = os.getgid()
-    if not is_root:  # in a user namespace that has only this user, who may mount file systems in it
+    # other users may mount file systems only in a user namespace of their own
+    if not is_root:
         _call("unshare", _NEW_USER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -238,6 +241,7 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _refuse_calls()
     _drop_capabilities()
+    # only a fork is inside the new namespace of processes
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         os._exit(1 if status else 0)
@@ -253,15 +257,18 @@ def die_with_parent() -> None:
 
 
 def fork_process_tree() -> int:
-    """As os.fork, but the child is process 1 of a new process tree: the child sees no other
-    processes, and the tree dies with the child. Raises OSError when the kernel refuses the clone.
+    """Fork as os.fork does, but make the child process 1 of a new process tree. The child sees no
+    other processes, and the tree dies with the child. Returns 0 in the child, and the id of the
+    child in the parent. Raises OSError when the kernel refuses the clone.
 
     One clone takes half the time of a fork whose child changes its namespaces and forks again. The
     clone bypasses the C library, which caches the id of the thread. The cached id is right in the
-    child if this process has no other thread and is process 1 of its own tree, as after `enter`.
+    child if this process has no other thread and is process 1 of its own tree, as it is after
+    `enter`.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
-    nothing = ctypes.c_long(0)  # without a stack of its own, the child continues as a fork
+    # no new stack: the child continues on a copy of this stack, as after a fork
+    nothing = ctypes.c_long(0)
     _python.PyOS_BeforeFork()
     child = _python.syscall(
         ctypes.c_long(_CLONE[os.uname().machine]), flags, nothing, nothing, nothing, nothing
@@ -281,8 +288,9 @@ def fork_process_tree() -> int:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Set hard limits of this process and its children: `memory` bytes of address space (not on
-    macOS, which refuses it), `processes` processes of this user, no file output, no core dump."""
+    """Set hard limits of this process and its children: `memory` bytes of address space, which only
+    Linux limits; `processes` processes of this user; 64 open files; no file output; no core
+    dump."""
     limits = {
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_FSIZE: 0,
@@ -293,6 +301,6 @@ def limit_process(memory: int, processes: int) -> None:
         limits[resource.RLIMIT_AS] = memory
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
-        # lower existing limits stay
+        # a lower limit that exists stays
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (allowed, allowed))

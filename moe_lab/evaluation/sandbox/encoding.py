@@ -35,7 +35,8 @@ class Huge:
     fingerprint: int
 
     def __iter__(self) -> Iterator[Any]:
-        """The value itself, so that comparisons of the items of equal values agree."""
+        """Yield this value, so that graders which compare values item by item find two huge values
+        equal if their hashes are equal."""
         return iter([self])
 
 
@@ -58,11 +59,12 @@ def _decode_items(items: Any) -> list[Any]:
 
 
 class _Form(NamedTuple):
-    """Functions between values of a type and JSON."""
+    """How values of a type are written as JSON and read again."""
 
     to_json: Callable[[Any], Any]
-    """This function uses methods of the base type, not of a subclass."""
+    """Value -> JSON. Uses methods of the base type, because a subclass may have overridden them."""
     from_json: Callable[[Any], Any]
+    """JSON -> value."""
 
 
 _FORMS: dict[type, _Form] = {
@@ -87,7 +89,7 @@ _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in 
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
-    """As `encode`, but a value of more than `parts` parts becomes its hash."""
+    """Encode `value` as `encode` does, or its hash if it has more than `parts` parts."""
     if _remaining_budget(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
@@ -112,7 +114,8 @@ def _remaining_budget(value: Any, budget: int) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    """A hash that equal values share, if PYTHONHASHSEED is fixed."""
+    """A hash of a value that may contain lists, sets and dicts. Equal values have the same hash, in
+    other processes too if PYTHONHASHSEED is fixed."""
     try:
         return hash(value)
     except TypeError:
@@ -125,7 +128,7 @@ def _fingerprint(value: Any) -> int:
         )
     if isinstance(value, (list, tuple)):
         try:
-            # faster than the line below, with the same result if all items can be hashed
+            # faster than the last line, with the same result if all items can be hashed
             return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
@@ -133,8 +136,8 @@ def _fingerprint(value: Any) -> int:
 
 
 def encode(value: Any) -> Any:
-    """`value` in a form that json.dumps accepts. A deeply nested value raises RecursionError, as
-    its comparison would."""
+    """`value` in a form that json.dumps accepts. RecursionError for a deeply nested value, whose
+    comparison would raise it too."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -156,13 +159,14 @@ def _encode_subclass(base: type, value: Any) -> Any:
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a base type."""
+    """Encode a value whose type is not derived from a base type. Types of numpy and decimal are
+    recognized by the names of their modules, because importing these would slow every start."""
     if (
         type(value).__module__ == "numpy"
         and getattr(value, "shape", None) == ()
         and hasattr(value, "item")
     ):
-        plain = value.item()  # a numpy scalar: equal to the plain number, of another type
+        plain = value.item()  # equals the numpy scalar, but has another type
         return _encode_subclass(type(plain), plain) if type(plain) in _FORMS else encode(plain)
     if isinstance(value, numbers.Rational):
         return {"kind": "ratio", "value": [hex(value.numerator), hex(value.denominator)]}
@@ -183,8 +187,8 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` encoded, or a stand-in: an Opaque, Huge, Stream, Fraction or instance
-    of a class of `_SUBCLASSES`."""
+    """The value that `encode` encoded, or a stand-in for it: an Opaque, Huge, Stream, Fraction or
+    instance of a class of `_SUBCLASSES`."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):

@@ -1,11 +1,11 @@
-"""The process that runs programs a model wrote. It gets programs and inputs, never the expected
-outputs.
+"""The process that runs programs which a model wrote. The process gets programs and inputs, never
+the expected outputs.
 
-It gets requests as lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed
-in a child process and called on each input, and the values that it returns are sent back encoded
-(`encoding.py`). A program can harm only its own child process, which has no network, no writable
-file, no view of other processes, and limits on memory, processes, time and output. The child and
-all processes that it started are killed before the reply is written. Nothing that it sends is
+Requests are lines of JSON from `moe_lab/child_process.py`. A program is executed in a child process
+and called on each input. The values that the program returns are sent back encoded (`encoding.py`).
+A program can harm only its own child process. The child has no network, no writable file, no view
+of other processes, and limits on memory, processes, time and output. The child and all processes
+that the child started are killed before the reply is written. Nothing that the child sends is
 executed or unpickled.
 
 Standard library only, so that a child has no secrets in memory and starts within milliseconds.
@@ -87,9 +87,12 @@ class Request:
 
 
 def main(confined: bool, hidden_folders: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces in which `hidden_folders` are empty,
-    or only with limits. The request `start` is answered once the process is confined; `run` runs a
-    program."""
+    """Serve requests until standard input ends.
+
+    If `confined`, this process is in namespaces, in which `hidden_folders` are empty; otherwise
+    programs have only limits. The request `start` is answered once the process is confined; the
+    request `run` runs a program.
+    """
     for name in _USUAL_IMPORTS:
         __import__(name)
     if confined:
@@ -111,7 +114,8 @@ def main(confined: bool, hidden_folders: list[str]) -> None:
 
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
-    """Run one program. Returns its `client.Outcome` as a dictionary."""
+    """Run one program. Returns its `client.Outcome` as a dictionary. SystemExit when no process can
+    be started, or when standard input ends."""
     read_end, write_end = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -121,7 +125,7 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
     except OSError as error:
         raise SystemExit(f"no process can be started for a program ({error})") from error
     if child == 0:
-        _child(request, write_end)
+        _run_and_exit(request, write_end)
     os.close(write_end)
     watch = _Watch(child, request)
     poll = select.poll()
@@ -144,7 +148,7 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
 
 
 def _kill(child: int) -> None:
-    """Kill the child and its process group, and wait for its end."""
+    """Kill the child and its process group, and wait until the child has ended."""
     for target in (-child, child):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(target, signal.SIGKILL)
@@ -152,8 +156,8 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU seconds of another process, as a limit on CPU seconds gives the same verdict on a busy
-    machine. On systems other than Linux, wall-clock seconds."""
+    """CPU seconds that another process has used; on systems other than Linux, a wall-clock time in
+    seconds. A limit on CPU seconds gives the same verdict on a busy machine as on an idle one."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
@@ -161,8 +165,8 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _wall_limit(seconds: float) -> float:
-    """The wall-clock limit for a CPU limit. It is generous, as machines may be busy, but ends
-    programs that sleep."""
+    """The wall-clock limit in seconds for a CPU limit of `seconds`. The limit is generous, because
+    machines may be busy, but it ends programs that sleep."""
     return 4 * seconds + 1
 
 
@@ -191,15 +195,16 @@ class _Watch:
         """Seconds until the first of four limits: the CPU and wall-clock limits of the current call
         and of the whole program."""
         used_seconds = _cpu_seconds(self.child)
+        # after the last call, its limit stays in force until the program ends
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
-        cpu_of_call = self.call_start + limit - used_seconds
-        cpu_of_program = self.start + self.request.total_seconds - used_seconds
+        cpu_left_for_call = self.call_start + limit - used_seconds
+        cpu_left_for_program = self.start + self.request.total_seconds - used_seconds
         wall_end = min(self.call_wall_start + _wall_limit(limit), self.wall_end)
-        return min(cpu_of_call, cpu_of_program, wall_end - time.monotonic())
+        return min(cpu_left_for_call, cpu_left_for_program, wall_end - time.monotonic())
 
     def take(self, chunk: bytes) -> dict[str, Any] | None:
-        """Record what the program sent. Returns the reply if the program is done or has failed,
-        else None."""
+        """Record `chunk`, bytes that the program sent; b"" means that the program has ended.
+        Returns the reply if the program has ended or failed, else None."""
         if not chunk:
             is_complete = len(self.lines) == len(self.limits) and not self.partial_line
             return self.reply("ok" if is_complete else "crash")
@@ -214,7 +219,8 @@ class _Watch:
         self.partial_line += partial_line
         now = _cpu_seconds(self.child)
         for line in complete_lines:
-            if line.startswith(b"error "):  # the text after these 6 characters is shortened
+            if line.startswith(b"error "):
+                # without these 6 bytes and shortened to 294 characters, for which 900 bytes suffice
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
             if not line.isascii():
                 return self.reply("output", "it returned something that is not a value")
@@ -227,8 +233,8 @@ class _Watch:
         return None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request. It omits the first line, which only reports that the program
-        was loaded."""
+        """The reply to the request. The first line is omitted, because it only reports that the
+        program was loaded."""
         return {
             "status": status,
             "error": error,
@@ -240,15 +246,16 @@ class _Watch:
 # The child's side: nothing in this process can be trusted once the program has started.
 
 
-def _child(request: Request, results: int) -> None:
-    """Execute the program, call it, and send the values that it returns. Ends the process."""
+def _run_and_exit(request: Request, results_pipe: int) -> None:
+    """In the child process: execute the program, call it, and send the values that it returns.
+    Then end this process. `results_pipe`: the descriptor to which results are written."""
     try:
         die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
         nothing = os.open("/dev/null", os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
-        os.dup2(results, 3)
+        os.dup2(results_pipe, 3)
         os.closerange(4, 256)
         limit_process(request.memory, request.processes)
         random.seed(0)
@@ -263,17 +270,18 @@ def _child(request: Request, results: int) -> None:
 
 
 def _call_program(request: Request) -> None:
-    """Execute the program, and send a line after loading it and the result of each call."""
-    names: dict[str, Any] = {}
-    exec(compile(request.program, "<program>", "exec"), names)
-    function = names[request.entry_point]
+    """Execute the program's source and send the line "loaded". Then call the entry point on each
+    input, and send each result as a line of JSON."""
+    namespace: dict[str, Any] = {}
+    exec(compile(request.program, "<program>", "exec"), namespace)
+    function = namespace[request.entry_point]
     _send("loaded")
     for encoded in request.inputs:
         _send(json.dumps(encode_result(function(*decode(encoded)), request.parts)))
 
 
 def _send(line: str) -> None:
-    """Write a line to the pipe of results, which is file 3."""
+    """Write a line to the pipe of results, which is file descriptor 3."""
     data = line.encode("utf-8", "replace") + b"\n"
     while data:
         data = data[os.write(3, data) :]
@@ -284,8 +292,9 @@ def _send(line: str) -> None:
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     """Command line and complete environment of a runner, in namespaces or only with limits."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[2]  # hidden from programs in namespaces
     mode = "confined" if confined else "limited"
+    # some interpreters find their shared libraries only by LD_LIBRARY_PATH
     inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     settings = {
         "PYTHONHASHSEED": "0",
