@@ -200,8 +200,9 @@ class Outcomes:
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     """Arrange the outcomes in `samples` as one matrix for each benchmark.
 
-    scores: scores of the samples' cells (rows) on benchmarks (columns). A benchmark is left out if
-    fewer than half of its scores are the means of their outcomes.
+    scores: scores of the samples' cells (rows) on benchmarks (columns). A score is explained if it
+    is the mean of the cell's outcomes, up to ROUNDING. A benchmark is left out if fewer than half
+    of its scores are explained.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -292,10 +293,12 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
     steps = list(origins["folder"])
     for kind in STEPS:
         steps.extend(cells[f"{kind}_folder"].dropna())
-    evaluated = dict(zip(origins["folder"], origins["versions"], strict=True))
+    versions_of_evaluation = dict(zip(origins["folder"], origins["versions"], strict=True))
     steps_by_version: dict[tuple[str, str], list[str]] = {}
     for name, folder in steps_behind(steps, reader).items():
-        versions_of_step = evaluated.get(name) or reader.provenance(folder).get("versions") or {}
+        versions_of_step = versions_of_evaluation.get(name) or (
+            reader.provenance(folder).get("versions") or {}
+        )
         for library, version in versions_of_step.items():
             if version:
                 steps_by_version.setdefault((library, str(version)), []).append(name)

@@ -233,8 +233,9 @@ def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reade
 def _documents(
     cells: pd.DataFrame, column: str, file: str, reader: Reader
 ) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. A cell is
-    left out, with a gap, when its document cannot be read; cells share a document, not a copy."""
+    """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. Cells with
+    the same folder share one document. A cell whose document cannot be read is left out, with a
+    gap."""
     by_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
     for cell, name in cells[column].dropna().items():

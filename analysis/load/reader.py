@@ -99,14 +99,14 @@ class Reader:
         if folder is None:
             return None
         try:
-            document = json.loads(self._bytes(folder, file))
+            document = json.loads(self._read_verified(folder, file))
             if isinstance(document, dict):
                 return document
-            self._unreadable(f"{file} is damaged", folder)
+            self._add_gap(f"{file} is damaged", folder)
         except FileNotFoundError:
-            self._unreadable(f"{file} is missing", folder)
+            self._add_gap(f"{file} is missing", folder)
         except (OSError, ValueError):
-            self._unreadable(f"{file} is damaged", folder)
+            self._add_gap(f"{file} is damaged", folder)
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
@@ -120,17 +120,17 @@ class Reader:
         """Read `columns` of a Parquet file, and those `optional` columns that the file has; None,
         with a gap, when the file cannot be read."""
         try:
-            with pq.ParquetFile(pa.BufferReader(self._bytes(folder, file))) as opened:
+            with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as opened:
                 present = [name for name in optional if name in opened.schema_arrow.names]
                 table = opened.read(columns=[*columns, *present], use_threads=False)
         except FileNotFoundError:
-            self._unreadable(f"{file} is missing", folder)
+            self._add_gap(f"{file} is missing", folder)
             return None
         except (OSError, ValueError, KeyError, pa.ArrowException):
-            self._unreadable(f"{file} is damaged", folder)
+            self._add_gap(f"{file} is damaged", folder)
             return None
         if table.column_names != [*columns, *present]:
-            self._unreadable(
+            self._add_gap(
                 f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
             )
             return None
@@ -142,10 +142,10 @@ class Reader:
         table = self.table(folder, file, columns) if folder else None
         return None if table is None else table.to_pandas()
 
-    def _bytes(self, folder: Path, file: str) -> bytes:
+    def _read_verified(self, folder: Path, file: str) -> bytes:
         """The content of a file of a step. Raises ValueError when its sha256 is not the one in the
         step's step.json."""
-        content = self._stored(folder, file)
+        content = self._read_unverified(folder, file)
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
             raise ValueError(f"{file} differs from the published file")
@@ -155,7 +155,7 @@ class Reader:
         """Whether a step's folder or pack has a file."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
 
-    def _stored(self, folder: Path, file: str) -> bytes:
+    def _read_unverified(self, folder: Path, file: str) -> bytes:
         """The content of a file in a step's folder or pack, not verified."""
         try:
             return (folder / file).read_bytes()
@@ -168,11 +168,13 @@ class Reader:
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = parse_sealed(self._stored(folder, "step.json"), FILES, "step.json")["files"]
+                files = parse_sealed(
+                    self._read_unverified(folder, "step.json"), FILES, "step.json"
+                )["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 
-    def _unreadable(self, reason: str, folder: Path) -> None:
+    def _add_gap(self, reason: str, folder: Path) -> None:
         """Record a gap at the folder, by its path in the store."""
         self.gap(reason, str(folder.relative_to(self.root)))
 
@@ -219,10 +221,10 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
         provenance = reader.provenance(folder) if folder else {}
         if not provenance:
             continue
-        measured = [
+        numbers = [
             provenance.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
         ]
-        rows.append((name, step_kind(name), *measured, str(provenance.get("machine", ""))))
+        rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
     return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(
         dict.fromkeys(_STEP_COLUMNS[2:5], float)
     )

@@ -72,10 +72,10 @@ class Facts:
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
-    def measured(
+    def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> Measured:
-        """Combine a measured number with its protocol and caveats.
+        """The measured number together with its protocol and caveats.
 
         sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
         The axes, calibration tokens and search are those of the first cell.
@@ -166,7 +166,7 @@ def _scores(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
                 ends = (float(score[cell]), float(low[cell]), float(high[cell]))
-                yield number, facts.measured(ends, sources, caveats)
+                yield number, facts.add_protocol(ends, sources, caveats)
 
 
 def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                     ),
                     *_caveats_on_missing(comparison, columns),
                 ]
-                yield published, facts.measured(rank, sources, caveats)
+                yield published, facts.add_protocol(rank, sources, caveats)
 
 
 def _ranking_differences(

@@ -79,6 +79,7 @@ class Panels(LayoutEngine):
         renderer: Any = FigureCanvasAgg(fig).get_renderer()
 
         def measure(artist: Artist) -> tuple[float, float]:
+            """Width and height of an artist in inches."""
             box = artist.get_window_extent(renderer)
             return box.width / fig.dpi, box.height / fig.dpi
 

@@ -127,7 +127,11 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
     filters: the value of `Section.filters` for this table.
     """
     files = [
-        {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(table.texts[suffix], media)}
+        {
+            "name": f"{table.name}.{suffix}",
+            "kind": kind,
+            "data": _data_url(table.texts[suffix], media),
+        }
         for suffix, kind, media in (
             ("csv", "CSV", "text/csv"),
             ("md", "Markdown", "text/markdown"),
@@ -158,7 +162,7 @@ def _html(table: Table) -> str:
     return tables.html(replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks))
 
 
-def _data(text: str, media: str) -> str:
+def _data_url(text: str, media: str) -> str:
     """A data URL with the content `text` and the media type `media`."""
     return f"data:{media};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 

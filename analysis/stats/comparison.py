@@ -154,14 +154,14 @@ class Comparison:
         columns: displayed columns or benchmarks. A column with benchmarks of both directions is
         left out.
         """
-        losses = []
-        scores = []
+        loss_columns = []
+        score_columns = []
         for column in columns:
             if self.quantity((column,)).lower_is_better:
-                losses.append(column)
+                loss_columns.append(column)
             elif not set(self.weights((column,))) & set(self.lower_is_better):
-                scores.append(column)
-        return tuple(scores or losses)
+                score_columns.append(column)
+        return tuple(score_columns or loss_columns)
 
     @cached_property
     def average(self) -> Target:
@@ -440,10 +440,11 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
     """Replace each perplexity in the results by its loss, log(perplexity), and its standard error
     by that of the loss, to first order."""
     is_perplexity = results["scale"] == "perplexity"
-    scores = results["score"].astype(float).where(is_perplexity, 1.0)
+    # 1 for other scales, whose standard errors the division then leaves unchanged.
+    perplexities = results["score"].astype(float).where(is_perplexity, 1.0)
     return results.assign(
-        score=results["score"].mask(is_perplexity, np.log(scores)),
-        stderr=results["stderr"] / scores,
+        score=results["score"].mask(is_perplexity, np.log(perplexities)),
+        stderr=results["stderr"] / perplexities,
     )
 
 

@@ -35,8 +35,8 @@ MEASURES = {
 
 
 def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Booleans (..., experts) that mark the int(n x ratio) lowest of n `scores` (..., experts); of
-    equal scores, those with a lower index."""
+    """Mark the bottom sets of `scores` (..., experts), as booleans of the same shape: the int(n x
+    ratio) lowest of n scores; among equal scores, those with a lower index."""
     count = int(scores.shape[-1] * ratio)
     order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
     is_lowest = np.zeros(scores.shape, bool)

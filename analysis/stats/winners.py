@@ -41,9 +41,9 @@ def winner_map(
     criteria: keys of the methods that compete, by default all methods. Columns:
 
     - SETTINGS, calibration, column; pruned: text with the removed share
-    - winners: tuple of the keys of the methods on the first place; score: their score
+    - winners: keys of the methods on the first place, a tuple; score: score of the first place
     - runner_up, runner_up_score: key and score of the best other method
-    - lead, lead_low, lead_high: first score minus runner_up_score, and its 95 % interval
+    - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
     - p: p-value of the winner, NaN when several methods win or a method has one seed
     - p_holm: p with Holm's correction; proved: whether p_holm is below LEVEL
     """
