@@ -188,7 +188,7 @@ def rank_block(
     }
     numbers = scores(comparison, list(rows.values()), targets)
     frame = numbers.frame
-    ranked = numbers.frame.loc[list(cells.values()), list(columns)]
+    ranked = frame.loc[list(cells.values()), list(columns)]
     frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
     numbers.best["Avg Rank"] = "min"
     frame["Model"] = comparison.model

@@ -107,13 +107,13 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
             return Estimate(value)
         means = stratum.contributions.mean(axis=0) - stratum.shares * total.mean()
         item_part = items / (items - 1) * (means**2).sum()
-        item_variance = item_variance + item_part
-        squares = squares + item_part**2 / (items - 1)
+        item_variance += item_part
+        squares += item_part**2 / (items - 1)
         if seeds > 1:
             residuals = stratum.contributions - total[:, None] * stratum.shares - means
             interaction_part = items / (items - 1) * (residuals**2).sum() / (seeds - 1) / seeds
-            interaction = interaction + interaction_part
-            squares = squares + interaction_part**2 / (items - 1) / (seeds - 1)
+            interaction += interaction_part
+            squares += interaction_part**2 / (items - 1) / (seeds - 1)
     squares += seed_variance**2 / (seeds - 1) if seeds > 1 else 0.0
     difference = seed_variance + item_variance - interaction
     # A variance of effects cannot be negative, so the total is at least each single term.
@@ -202,8 +202,8 @@ def _pooled_variances(
         centred = stratum.contributions - totals * stratum.shares
         means = average @ centred
         part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
-        item_variance = item_variance + part
-        squares = squares + part**2 / method_freedom / (items - 1)
+        item_variance += part
+        squares += part**2 / method_freedom / (items - 1)
         residual += scale * ((centred - means[methods]) ** 2).sum() / max(seed_freedom, 1)
     interaction = max(0.0, item_variance - residual * shares.mean())
     variances = np.maximum(seed_variances + interaction, item_variance)
