@@ -120,6 +120,7 @@ def channel_agreement(
         shares = {}
         for role, name in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(name, ()))
+            # the first plan with this prior, if there is one
             for cell in candidates.loc[has_prior, "cell"].head(1):
                 plan_shares = retained[retained["cell"] == cell]
                 shares[role] = plan_shares.set_index(["layer", "expert"])["share"]

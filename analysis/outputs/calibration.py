@@ -87,6 +87,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
             )
             for cell, calibration in ordered["calibration"].items():
                 suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
+                # through str, because pandas' types allow any label in an index
                 labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
             pruned = f"{comparison.removed_words(key['ratio'])}, {names.method(str(key['method']))}"
             yield Block(comparison, pruned, labels, list(labels)[-1])
@@ -126,6 +127,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     of tokens of one text.
     """
     lines = lines_by_tokens(results.study, comparison)
+    # through str, because pandas' types allow any label in an index
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
@@ -186,6 +188,7 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     and high in points. Benchmarks in which lower is better are left out."""
     rows = []
     for (label, ratio), line in lines_by_tokens(study, comparison).items():
+        # through str, because pandas' types allow any label in an index
         base_cell, *other_cells = (int(str(cell)) for cell in line.index)
         benchmarks = [
             str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
@@ -233,8 +236,8 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     panel_counts = points.groupby(["label", "ratio"])["read"]
     least = " / ".join(style.tokens(count) for count in panel_counts.min().unique())
-    larger = points[points["read"] > panel_counts.transform("min")]
-    is_filled = larger.groupby(["label", "ratio", "benchmark"])["significant"].any()
+    rows_with_more_tokens = points[points["read"] > panel_counts.transform("min")]
+    is_filled = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])["significant"].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
         f"({least}) of the same text. Filled markers: the 95 % interval of the paired difference, "

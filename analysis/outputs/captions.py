@@ -68,7 +68,7 @@ def run_setup(study: Study) -> str:
     """Text for captions of numbers that describe cells: the seeds and gates of all pruned cells,
     calibration tokens and library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
-    return _sentence([_seeds(cells), _gates(cells), *_tokens_and_versions(study)])
+    return _sentence([_seeds_in_words(cells), _gates_in_words(cells), *_tokens_and_versions(study)])
 
 
 @lru_cache(maxsize=8)
@@ -82,10 +82,10 @@ def pass_setup(study: Study) -> str:
     ]
     passes = shown_passes(cells)
     parts = []
-    for describe, column in ((_seeds, "seed"), (_gates, "gate")):
+    for describe, column in ((_seeds_in_words, "seed"), (_gates_in_words, "gate")):
         text = describe(passes)
         if set(cells[column]) > set(passes[column]):
-            text += f" (of {_values(cells[column])})"
+            text += f" (of {_values_in_words(cells[column])})"
         parts.append(text)
     return _sentence([*parts, *_tokens_and_versions(study)])
 
@@ -100,15 +100,15 @@ MOST_METHODS = 3
 gives the number."""
 
 
-def _seeds(cells: pd.DataFrame) -> str:
+def _seeds_in_words(cells: pd.DataFrame) -> str:
     """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`.
 
-    Where methods have different seeds, the seeds of most methods come first, then those of the
-    other methods in brackets: `seed 42 (Random: seeds 1, 2 and 3)`."""
+    If methods have different seeds, the seeds that most methods have come first. The seeds of the
+    other methods follow in brackets: `seed 42 (Random: seeds 1, 2 and 3)`."""
     methods_by_seeds: dict[str, list[str]] = {}
     for method, seeds in cells.groupby("method", sort=False)["seed"]:
         noun = "seeds" if seeds.nunique() > 1 else "seed"
-        methods_by_seeds.setdefault(f"{noun} {_values(seeds)}", []).append(
+        methods_by_seeds.setdefault(f"{noun} {_values_in_words(seeds)}", []).append(
             names.method(str(method))
         )
     most_common = max(methods_by_seeds, key=lambda text: len(methods_by_seeds[text]), default="")
@@ -122,12 +122,12 @@ def _seeds(cells: pd.DataFrame) -> str:
     return f"{most_common} ({'; '.join(exceptions)})" if exceptions else most_common
 
 
-def _gates(cells: pd.DataFrame) -> str:
+def _gates_in_words(cells: pd.DataFrame) -> str:
     """Text with the gates of these cells: `gate=raw`; "" without cells."""
-    return f"gate={_values(cells['gate'])}" if len(cells) else ""
+    return f"gate={_values_in_words(cells['gate'])}" if len(cells) else ""
 
 
-def _values(values: pd.Series) -> str:
+def _values_in_words(values: pd.Series) -> str:
     """Text that lists each distinct value once."""
     return names.listing(map(str, values.drop_duplicates()))
 

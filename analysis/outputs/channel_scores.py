@@ -90,7 +90,8 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         for key, curve in groups(curves.dropna(subset=["score"]), ["layer", "expert"]):
             lines.append(curve[["channels", "score"]].to_numpy(float))
             shades.append(style.depth_colour(key["layer"], layers))
-        has_many_lines = len(lines) > 256  # pixels, because vectors would make the file too large
+        # many lines are drawn as pixels, because vectors would make the file too large
+        has_many_lines = len(lines) > 256
         axes.add_collection(
             LineCollection(
                 lines, colors=shades, linewidths=0.5, alpha=0.6, rasterized=has_many_lines
@@ -127,6 +128,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     )
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
+    # the first frame has no rows; its columns are for a study without losses
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
     for label, line in ratio_lines(cells_without_recovery(comparison, "channel")).items():
         line_losses = losses[losses["cell"].isin(line.index)]

@@ -226,6 +226,7 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         if len(heapr_cells(comparison.cells))
         else {}
     )
+    # through str, because pandas' types allow any label in an index
     cells = [int(str(cell)) for line in lines.values() for cell in line.index]
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
@@ -241,11 +242,13 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     right.grid(axis="y")
     style.legend(drawing, [*keys, *references])
     has_bands = len(references) > 1
-    grey = "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
+    band_note = (
+        "; grey: where a further random plan lies with 95 % probability" if has_bands else ""
+    )
     caption = (
         f"Left: {mean_text(target, names.HEAPR)}, with 95 % intervals, points of one ratio side by "
-        f"side; dashed: the unpruned model{grey}. Right: FLOPs saved per token. Removing whole "
-        "experts saves only rows of routers, since a token is still given to as many experts."
+        f"side; dashed: the unpruned model{band_note}. Right: FLOPs saved per token. Removing "
+        "whole experts saves only rows of routers, since a token is still given to as many experts."
     )
     return Figure(
         name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing
@@ -305,7 +308,7 @@ def allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
             )
 
 
-_BLOCKS = (
+_BLOCKS_CAPTION = (
     "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; "
     "scores: channels left over by rounding go to the blocks of the highest scores. Difference: "
     f"{MEAN} minus that of {PUBLISHED_BLOCKS}, paired."
@@ -320,7 +323,7 @@ _BLOCKS = (
 @score_table(
     "Channel budgets in blocks: channels left over by rounding",
     (*names.COMMON_SENSE, COMMON, "gsm8k", "humaneval", MEAN),
-    _BLOCKS,
+    _BLOCKS_CAPTION,
 )
 def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding.
@@ -336,7 +339,9 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
 )
 @score_table(
-    "Channel budgets in blocks: the smallest expert that is kept", (*names.ABLATION, MEAN), _BLOCKS
+    "Channel budgets in blocks: the smallest expert that is kept",
+    (*names.ABLATION, MEAN),
+    _BLOCKS_CAPTION,
 )
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Channel budgets in blocks: smallest number of channels with which an expert is kept."""

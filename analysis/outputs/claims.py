@@ -136,6 +136,7 @@ def _granularity_rows(
         for channel_cell, channel_share in channels.items():
             for expert_cell, expert_share in experts.items():
                 if abs(channel_share - expert_share) < TOLERANCE:
+                    # through str, because pandas' types allow any label in an index
                     pairs.append((int(str(channel_cell)), int(str(expert_cell))))
         if pairs:
             pairs_by_ratio[ratio] = pairs

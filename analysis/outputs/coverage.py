@@ -142,6 +142,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     ordered = ordered.sort_values(["model", "position"], kind="stable")
     panels = list(groups(ordered, ["model", "calibration"]))
     layers = max(experts["layer"].nunique() for _, experts in panels)
+    # in inches; panels with more than 24 layers have narrower rows
     drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layers, 24) + 0.5) + 0.5)
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -168,6 +169,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
 def _colour_positions(tokens: np.ndarray) -> np.ndarray:
     """Positions (experts,) in the colour map, between 0 and 1, for the experts of a layer: 0.5 for
     the mean of `tokens` (an even load), and 0.35 more or less for each factor of ten."""
+    # 1e-9 stands for 0, which has no logarithm
     even_load = max(tokens.mean(), 1e-9)
     decades = np.log10(np.maximum(tokens, 1e-9) / even_load)
     return np.asarray(0.5 + 0.35 * np.clip(decades, -1.4, 1.4))

@@ -85,21 +85,22 @@ def signals(criterion: str) -> dict[str, bool]:
     """Signal of SIGNALS -> whether the scores of a criterion depend on this signal.
 
     The scores of an artificial layer are computed once, then again for each signal with other
-    values of the signal; the criterion depends on the signals that change a score. criterion: as
-    spelled in a study's record."""
+    values of this signal. The criterion depends on the signal if a score changes.
+
+    criterion: the criterion as a study's record spells it."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _name_and_parameters(criterion)
-    reference = _score(name, parameters, _inputs())
+    reference = _scores(name, parameters, _inputs())
     dependence = {
-        signal: bool((_score(name, parameters, _inputs(signal)) != reference).any())
+        signal: bool((_scores(name, parameters, _inputs(signal)) != reference).any())
         for signal in SIGNALS
         if signal != "Text"
     }
     return {"Text": reads_text(name), **dependence}
 
 
-def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
+def _scores(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
     """Scores (experts,) or (experts, channels) of the artificial layer by the criterion `name`.
 
     parameters: of the criterion; inputs: see `_inputs`."""
@@ -118,37 +119,43 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
     from moe_lab.config import GATES
 
     # functions that draw the numbers of one signal each
-    act, route, grad, weight = (
+    activation, routing, gradient, weight = (
         _draws(number + 10 * (signal == signal_to_change))  # a signal that changes: another seed
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
     channels = (EXPERTS, CHANNELS)
-    tokens = 5 * route(EXPERTS)
+    tokens = 5 * routing(EXPERTS)
     # (experts, exponent of the gate, exponent of the norm); without gate and norm: token counts
-    sums = act(EXPERTS, 3, 3) * np.concatenate(
-        [np.ones((EXPERTS, 1, 3)), route(EXPERTS, 2, 3)], axis=1
+    sums = activation(EXPERTS, 3, 3) * np.concatenate(
+        [np.ones((EXPERTS, 1, 3)), routing(EXPERTS, 2, 3)], axis=1
     )
-    sums[:, :, 0] = route(EXPERTS, 3)
+    sums[:, :, 0] = routing(EXPERTS, 3)
     sums[:, 0, 0] = tokens
-    phi = act(*channels)
-    gated = phi * route(*channels)
+    phi = activation(*channels)
+    gated = phi * routing(*channels)
     return {
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
-        "output_sum": act(EXPERTS, HIDDEN) * 0.1,
-        **{name: act(EXPERTS) * route(EXPERTS) for name in ("damage", "ala_first", "ala_second")},
-        "layer_loss": act().reshape(()),
+        "output_sum": activation(EXPERTS, HIDDEN) * 0.1,
+        **{
+            name: activation(EXPERTS) * routing(EXPERTS)
+            for name in ("damage", "ala_first", "ala_second")
+        },
+        "layer_loss": activation().reshape(()),
         "channel_square": phi,
         "channel_max": phi,
         "gate_channel_square": gated,
         "gate_channel_max": gated,
         "renormalized_channel_square": gated,
         "renormalized_channel_max": gated,
-        "channel_gradient_square": grad(*channels),
-        "channel_product": phi * grad(*channels),
-        "channel_product_abs": phi * grad(*channels),
-        **{f"snip_{part}": weight(*channels) * grad(*channels) for part in ("down", "gate", "up")},
+        "channel_gradient_square": gradient(*channels),
+        "channel_product": phi * gradient(*channels),
+        "channel_product_abs": phi * gradient(*channels),
+        **{
+            f"snip_{part}": weight(*channels) * gradient(*channels)
+            for part in ("down", "gate", "up")
+        },
         "abs_sum": weight(EXPERTS),
         "square_sum": weight(EXPERTS),
         "count": np.asarray(9.0),
@@ -156,7 +163,7 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
             f"channel_{part}": weight(*channels)
             for part in ("down_square", "down_abs", "gate_square", "up_square")
         },
-        "shift_weighted": act(EXPERTS) * route(EXPERTS),
+        "shift_weighted": activation(EXPERTS) * routing(EXPERTS),
     }
 
 
@@ -168,8 +175,8 @@ def _draws(seed: int) -> Callable[..., Array]:
 
 
 def _criteria(study: Study) -> list[str]:
-    """The registered criteria among the criteria of the study's cells, in the order of tables; with
-    parameters, as in `s_family(alpha=0,b=1)`."""
+    """The registered criteria among the criteria of the study's cells, in the order of tables.
+    Criteria are spelled with their parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
@@ -177,7 +184,8 @@ def _criteria(study: Study) -> list[str]:
 
 
 def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
-    """(name, parameters) of a criterion, such as `s_family(alpha=0,b=1)`."""
+    """(name, parameters) of a criterion, such as `s_family(alpha=0,b=1)`. A text of another form is
+    the name, without parameters."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
@@ -239,7 +247,7 @@ def scoring_table(results: Results, name: str) -> Table:
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
                 GPU_PEAK: steps["gpu_peak"].max() / MEBIBYTE,
-                "Loading memory (MiB)": _parameters(study, cell["model"]) * BYTES / MEBIBYTE,
+                "Loading memory (MiB)": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
     numbers = {
@@ -261,7 +269,7 @@ def scoring_table(results: Results, name: str) -> Table:
             pd.DataFrame(rows), {**TEXT, "Reads": "reads", **{column: column for column in formats}}
         ),
         formats=formats,
-        best=dict.fromkeys(list(numbers)[:1], "min"),
+        best={"Scoring time (s)": "min"},
         blocks=("Model",),
         optional=tuple(gpu_peak),
     )
@@ -317,10 +325,12 @@ def allocation_table(results: Results, name: str) -> Table:
 def _cells_with_times(
     study: Study, cells: pd.DataFrame, column: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (cell, `time_and_memory` of steps), sorted by model and criterion.
+    """Yield (row of `cells` as a dictionary, `time_and_memory` of steps) for each cell, sorted by
+    model and criterion.
 
-    The steps are the step whose folder is in `column` and all its direct and indirect inputs,
-    without kinds in TIMELESS. A cell is left out when the store lacks the time of a step."""
+    The steps are the step in the column `column` and all direct and indirect inputs of this step.
+    Steps of the kinds TIMELESS are left out. A cell is left out when the store lacks the time of
+    one of its steps."""
     for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder
@@ -332,6 +342,6 @@ def _cells_with_times(
             yield cell, steps
 
 
-def _parameters(study: Study, model: str) -> float:
+def _parameter_count(study: Study, model: str) -> float:
     """Number of parameters of a model; NaN when unknown."""
     return float(study.models.get(model, {}).get("parameters", np.nan))

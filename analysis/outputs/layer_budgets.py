@@ -45,6 +45,7 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     cells_by_shares: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
+        # through str, because pandas' types allow any label in an index
         cells_by_shares.setdefault(tuple(row), []).append(int(str(cell)))
     labels = {  # first of the cells with equal shares -> label
         equal_cells[0]: "\n".join(map(names.allocation_name, cells.loc[equal_cells, "allocation"]))
@@ -102,8 +103,8 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
     """(ratio, cells of one channel criterion, one per allocation) for each ratio.
 
-    Of the channel criteria that were run with coverage budgets, the criterion is the one that was
-    run with most allocations; [] if no such criterion was run with several allocations."""
+    The criterion has most allocations of all channel criteria that were run with coverage budgets.
+    [] if it has only one allocation, or if no such criterion was run."""
     cells = cells_without_recovery(comparison, "channel").drop_duplicates(
         ["criterion", "allocation", "ratio"]
     )
@@ -139,7 +140,9 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     """
     plans = coverage_cells(comparison)
     labels = settings.method_labels(plans)
+    # the first frame has no rows; its columns are for a study without budgets
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
+    # strict=False, because only the first PLANS plans are drawn
     for cell, plan in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
         folder = study.reader.find(str(plan["plan_folder"]))
         budgets = passes.read(folder, "budgets.parquet", study.reader)
@@ -265,7 +268,8 @@ def _draw_strip(
     """Draw a row of squares, one for each of `values` (layers,), in panel row `row`. Squares are
     shaded from the smallest to the largest value; NaN has no square.
 
-    form: format of the numbers in the squares, which are left out for more than NUMBERS layers."""
+    form: format of the numbers in the squares. With more than NUMBERS layers, squares have no
+    numbers."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for layer, value in enumerate(values):

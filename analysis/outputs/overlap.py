@@ -72,7 +72,9 @@ ROWS = [(b, alpha) for b in (0, 1) for alpha in (0, 1, 2)]
 BETAS = (0, 1, 2)
 """beta of the columns of a heat map."""
 _SHADES = {"b": "#2277bb", "alpha": "#ee7733", "beta": "#117733"}
-_GREEK = {"b": "b", "alpha": "α", "beta": "β"}
+"""Parameter of a variant -> colour of the parameter's bars."""
+_LETTERS = {"b": "b", "alpha": "α", "beta": "β"}
+"""Parameter of a variant -> its letter in labels."""
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
@@ -150,7 +152,7 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
             axes.text(
                 position, row["overlap"] + 0.015, f"{row['overlap']:.2f}", ha="center", fontsize=6.5
             )
-            ticks.append((position, f"{_GREEK[component]}={row['level']}"))
+            ticks.append((position, f"{_LETTERS[component]}={row['level']}"))
             position += 1
         position += 0.6  # a gap between components
     chance = float(overlaps["chance_triple"].iloc[0])

@@ -203,6 +203,7 @@ def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
     front; `all` for a cell on all fronts."""
     texts = []
     for row in records(rows):
+        # `FLOPs` for `FLOPs per token`
         costs = [name.split(" ")[0] for axis, name in AXES.items() if row[f"front_{axis}"]]
         texts.append("all" if len(costs) == len(AXES) else ", ".join(costs))
     return texts
@@ -211,9 +212,9 @@ def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
 NARROWEST = 0.1
 """Smallest range of an axis, as a share of the unpruned model's cost."""
 
-_FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
+_FRONT_STYLE: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
 """Style of the steps of a Pareto front."""
-_DIGIT: Any = {"color": style.INK, "markeredgewidth": 0.3}
+_NUMBER_STYLE: Any = {"color": style.INK, "markeredgewidth": 0.3}
 """Style of the numbers of models in the legend."""
 
 
@@ -241,10 +242,10 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
     for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
-        unpruned = draw_unpruned(axes, comparison, comparison.average)
+        unpruned_key = draw_unpruned(axes, comparison, comparison.average)
         _draw_marks(axes, pruned, axis, shades)
         front_cells = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
-        axes.step(front_cells[axis], front_cells["avg"], where="post", zorder=1, **_FRONT)
+        axes.step(front_cells[axis], front_cells["avg"], where="post", zorder=1, **_FRONT_STYLE)
         _draw_numbers(axes, front_cells, axis, numbers)
         axes.set_title(title, fontsize=8)
         _format_share_axis(axes)
@@ -256,13 +257,13 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
         keys += [
             style.key(recovery, color=shade, linewidth=5) for recovery, shade in shades.items()
         ]
-    keys += [style.key("front", **_FRONT), unpruned]
+    keys += [style.key("front", **_FRONT_STYLE), unpruned_key]
     labels = settings.method_labels(comparison.cells)
     for row in records(cells_on_fronts):
         number = numbers[row["cell"]]
         label = f"{labels[row['cell']]}, {row['pruned']}"
         keys.append(
-            style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_DIGIT)
+            style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE)
         )
     style.legend(drawing, keys, most=3)
     colours = " Its colour says how the model was recovered." if len(shades) > 1 else ""
@@ -325,12 +326,14 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str
         style.draw_line(axes, mark, cells[axis], cells["avg"])
 
 
-def _draw_numbers(axes: Axes, front: pd.DataFrame, axis: str, numbers: Mapping[int, int]) -> None:
+def _draw_numbers(
+    axes: Axes, front_cells: pd.DataFrame, axis: str, numbers: Mapping[int, int]
+) -> None:
     """Write the numbers of the cells on a front to the upper left of the cells' marks, because the
     steps of the front do not pass there.
 
-    front: rows of `against_cost`; axis: the cost; numbers: cell -> number."""
-    for _, point_cells in groups(front, [axis, "avg"]):
+    front_cells: rows of `against_cost`; axis: the cost; numbers: cell -> number."""
+    for _, point_cells in groups(front_cells, [axis, "avg"]):
         text = ", ".join(str(numbers[cell]) for cell in point_cells["cell"])
         point = point_cells[axis].iloc[0], point_cells["avg"].iloc[0]
         offset: Any = {
@@ -401,7 +404,7 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
         draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
     steps = points[points["front"]].sort_values("storage", kind="stable")
-    axes.step(steps["storage"], steps["score"], where="post", zorder=1, **_FRONT)
+    axes.step(steps["storage"], steps["score"], where="post", zorder=1, **_FRONT_STYLE)
     axes.set_ylabel("mean of six benchmarks")
     axes.grid()
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)

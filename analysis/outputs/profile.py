@@ -36,7 +36,9 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
     without profiles of pruned cells."""
     profiles = results.study.profiles.dropna(subset=["variance"])
     profile_of_cell = {
-        int(str(cell)): profile.sort_values("layer") for cell, profile in profiles.groupby("cell")
+        # through str, because pandas' types allow any label in an index
+        int(str(cell)): profile.sort_values("layer")
+        for cell, profile in profiles.groupby("cell")
     }
     panels = [
         panel for panel in comparison.panels if set(panel.cells.values()) & set(profile_of_cell)
@@ -74,6 +76,7 @@ def profile_table(results: Results, name: str) -> Table:
 
     The column `Of the unpruned` is the variance as a share of the unpruned model's variance."""
     study = results.study
+    # the first frame has no rows; its columns are for a study without profiles
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
@@ -102,6 +105,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Experts": ("experts", "{:.0f}"),
     }
     frame = display_frame(rows, text | {column: source for column, (source, _) in numbers.items()})
+    # a layer without experts has a gap in the column Experts, not 0
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",

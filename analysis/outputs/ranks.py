@@ -39,7 +39,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
         title="Scores, average and average rank",
         caption=f"{means_in_words(comparisons)} Pruned models are ranked by values rounded to "
         f"three decimals; ties share the mean of their ranks. {score_setup(results.study)}",
-        footnotes=[*_partial_columns(comparisons), *notes_on_average(comparisons)],
+        footnotes=[*_notes_on_partial_columns(comparisons), *notes_on_average(comparisons)],
     )
 
 
@@ -82,15 +82,15 @@ def _table_of_panels(
     return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL, **fields)
 
 
-def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
+def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
     """Sentences on the displayed columns of which some benchmarks were not run: a sentence per
     column, or several if the benchmarks differ between models."""
     # displayed column -> its benchmarks that were run, or () if all were run -> models
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
+        missing_by_column = ranks.missing_benchmarks(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
-            key = benchmarks if column in partial_columns else ()
+            key = benchmarks if column in missing_by_column else ()
             models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
     sentences = []
     for column, models_by_benchmarks in models_of_column.items():
@@ -100,10 +100,10 @@ def _partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
                 for_models = (
                     f" for {names.listing(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
-                gaps = names.not_run(name for name in published if name not in benchmarks)
+                clause = names.not_run(name for name in published if name not in benchmarks)
                 sentences.append(
                     f"{column} is the mean of {len(benchmarks)} of its {len(published)} benchmarks"
-                    f"{for_models}: {gaps}."
+                    f"{for_models}: {clause}."
                 )
     return sentences
 
@@ -122,8 +122,8 @@ def rank_test_table(results: Results, name: str) -> Table:
     rows = []
     exclusions = []
     for comparison in results.comparisons:
-        for over in (COLUMNS, BENCHMARKS):
-            for test in rank_tests(comparison, over):
+        for block_kind in (COLUMNS, BENCHMARKS):
+            for test in rank_tests(comparison, block_kind):
                 calibration = names.calibration(test.panel.calibration)
                 removed = test.panel.pruned
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
@@ -138,7 +138,8 @@ def rank_test_table(results: Results, name: str) -> Table:
                         names.method(str(method)),
                     )
                     rows.append((*text, answer, rank, p, test.difference))
-                if over == BENCHMARKS:
+                # a method that lacks a column also lacks one of the column's benchmarks
+                if block_kind == BENCHMARKS:
                     exclusions += [
                         f"{names.method(method)} ({calibration}, {removed})"
                         for method in test.incomplete

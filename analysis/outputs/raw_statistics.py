@@ -175,22 +175,22 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         below.set_title(f"(b) {label}, layer {middle}", fontsize=7.5)
     for axes in (*upper[1:], *lower[1:]):
         axes.set_ylabel(None)
-    mean = style.key(
+    mean_key = style.key(
         "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
     )
-    style.legend(drawing, [mean, *_keys("mean of the statistic ± standard deviation")])
+    style.legend(drawing, [mean_key, *_keys("mean of the statistic ± standard deviation")])
     gaps = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
         if statistic not in available
     ]
-    absent = f" Not in this store: {names.listing(gaps)}." if gaps else ""
+    sentence_on_gaps = f" Not in this store: {names.listing(gaps)}." if gaps else ""
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "
         "at it. (a) Mean and standard deviation over all weights or channels of a layer; dots: "
         "rise of the loss without one expert, the mean over the layer. (b) Experts of layer "
-        f"{middle} by the rise of the loss without them (bars).{absent} Based on "
+        f"{middle} by the rise of the loss without them (bars).{sentence_on_gaps} Based on "
         f"{pass_setup(results.study)}"
     )
     title = (

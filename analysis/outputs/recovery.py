@@ -141,8 +141,9 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the removed share next to points: rows of `storage_points`. Of several points with the
-    same ratio and nearly the same storage, only the first gets a label."""
+    """Write the removed share next to each of `points`, which are rows of `storage_points`. Of
+    several points with the same ratio and nearly the same storage, only the first gets a label."""
+    # sizes whose log2 is equal to one decimal differ by at most 7 %
     points = points.assign(log_storage=np.log2(points["storage"]).round(1))
     points = points.dropna(subset=["storage", "score"])
     points = points.drop_duplicates(["ratio", "log_storage"])
@@ -153,8 +154,8 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
-    """Blocks of all pruned cells of a ratio, with and without recovery, sorted by method. Ratios
-    without a cell that has a recovery are left out."""
+    """Yield a block per ratio with all pruned cells, sorted by method. Ratios at which no cell has
+    a recovery are left out."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             order = names.methods_in_order(cells["method"])
@@ -211,8 +212,8 @@ def top_k_table(results: Results, name: str) -> Table | None:
         for comparison, top_k in family:
             cells = comparison.cells[comparison.cells["criterion"] != "none"]
             for ratio, ratio_cells in by_ratio(cells):
-                labels = settings.method_labels(ratio_cells) + f", top-{top_k}"
-                blocks.append(ratio_block(comparison, ratio, labels))
+                label_of_cell = settings.method_labels(ratio_cells) + f", top-{top_k}"
+                blocks.append(ratio_block(comparison, ratio, label_of_cell))
     return block_table(
         study,
         blocks,

@@ -63,7 +63,7 @@ DIFFERENCE = "Difference"
 """Displayed column of differences."""
 P = "p (Holm)"
 """Displayed column of p-values."""
-_P_MEANS = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
+_MEANING_OF_P = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
 UNPRUNED = names.CRITERIA["none"]
 """Label of the unpruned model."""
 
@@ -156,7 +156,7 @@ def block_table(
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*TEXT, "Criterion", *last_columns)
     benchmarks = [str(column) for column in frame if column not in other_columns]
-    sentences = [caption, _P_MEANS if P in frame else "", score_setup(study)]
+    sentences = [caption, _MEANING_OF_P if P in frame else "", score_setup(study)]
     return numbers_table(
         rows,
         [*TEXT, "Criterion", *benchmarks, *last_columns],
@@ -212,8 +212,8 @@ def numbers_table(
 
 
 def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A list with one footnote, on the benchmarks in `columns` on which no model was evaluated and
-    which MEAN therefore lacks; [] when MEAN lacks no benchmark or is not in `columns`."""
+    """A list with one footnote, which names the benchmarks that MEAN lacks: those in `columns` on
+    which no model was evaluated. [] when MEAN lacks no benchmark, or is not in `columns`."""
     averages = (*GROUPS, *names.COLUMNS, COMMON, MEAN)
     benchmarks = [name for name in columns if name not in averages]
     benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
@@ -230,8 +230,8 @@ def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
     """(text with the removed share of a block, cell -> label).
 
-    If all cells have the same gate and seed, the text ends with gate and seed; otherwise each label
-    that several cells have ends with the gate and seed of the cell."""
+    If all cells have the same gate and seed, the text ends with gate and seed. Otherwise, where
+    several cells have the same label, each of these labels ends with the cell's gate and seed."""
     suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if suffixes.nunique() == 1:
         return comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
@@ -275,8 +275,8 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         high = high.assign(**{DIFFERENCE: gains["high"]})
     if len(study.costs):
         values = {
-            name: column.offset + column.scale * cost(study, cells, column.source)
-            for name, column in costs.items()
+            name: definition.offset + definition.scale * cost(study, cells, definition.source)
+            for name, definition in costs.items()
         }
         frame = frame.assign(**values)
     return Numbers(frame, low, high, numbers.best)
@@ -393,6 +393,7 @@ def ratio_block(
     comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
 ) -> Block:
     """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
+    # through str, because pandas' types allow any label in an index
     label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
     return Block(comparison, comparison.removed_words(ratio), label_of_cell, base)
 
@@ -417,8 +418,8 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     cells = cells_without_recovery(comparison, "channel")
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
     cells = cells[allocations == COVERAGE]
-    nearest = min(cells["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
-    return pd.DataFrame(cells[cells["ratio"] == nearest])
+    nearest_ratio = min(cells["ratio"].unique(), key=lambda ratio: abs(ratio - HALF), default=HALF)
+    return pd.DataFrame(cells[cells["ratio"] == nearest_ratio])
 
 
 def storage_points(
@@ -428,6 +429,7 @@ def storage_points(
 
     Columns: recovery, ratio, storage (MiB), score (the mean of those of `benchmarks` that were
     run), low and high (95 %), and merit (the score, with a minus where lower is better)."""
+    # through str, because pandas' types allow any label in an index
     cell_numbers = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, cell_numbers, benchmarks)
     points = cells[["recovery", "ratio"]]

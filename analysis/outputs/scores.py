@@ -187,7 +187,7 @@ def benchmark_table(results: Results, name: str) -> Table | None:
     return numbers_table(
         rows,
         [*PANEL, "Criterion", *benchmarks],
-        {},
+        formats={},
         name=name,
         title="All benchmarks",
         caption=f"{_metrics(results.study)} {score_setup(results.study)}",

@@ -70,11 +70,11 @@ def general_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 _CODE_AND_MATH = "Code and Math are means of their two columns."
-_SIGNIFICANT = (
+_MEANING_OF_SIGNIFICANT = (
     f"{SIGNIFICANT}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
     "correction over all differences of a model, where both methods have several seeds."
 )
-_UNTESTED = "Methods with one seed are not tested."
+_NO_TESTS = "Methods with one seed are not tested."
 
 
 @output(
@@ -117,7 +117,7 @@ def allocation_table(
         name=name,
         title=f"Searched allocation against uniform: {title_end}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
-        f"on the same items. {_SIGNIFICANT if has_tests else _UNTESTED} "
+        f"on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
         f"{score_setup(results.study)}",
         blocks=TEXT[:4],
         optional=gains,
@@ -134,13 +134,13 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    settings = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
+    settings_of_cells = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     # add the columns of differences to the columns of scores
     frame, low, high = (
-        part.assign(**{GAIN.format(column): gain[name] for column, gain in gains.items()})
-        for part, name in (
+        part.assign(**{GAIN.format(column): gain[source] for column, gain in gains.items()})
+        for part, source in (
             (numbers.frame, "difference"),
             (numbers.low, "low"),
             (numbers.high, "high"),
@@ -148,10 +148,12 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     )
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(
-        settings,
+        settings_of_cells,
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )
-    recoveries = settings["recovery"].map(lambda recovery: names.RECOVERIES.get(recovery, recovery))
+    recoveries = settings_of_cells["recovery"].map(
+        lambda recovery: names.RECOVERIES.get(recovery, recovery)
+    )
     text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
     frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significance)})
     return Numbers(frame, low, high, numbers.best)
@@ -160,12 +162,14 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
 def _significant_columns(
     comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
 ) -> dict[int, str]:
-    """Searched cell -> list of the columns with a significant difference; `none` without such a
-    column. Pairs with a cell of one seed are not tested and have no entry.
+    """Searched cell -> text that lists the columns with a significant difference, or `none`. A pair
+    in which a cell has only one seed is not tested and has no entry.
 
     gains: column -> `differences` of this column. Holm's correction covers all columns and tested
     pairs."""
-    cells = [pair[0] for pair in pairs.items() if comparison.have_several_seeds(pair)]
+    cells = [
+        cell for cell, uniform in pairs.items() if comparison.have_several_seeds((cell, uniform))
+    ]
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
     p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
     texts = {}
@@ -233,15 +237,16 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
     keys = {}
-    ordered = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
-    for number, allocation in enumerate(ordered):
+    allocations = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
+    for number, allocation in enumerate(allocations):
         shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[number % 6]
+        # the first line, which is `uniform` if that was run, is dashed
         pattern = "-" if number else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
         keys[allocation] = style.key(
             names.allocation_name(allocation), markersize=3.8, linewidth=1.3, **look
         )
-    drawing = _density_panels(shares, "allocation", keys)
+    drawing = _density_drawing(shares, "allocation", keys)
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
         "All schedules of a panel remove the same number of experts."
@@ -270,7 +275,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
         keys[criterion] = style.key(
             names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
         )
-    drawing = _density_panels(shares, "criterion", keys)
+    drawing = _density_drawing(shares, "criterion", keys)
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
@@ -278,7 +283,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
-def _density_panels(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D]) -> Drawing:
+def _density_drawing(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D]) -> Drawing:
     """A drawing of `densities` with a panel per ratio and calibration set and a line per cell.
 
     keys: value of `column` -> legend entry with the style of the lines of cells with this value. If

@@ -109,7 +109,8 @@ def settings_table(results: Results, name: str) -> Table | None:
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """The searched and uniform cells without recovery; none with fewer than two searches."""
+        """The searched and uniform cells without recovery; no cells if fewer than two are
+        searched."""
         cells = cells[cells["recovery"] == "none"]
         is_search = cells["allocation"].map(is_searched).astype(bool)
         if is_search.sum() < 2:
@@ -152,23 +153,23 @@ def competitor_table(results: Results, name: str) -> Table | None:
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
-    searches = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
-    if searches is None or searches.low is None or searches.high is None:
-        return searches
-    columns = [column for column in (*COMPARED, SECONDS) if column in searches.frame]
-    frame = searches.frame[[*TEXT, "Allocation", *columns]].assign(Source="measured")
+    measured = _table(results, name, select, COMPARED, "Searched allocations and DiEP")
+    if measured is None or measured.low is None or measured.high is None:
+        return measured
+    columns = [column for column in (*COMPARED, SECONDS) if column in measured.frame]
+    frame = measured.frame[[*TEXT, "Allocation", *columns]].assign(Source="measured")
     published = pd.DataFrame([_published_row()]).reindex(columns=frame.columns)
     rows = pd.concat([frame, published], ignore_index=True)
     return replace(
-        searches,
-        caption=f"DiEP: {NOT_IMPLEMENTED}; its row was measured on two L40S. {searches.caption}",
+        measured,
+        caption=f"DiEP: {NOT_IMPLEMENTED}; its row was measured on two L40S. {measured.caption}",
         frame=rows[[*TEXT, "Allocation", "Source", *columns]],
-        formats={column: searches.formats[column] for column in columns},
+        formats={column: measured.formats[column] for column in columns},
         best={},
         blocks=("Model", "Pruned"),
         optional=tuple(columns),
-        low=searches.low.reindex(rows.index),
-        high=searches.high.reindex(rows.index),
+        low=measured.low.reindex(rows.index),
+        high=measured.high.reindex(rows.index),
     )
 
 
@@ -235,8 +236,8 @@ def _rows(
     """Rows of `_table` for one model; None when `select` returns no cell or none of `columns` was
     run.
 
-    select: function that returns the cells to list, of cells that differ only in the settings of
-    their search; columns: the averages to list."""
+    select: function from cells that differ only in the settings of their search to the cells that
+    the table lists; columns: the averages that the table lists."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     selections = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
     cells = pd.concat([pruned[:0], *selections])

@@ -36,21 +36,21 @@ SPEEDS: Mapping[str, str] = {
     PER_TOKEN: "{:,.2f}",
 }
 """Displayed column with a speed or duration -> its format."""
-REQUEST = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
+REQUEST_COLUMNS = ["cell", "device", "batch_size", "prompt_length", "new_tokens"]
 """Columns that identify a kind of request."""
 QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 """Suffix of a column -> its quantile over repeated requests."""
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Summarize timings over repeated requests; a row per cell and kind of request.
+    """Speed and memory over repeated requests: a row per cell and kind of request.
 
-    Columns: REQUEST; for each of SPEEDS the median and, with the suffixes ` low` and ` high`, the
-    lower and upper quartile; WEIGHTS; and PEAK (weights and working memory)."""
+    Columns: REQUEST_COLUMNS; each of SPEEDS (the median); the same names with the suffixes ` low`
+    and ` high` (the lower and the upper quartile); WEIGHTS; PEAK (weights and working memory)."""
     speed_columns = (f"{name}{suffix}" for name in SPEEDS for suffix in QUARTILES)
-    columns = [*REQUEST, *speed_columns, WEIGHTS, PEAK]
+    columns = [*REQUEST_COLUMNS, *speed_columns, WEIGHTS, PEAK]
     rows = []
-    for key, timings in groups(study.timings, REQUEST):
+    for key, timings in groups(study.timings, REQUEST_COLUMNS):
         speeds = _speeds(timings)
         row = dict(key)
         for suffix, quantile in QUARTILES.items():
@@ -63,7 +63,9 @@ def requests(study: Study) -> pd.DataFrame:
 
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """The columns SPEEDS, a row per timed request. timings: rows of `Study.timings`."""
+    """Speeds and durations (columns SPEEDS), a row per timed request.
+
+    timings: rows of `Study.timings`."""
     prompt_tokens = timings["batch_size"] * timings["prompt_length"]
     new_tokens = timings["batch_size"] * timings["new_tokens"]
     return pd.DataFrame(
@@ -80,6 +82,7 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
+    # the first frame has no rows; its columns are for a study without timings
     frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
     for comparison in results.pruned:
         labels = comparison.cells[["model", "removed_words"]].assign(
@@ -124,7 +127,7 @@ def conditions(study: Study) -> str:
     devices = " / ".join(map(str, timings["device"].dropna().unique()))
     dtypes = " / ".join(map(str, timings["dtype"].dropna().unique()))
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
-    repeats = timings["repeat"].max() + 1
+    repeats = timings["repeat"].max() + 1  # numbered from 0
     new_tokens = " / ".join(map(str, timings["new_tokens"].unique()))
     return (
         f"{repeats} requests each, {new_tokens} new tokens after the first one, {dtypes} on "
@@ -149,6 +152,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     positions = range(len(largest_requests))
     weights = largest_requests[WEIGHTS]
     working_memory = (largest_requests[PEAK] - weights).fillna(0)
+    # two colours that do not stand for criteria here
     look: Any = {"color": style.CRITERIA["man"], "label": "working memory"}
     handles = [
         axes.barh(positions, weights, color=style.CRITERIA["reap"], label="weights"),
@@ -182,16 +186,16 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
     rows smallest experts. None without two timed plans of aligned allocations.
     """
     study = results.study
-    timings = _largest_requests(study, comparison)
+    largest_requests = _largest_requests(study, comparison)
     blocks = plans.blocks(comparison.cells, study.reader)
-    if timings.empty or blocks.empty:
+    if largest_requests.empty or blocks.empty:
         return None
-    timed_blocks = timings.merge(blocks, on="cell").join(
+    timed_blocks = largest_requests.merge(blocks, on="cell").join(
         comparison.cells[["ratio", "recovery"]], on="cell"
     )
     if len(timed_blocks) < 2:
         return None
-    unpruned = timings[timings["cell"] == comparison.unpruned]
+    unpruned = largest_requests[largest_requests["cell"] == comparison.unpruned]
     rows = list(groups(timed_blocks, ["ratio", "recovery", "device"]))
     heights = [0.22 * row_blocks["smallest"].nunique() + 0.85 for _, row_blocks in rows]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.2)
@@ -215,33 +219,33 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """For each cell of a model, the row of `requests` with most prompt tokens. Only the first
-    device in `requests` counts. The column label names the method and the removed share."""
-    timings = requests(study)
-    timings = timings[timings["cell"].isin(comparison.cells.index)]
-    timings = timings[timings["device"].isin(timings["device"].iloc[:1])]
-    prompt_tokens = timings["batch_size"] * timings["prompt_length"]
-    timings = timings.loc[prompt_tokens.groupby(timings["cell"]).idxmax()].reset_index(drop=True)
+    """The row of `requests` with most prompt tokens for each cell of a model. The added column
+    label names the method and the removed share.
+
+    Only requests on the first device of the model's rows count."""
+    rows = requests(study)
+    rows = rows[rows["cell"].isin(comparison.cells.index)]
+    rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
+    prompt_tokens = rows["batch_size"] * rows["prompt_length"]
+    rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
     removed_words = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
     methods = settings.method_labels(comparison.cells)
-    return timings.assign(
-        label=[
-            settings.comma_joined(methods[cell], removed_words[cell]) for cell in timings["cell"]
-        ]
+    return rows.assign(
+        label=[settings.comma_joined(methods[cell], removed_words[cell]) for cell in rows["cell"]]
     )
 
 
-def _draw_map(axes: Axes, timings: pd.DataFrame, column: str) -> None:
-    """Draw a square with the number in `column` for each row of `timings`: block sizes from left to
-    right, smallest experts from top to bottom. Squares are shaded from the lowest number (0.1 of
+def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
+    """Draw a square with the number in `column` for each of `rows`. Block sizes increase from left
+    to right, smallest experts from top to bottom. Squares are shaded from the lowest number (0.1 of
     the colour map) to the highest (0.9); NaN is shown as a dash.
 
-    timings: block (size), smallest (expert, in channels) and `column`."""
-    blocks = sorted(timings["block"].unique())
-    smallest_experts = sorted(timings["smallest"].unique())
-    low = float(timings[column].min())
-    high = float(timings[column].max())
-    for row in records(timings):
+    rows: columns block (size), smallest (expert, in channels) and `column`."""
+    blocks = sorted(rows["block"].unique())
+    smallest_experts = sorted(rows["smallest"].unique())
+    low = float(rows[column].min())
+    high = float(rows[column].max())
+    for row in records(rows):
         value = row[column]
         shade = 0.1
         if high > low and not np.isnan(value):

@@ -54,9 +54,10 @@ def against_aimer(comparison: Comparison) -> Iterator[Block]:
     """Blocks of all criteria, a block per ratio at which AIMER was run; differences are to AIMER
     (no differences if several cells of a ratio are AIMER's)."""
     for ratio, cells in by_ratio(cells_without_recovery(comparison)):
-        aimer = cells[cells["criterion"] == "aimer"]
-        if len(aimer):
-            yield ratio_block(comparison, ratio, settings.method_labels(cells), only_cell(aimer))
+        aimer_cells = cells[cells["criterion"] == "aimer"]
+        if len(aimer_cells):
+            base = only_cell(aimer_cells)
+            yield ratio_block(comparison, ratio, settings.method_labels(cells), base)
 
 
 @output(
@@ -161,8 +162,10 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         axes.set_visible(True)
         _draw_profile(axes, panel, is_first_in_row=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
-    ends = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
-    handles = [Patch(facecolor=SHADES(share), label=label) for share, label in ends.items()]
+    label_of_score = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
+    handles = [
+        Patch(facecolor=SHADES(share), label=label) for share, label in label_of_score.items()
+    ]
     style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their "

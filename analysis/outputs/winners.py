@@ -92,7 +92,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         name=name,
         title=title,
         caption=(
-            f"{proved_wins(wins)} {_P_MEANS if _has_tests(wins) else _NO_TESTS} "
+            f"{proved_wins(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
         frame=display_frame(rows, text | numbers),
@@ -131,7 +131,7 @@ _NO_TESTS = (
     "Wins are tested where every criterion has several seeds; none is here, and intervals are over "
     "items."
 )
-_P_MEANS = (
+_MEANING_OF_P = (
     "p: the largest of the tests of the winner against every other criterion, over seeds and "
     "items; Holm: corrected over all columns of one model and ratio. A win is proved below "
     f"{LEVEL}. Criteria with one seed are not tested."
@@ -168,7 +168,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     maps = list(groups(wins, SETTINGS))
     most_rows = max(map_wins["column"].nunique() for _, map_wins in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * most_rows, 1.1) + 0.75, below=0)
-    map_inches = drawing.get_figwidth() / min(2, len(maps)) - _LABELS
+    map_inches = drawing.get_figwidth() / min(2, len(maps)) - _LABEL_WIDTH
     for axes, (key, map_wins) in zip(grid, maps, strict=True):
         _draw_map(axes, map_wins, map_inches)
         axes.set_title(f"{key['model']}, {map_wins['pruned'].iloc[0]} pruned")
@@ -196,7 +196,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     return Figure(name, title, caption, drawing)
 
 
-_LABELS = 0.8
+_LABEL_WIDTH = 0.8
 """Inches for the labels of the rows."""
 
 
