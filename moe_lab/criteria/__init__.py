@@ -152,7 +152,8 @@ def criterion(
     uses_gate: bool = False,
     uses_seed: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register the decorated function under `name`."""
+    """Decorator that registers a function as the criterion `name`. The other arguments are fields
+    of `Criterion`. UserError for a name that is not valid or is registered already."""
 
     def register(function: Function) -> Function:
         check_name(f"criterion of {function.__module__}", name)
@@ -210,8 +211,9 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
     layer = Layer(
         get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
     )
+    # a criterion that reads an unlisted statistic cannot be tried, which is no error
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
-        _scores(layer, parameters, "on a trial layer", "return one number for each")
+        _scores(layer, parameters, "on a trial layer", remedy="return one number for each")
 
 
 def score(
@@ -227,30 +229,33 @@ def score(
     """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion
     of channels.
 
-    `inputs`: layer -> results of the steps in `get(name).needs` for that layer, by the names of
-    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I,
-    which criteria of channels need. `gate` weighs expert outputs (None: model); `seed` is for
-    random choices. UserError for an unknown name, gate or parameter, statistics that are missing
-    or of another shape, and scores that are NaN or infinite.
+    `inputs`: layer -> name of a statistic -> numpy array or CPU tensor, with the results of the
+    steps in `get(name).needs`. `experts`: layer -> E. `widths`: layer -> I, which criteria of
+    channels need. `gate`: name of the gate that weighs expert outputs; None stands for "model".
+    `seed`: for criteria that use one. UserError for an unknown name, gate or parameter, a missing
+    seed or width, statistics that are missing or of another shape, and scores that are NaN or
+    infinite.
     """
-    chosen = get(name)
+    rule = get(name)
     parameters = dict(parameters or {})
     check(name, parameters)
     gate = gate or "model"
     check_known("gate", gate, GATES)
-    if chosen.uses_seed and seed is None:
+    if rule.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
-    if chosen.granularity == "channel" and widths is None:
+    if rule.granularity == "channel" and widths is None:
         raise UserError(
             f"criterion={name} scores channels, expected the width of every layer's experts"
         )
+    # without a seed the criterion does not read layer.random
     random = numpy.random.Generator(numpy.random.PCG64(seed or 0))
     scores = {}
     for index in sorted(experts):
         width = (widths or {}).get(index, 0)
-        layer = Layer(chosen, index, experts[index], width, inputs.get(index, {}), gate, random)
+        layer = Layer(rule, index, experts[index], width, inputs.get(index, {}), gate, random)
         location = f"in layer {index}"
         scores[index] = _scores(layer, parameters, location, "the statistics are of another model")
+        # each row of `indices` is (expert,), or (expert, channel)
         if len(indices := numpy.argwhere(~numpy.isfinite(scores[index]))):
             position = ", channel ".join(map(str, indices[0]))
             raise UserError(f"criterion={name} gives NaN or Inf {location}, expert {position}")
@@ -258,12 +263,13 @@ def score(
 
 
 def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
-    """The scores of a layer, (E,) or (E, I). UserError as from `_scores_once`, and if a second
-    call of the criterion, from the same state of layer.random, gives other scores."""
-    same_layer = replace(layer, _random=deepcopy(layer._random))
-    scores = _scores_once(layer, parameters, location, remedy)
-    repeated = _scores_once(same_layer, parameters, location, remedy)
-    if not numpy.array_equal(scores, repeated, equal_nan=True):
+    """The scores of a layer, (E,) or (E, I). Arguments and errors are those of `_call_criterion`.
+    UserError also if a second call of the criterion gives other scores, although layer.random
+    starts in the same state."""
+    layer_copy = replace(layer, _random=deepcopy(layer._random))
+    scores = _call_criterion(layer, parameters, location, remedy)
+    second_scores = _call_criterion(layer_copy, parameters, location, remedy)
+    if not numpy.array_equal(scores, second_scores, equal_nan=True):
         raise UserError(
             f"criterion={layer.criterion.name} gives other scores when it is called again "
             f"{location}: expected that chance comes from layer.random alone, with "
@@ -272,10 +278,15 @@ def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: 
     return scores
 
 
-def _scores_once(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
-    """The scores of a layer, (E,) or (E, I), from one call of the criterion. UserError, naming
-    the criterion and `location`, if the call fails or returns anything but one real number for
-    each expert or channel; `remedy` ends the message about a wrong shape."""
+def _call_criterion(
+    layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str
+) -> Array:
+    """The scores of a layer, (E,) or (E, I), from one call of the criterion.
+
+    UserError if the call fails, or unless it returns one real number for each expert or channel.
+    `location` says in the message where the criterion was called, such as "in layer 3". `remedy`
+    is the end of the message about a wrong shape.
+    """
     name = layer.criterion.name
     try:
         result = numpy.asarray(layer.criterion.function(layer, **parameters))
@@ -287,7 +298,8 @@ def _scores_once(layer: Layer, parameters: Mapping[str, Any], location: str, rem
     except (UserError, MemoryError, _UnknownStatistic):
         raise
     except Exception as error:
-        # the line of the criterion, right below this call
+        # Frame 0 is this function, frame 1 the criterion. There is only frame 0 if the criterion
+        # does not accept the arguments, or if numpy cannot convert its result.
         line = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
@@ -349,6 +361,8 @@ class _TrialArrays(dict[str, Array]):
         return True
 
     def __missing__(self, name: str) -> Array:
+        """A new array for the statistic `name`. _UnknownStatistic unless the shape of the statistic
+        is known."""
         is_of_channels = "channel_" in name or name.startswith("snip_")
         if not is_of_channels and name not in _SHAPES:
             raise _UnknownStatistic

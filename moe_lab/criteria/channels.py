@@ -47,10 +47,10 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
     """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code
     computes it.
 
-    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized),
-    not for Qwen1.5 and Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own
-    default is 1, its published runs use 0.9. UserError for an alpha outside [0, 1] and for other
-    gates."""
+    For DeepSeekMoE, Qwen3 and Mixtral the released code renormalises g over the top k, as
+    gate=renormalized does. For Qwen1.5 and Qwen2 it takes the model's gates, as gate=model does.
+    The released code has alpha = 1 by default and 0.9 in the published runs. UserError for an alpha
+    outside [0, 1], and for gates other than these two."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(
@@ -71,11 +71,11 @@ def channel_activation(layer: Layer) -> Array:
 
 @criterion("channel_weight", granularity="channel", needs=("channel_weights",), reference=SLIMMING)
 def channel_weight(layer: Layer, projection: str = "down") -> Array:
-    """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the
-    mean of the norms.
+    """The Euclidean norm of the channel's weights in one projection. For projection=mean, the mean
+    of the norms in all three projections.
 
-    UserError unless `projection` is down, gate, up or mean, and if the experts lack a projection
-    that `projection` names."""
+    UserError unless `projection` is down, gate, up or mean. UserError also if the experts have no
+    such projection, as experts without a gate."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)
@@ -109,12 +109,12 @@ def channel_activation_gradient(layer: Layer) -> Array:
 
 @criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
 def snip(layer: Layer, projection: str = "down") -> Array:
-    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
-    the mean of the sums.
+    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection. For projection=mean, the
+    mean of the sums in all three projections.
 
-    In MoE-Slimming's equation c is an input channel of the projection, which makes the down
-    projection the default here; the paper's code takes the mean of the three projections.
-    UserError as in channel_weight."""
+    In MoE-Slimming's equation c is an input channel of the projection, so the down projection is
+    the default here. The paper's code takes the mean of the three projections. UserError as in
+    channel_weight."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums

@@ -155,7 +155,8 @@ def random(layer: Layer) -> Array:
 def family(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:
-    """Scores by all 17 usable S(b, alpha, beta): rows (layer, expert, b, alpha, beta, score)."""
+    """Rows (layer, expert, b, alpha, beta, score) of the scores by all 17 usable S(b, alpha, beta).
+    `statistics`: layer -> name -> array. `gate`: name of the gate g."""
     experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
@@ -172,8 +173,8 @@ def family(
 
 
 def _spread(layer: Layer) -> Array:
-    """V of MoNE in its trace form, sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)); 0 for N <=
-    1."""
+    """V of MoNE (E,), as sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)) from sums over tokens; 0
+    for N <= 1."""
     tokens = layer.tokens
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)

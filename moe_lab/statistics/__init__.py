@@ -61,16 +61,16 @@ class Statistics:
 def read(
     path: Path | str, framework: str = "np", only: str | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt").
-    `only`: the only name to read; None reads all names. UserError when the file is missing, damaged
-    or not statistics."""
+    """Read a file of statistics: layer -> name -> fp64 array of numpy, or tensor of torch if
+    `framework` is "pt". `only`: the only name to read, or None for all names; a layer without this
+    name has an empty dict. UserError when the file is missing, damaged or not statistics."""
     header(path)  # raises UserError for a file that cannot be read
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
         for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
             layer, name = key.split("/")
             arrays = layers.setdefault(int(layer), {})
-            if only in (None, name):
+            if only is None or name == only:
                 arrays[name] = file.get_tensor(key)
     return dict(sorted(layers.items()))
 
@@ -102,8 +102,8 @@ def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def merge(parts: Iterable[Layers]) -> Layers:
-    """The statistics over all tokens, from `parts`, the statistics over disjoint sets of them.
-    UserError when the parts have different statistics."""
+    """The statistics over all tokens. Each of `parts` has statistics over a set of tokens, and the
+    sets are disjoint. UserError when the names of the parts' statistics differ."""
     total: Layers = {}
     for layers in parts:
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
@@ -121,7 +121,8 @@ def merge(parts: Iterable[Layers]) -> Layers:
 
 
 def merge_means(parts: Sequence[Statistics]) -> Layers:
-    """Means over the tokens of all `parts`. Each part has means over header["predicted"] tokens."""
+    """Layer -> name -> mean over the tokens of all `parts`. Each part has means over its
+    header["predicted"] tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
         {
@@ -137,14 +138,14 @@ def merge_means(parts: Sequence[Statistics]) -> Layers:
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) -> None:
-    """Raise UserError naming layer and expert when a statistic is NaN or infinite. `source`: the
-    batches, for the message."""
+    """Raise UserError, which names layer and expert, when a statistic is NaN or infinite. `source`
+    names the batches in the message."""
     for layer, tensors in layers.items():
         for name, tensor in tensors.items():
             if tensor.isfinite().all():
                 continue
             position = (~tensor.isfinite()).nonzero()[0].tolist()
-            expert = f", expert {position[0]}" if position else ""
+            expert = f", expert {position[0]}" if position else ""  # none in a scalar
             raise UserError(
                 f"NaN or Inf in layer {layer}{expert}: {name} of {source} is not finite"
             )

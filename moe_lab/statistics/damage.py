@@ -33,18 +33,21 @@ class DamageHook(StatisticsHook):
     """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the call of the router, which is repeated without each of the chosen experts."""
+        """Record the call of the router. `experts` repeats it without each of the chosen
+        experts."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the damage of each expert."""
+        """The routed output (T, H). Adds the damage of each expert. UserError if repeating the
+        router's call gives other gates."""
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
             factors = self._coefficients(tokens, index[tokens])
+            # row 0 repeats the router's call without removing an expert
             if not torch.equal(
                 factors[:, 0], spread(index[tokens], weights[tokens], self.layer.n_experts)
             ):
@@ -54,6 +57,7 @@ class DamageHook(StatisticsHook):
                 )
             mixes = mix_outputs(self.layer, hidden[tokens], factors)
             routed[tokens] = mixes[:, 0].to(routed.dtype)
+            # (t, K): change of the output without the k-th expert of each token
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             valid_rows = slice(None) if valid is None else valid[tokens]
             damage.index_add_(0, index[tokens][valid_rows].flatten(), changes[valid_rows].flatten())
@@ -67,9 +71,10 @@ class DamageHook(StatisticsHook):
         1 + k, they sum to y - (y without the token's k-th expert)."""
         t, k = index.shape
         n_experts = self.layer.n_experts
-        full = spread(*self._reroute(tokens, None), n_experts)
-        without = spread(*self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts)
-        return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
+        factors = spread(*self._reroute(tokens, None), n_experts)[:, None]
+        # K rows for each token, each without another one of the token's experts
+        remaining = spread(*self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts)
+        return torch.cat((factors, factors - remaining.view(t, k, n_experts)), 1)
 
     def _reroute(
         self, tokens: torch.Tensor, removed: torch.Tensor | None
@@ -122,8 +127,8 @@ class _Replay(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _topk_without_removed(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The best of `scores` without the removed experts. If too few experts are left, a removed
-        expert is selected with value 0."""
+        """The result of topk, which is `func`, for `scores` without the removed experts. If too few
+        other experts are left to choose, a removed expert is selected with the value 0."""
         assert self.removed is not None
         remaining = (
             scores.reshape(self.logits.shape)
@@ -131,8 +136,9 @@ class _Replay(TorchFunctionMode):
             .reshape(scores.shape)
         )
         values, indices = func(remaining, *args[1:], **kwargs)
-        filled = values.isneginf() & ~scores.gather(-1, indices).isneginf()
-        return torch.return_types.topk((values.masked_fill(filled, 0.0), indices))
+        # -inf here, but not in `scores`: the removed expert
+        is_removed = values.isneginf() & ~scores.gather(-1, indices).isneginf()
+        return torch.return_types.topk((values.masked_fill(is_removed, 0.0), indices))
 
 
 class SimilarityHook(StatisticsHook):
@@ -160,17 +166,17 @@ class SimilarityHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the outputs of all experts for all valid tokens."""
+        """The routed output (T, H). Adds the sums of all experts' outputs over all valid tokens."""
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
-        plain = []
-        gated = []
+        output_sums = []
+        gated_sums = []
         for expert in range(self.layer.n_experts):
             outputs = wide(self.layer.expert_output(states, expert)).double()
-            plain.append(outputs.sum(0))
+            output_sums.append(outputs.sum(0))
             if self.probabilities is not None:
-                gated.append(self.probabilities[:, expert].to(outputs.device) @ outputs)
-        self.add("dense_output_sum", torch.stack(plain))
-        if gated:
-            self.add("dense_gated_output_sum", torch.stack(gated))
+                gated_sums.append(self.probabilities[:, expert].to(outputs.device) @ outputs)
+        self.add("dense_output_sum", torch.stack(output_sums))
+        if gated_sums:
+            self.add("dense_gated_output_sum", torch.stack(gated_sums))
         return self.unobserved(hidden, index, weights)

@@ -44,21 +44,22 @@ class ForwardHook(StatisticsHook):
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the router's logits (T, E) for the call of the experts that follows."""
-        first = result[0] if isinstance(result, tuple) else None
+        logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
-        if isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts:
-            self.logits = first.detach().reshape(-1, self.layer.n_experts)
+        if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
+            self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register hooks that record the residual stream before the MoE block, which is the input
-        of the norm whose output the block reads."""
+        """Register hooks that record the residual stream before the MoE block. It is the input of
+        the norm whose output is the block's input."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Record input and output of a module that may be the norm before the block."""
+        """Record the input and the output of a module, in case it is the norm before the block.
+        Modules with other arguments or results are not."""
         if (
             len(args) == 1
             and isinstance(args[0], torch.Tensor)
@@ -112,24 +113,24 @@ class ForwardHook(StatisticsHook):
         self.normalized.clear()  # of norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all
-        experts, which its first call decides; otherwise {}."""
+        """The gates full_softmax and double_softmax, (T, K) each, if the router is a softmax over
+        all experts; {} for other routers. The first call decides what the router is."""
         if self.is_softmax_router is None:
             self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
             )
         if not self.is_softmax_router or self.logits is None:
             return {}
-        full = self.logits.double().softmax(-1)
+        probabilities = self.logits.double().softmax(-1)
         return {
-            "full_softmax": full.gather(-1, index),
-            "double_softmax": full.softmax(-1).gather(-1, index),
+            "full_softmax": probabilities.gather(-1, index),
+            "double_softmax": probabilities.softmax(-1).gather(-1, index),
         }
 
 
 def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Count valid tokens by router entropy, in ENTROPY_BINS equal bins between 0 and ln E; `logits`
-    (T, E)."""
+    """Numbers of valid tokens (ENTROPY_BINS,) by router entropy, in equal bins between 0 and ln E.
+    `logits` (T, E). `valid` (T,): which tokens count; None: all."""
     logits = logits if valid is None else logits[valid]
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
         max(2, logits.shape[-1])
@@ -139,22 +140,23 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities,
-    renormalised or not. `logits` z (T, E), `index` and gates `weights` g (T, K): log g - z is then
-    the same for all experts of a token. With K = 1 this always holds, so log g - log softmax(z)
-    must be the same for all tokens."""
+    """Whether a router's gates are softmax probabilities, renormalised or not. `logits` z (T, E),
+    expert ids `index` (T, K), and gates `weights` g (T, K). The gates are such probabilities if log
+    g - z is the same for all chosen experts of a token. With K = 1 this always holds, so log g -
+    log softmax(z) must be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
-    chosen = logits.double().log_softmax(-1).gather(-1, index)
-    gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
+    log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
+    log_gates = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log()
+    log_ratios = log_gates - log_probabilities
     axis = 1 if index.shape[1] > 1 else 0
-    return bool(((gap.amax(axis) - gap.amin(axis)) <= tolerance).all())
+    return bool(((log_ratios.amax(axis) - log_ratios.amin(axis)) <= tolerance).all())
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) ->
-    (T,) fp64; 1 where x + a is 0. Small angles are computed from their sine, because 1 - cos
-    cancels in fp32."""
+    """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
+    `added` (T, H); 1 where x or x + a is 0. Small angles are computed from their sine, because 1 -
+    cos cancels in fp32."""
     x = wide(stream)
     a = wide(added)
     xx, xa, aa = (
@@ -170,10 +172,13 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsCall:
-    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`:
-    the pairs of token and expert. `weights` (T, K): the gates with which the model multiplies.
-    `further_gates`: more gates (T, K) by name. `valid`: (T,) bool, which tokens count, None for
-    all."""
+    """The statistics of one call of a layer's experts. Call `add` for each expert, then `finish`,
+    then `normalize`.
+
+    `rows`: the pairs of token and expert. `weights` (T, K): the gates with which the model
+    multiplies. `further_gates`: name -> other gates (T, K). `valid`: (T,) bool, which tokens count;
+    None: all.
+    """
 
     def __init__(
         self,
@@ -216,7 +221,7 @@ class ExpertsCall:
             phi = phi[valid_rows]
             f = f[valid_rows]
             gate_squares = [square[valid_rows] for square in gate_squares]
-            if len(f) == 0:
+            if len(f) == 0:  # a maximum of no rows would fail
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
         lowest, highest = torch.aminmax(f)
@@ -224,8 +229,8 @@ class ExpertsCall:
         self.channels.add(expert, phi, *gate_squares)
 
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All sums that do not need the layer's output. `routed` (T, H): the routed output m of the
-        call."""
+        """Name -> sum, for all statistics that do not need the decoder layer's output. `routed` (T,
+        H): the routed output m of the call."""
         self._compute_numerators(wide(routed))
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
@@ -237,8 +242,8 @@ class ExpertsCall:
         }
 
     def weigh_shifts(self, stream: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """shift_weighted (E,). `stream` (T, H): the residual stream before the MoE block; `routed`
-        (T, H): m."""
+        """The statistic shift_weighted (E,). `stream` (T, H): the residual stream before the MoE
+        block. `routed` (T, H): the routed output m."""
         token = self.rows.token
         column = self.rows.column
         terms = (
@@ -250,8 +255,8 @@ class ExpertsCall:
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The ala sums and the layer loss. `stream` (T, H): the residual stream y after the decoder
-        layer."""
+        """ala_first (E,), ala_second (E,) and layer_loss (), by name. `stream` (T, H): the residual
+        stream y after the decoder layer."""
         factor = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
         if self.valid is not None:
@@ -267,9 +272,9 @@ class ExpertsCall:
         return sums
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums and the layer loss, which `normalize` divides by
-        the layer's output. They need m, so the expert outputs f (T x K x H numbers) are stored
-        until this call, which frees them."""
+        """Compute the numerators of the ala sums and of the layer loss, from the routed output m
+        (T, H). `normalize` divides them by ||y||^2. The expert outputs f (T x K x H numbers) are
+        stored until this call, which frees their memory."""
         products = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
@@ -279,8 +284,9 @@ class ExpertsCall:
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), three rows for each kind of gate; [:, 0, 0]
-        counts tokens."""
+        """sum_t g^alpha ||f||^beta over valid tokens, (E, 3 x kinds of gates, 3). Axis 1 has the
+        alpha 0, 1, 2 of the first kind of gate, then of the next; axis 2 has the beta 0, 1, 2. So
+        [:, 0, 0] are numbers of tokens."""
         rows = self.rows
         valid_rows = self.valid_rows
         token = rows.token
@@ -308,8 +314,9 @@ class ExpertsCall:
 
 
 class Channels:
-    """channel_square and channel_max of one call, (E, I) each, unweighted and weighted with each of
-    `gates`. The sums have at least the precision fp32, and the device of `like`."""
+    """channel_square and channel_max of one call, (E, I) each: without weights, and weighted with
+    each of `gates`, whose names are prefixes. Sums are in the type of `like`, but at least in fp32,
+    and on the device of `like`."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
@@ -335,7 +342,7 @@ class Channels:
             torch.amax(weighted, 0, out=self.columns[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The sums and maxima by name, after every expert was added."""
+        """Name -> sum or maximum (E, I). Call it once, after every expert was added."""
         for name, column in self.columns.items():
             if name.endswith("_max"):  # maxima of squares until here
                 column.sqrt_()
