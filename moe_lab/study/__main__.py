@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run a command. Returns the exit code: 1 if `verify` finds damaged steps, 2 after printing a
+    """Run a command. Returns the exit code: 1 if `verify` finds damage, 2 after printing a
     UserError, otherwise 0."""
+    # imported here and not above, so that Ctrl-C during these imports prints no trace
     from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
     from moe_lab.study.schedule import print_notices
-
-    # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.status import COMMANDS
     from moe_lab.study.store import Store
 
@@ -84,8 +83,9 @@ def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dic
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """The study `name` and all its steps; without such a study, the first study that has steps with
-    this name or id, and these steps. Raises UserError when neither a study nor a step matches."""
+    """The study `name` and all its steps. If no study has this name: the first study in which steps
+    have this name or id, and only these steps. Raises UserError when neither a study nor a step
+    matches."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 
@@ -97,6 +97,7 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         # a study with damaged records is passed over; a command with its name reports the damage
         with suppress(UserError):
             state = study_state(store, study)
+            # names of steps end in the first digits of their ids
             if matching := [
                 step
                 for step in state.steps

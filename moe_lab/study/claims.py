@@ -1,15 +1,17 @@
 """Claims: which process computes what in a store that processes, machines and users share.
 
-A claim is a file, claims/NAME.GENERATION, created with O_EXCL, which is atomic on every file
-system; on many of them, other nodes do not see locks. The file names its owner, and a thread of the
-owner, the heartbeat, renews the time of the file. A claim whose owner is gone is stale. A process
-that finds NAME.1 stale creates NAME.2, again with O_EXCL: so there is one new owner, and no process
-renames or removes a file that another may have taken over meanwhile. The highest generation counts.
-Where an owner was killed while it removed NAME.1 and NAME.2, the next owner fills the gap at
-NAME.1, and then creates NAME.3.
+A claim is a file, claims/NAME.GENERATION. It is created with O_EXCL, which is atomic on every file
+system. Locks would not do, as on many file systems other nodes do not see them. The file names its
+owner. A thread of the owner renews the modification time of the file again and again: these are the
+heartbeats of the claim. A claim whose owner is gone is stale. A process that finds NAME.1 stale
+creates NAME.2, again with O_EXCL: so there is one new owner, and no process renames or removes a
+file that another process may have taken over meanwhile. The highest generation counts. If an owner
+was killed after it had removed NAME.1 and before it removed NAME.2, the next owner creates NAME.1
+to fill the gap, and then NAME.3.
 
-An owner that was only suspended may resume. `Claim.check` then raises Busy, and the store has
-renamed its scratch folder, so that it can publish nothing.
+A suspended owner may resume after another process has taken over the claim. For the former owner,
+`Claim.check` then raises Busy. The store has renamed the scratch folder of the former owner, which
+therefore can publish nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ LIMIT = 1800.0
 """Seconds without a heartbeat after which a claim of another machine is stale, unless the claim's
 file states another limit."""
 WATCH = 2.5
-"""Number of intervals between heartbeats for which this process watches a claim before it regards
-the claim as stale: the time of the file may come from the owner's clock, which may be wrong."""
+"""Number of intervals between heartbeats for which this process watches a claim before the claim
+can be stale. The time of the file alone does not suffice, as it may come from the owner's clock,
+which may be wrong."""
 MAXIMUM_CLOCK_ERROR = 86400.0
-"""Seconds by which clocks differ at most. A claim whose last heartbeat is older is not watched."""
+"""Assumed maximum difference between clocks in seconds. A claim whose last heartbeat is longer ago
+is not watched."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
 ATTEMPTS_BEFORE_NOTICE = 50
 """Attempts to take a claim after which the user is told who holds it."""
 ATTEMPTS = 3
-"""Attempts to create a claim's file while creation fails although there is no such file."""
+"""Maximum attempts to create a claim's file when an attempt fails although the file is missing."""
 OWNER_SHAPE = {
     "token": str,
     "since": Number,
@@ -69,8 +73,8 @@ class Busy(Exception):
 
 @lru_cache(maxsize=1)
 def machine() -> list[str]:
-    """Boot and PID namespace of this machine, within which process ids are unique. Containers share
-    host names."""
+    """Boot id and PID namespace of this machine. Process ids are unique within the pair; host names
+    would not do, as containers share them. Without /proc: the host name and a random text."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -83,8 +87,9 @@ def start_of(pid: int) -> str | None:
     """Start of a process in clock ticks since boot; None if there is no such process, "?" if the
     process is hidden from this user."""
     with suppress(OSError):
+        # the fields begin after the name of the program, in parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # a zombie (Z) has ended; fields[18] is `starttime`, field 22 of the file
+        # zombies (Z) and dead processes (X) have ended; fields[18] is `starttime`, field 22 in all
         return None if state in "ZX" else fields[18]
     try:
         os.kill(pid, 0)
@@ -116,7 +121,7 @@ class Claim(AbstractContextManager["Claim"]):
             "restarts": restarts(),
             "limit": claims.limit,
         }
-        self.file = _create(self.path)
+        self.file = _create_file(self.path)
         try:
             if claims.shared:
                 os.fchmod(self.file, 0o664)
@@ -124,7 +129,7 @@ class Claim(AbstractContextManager["Claim"]):
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.file, sealed(json.dumps(owner)).encode())
             os.fsync(self.file)  # other machines see the content from here on
-        except OSError:  # such as a full disk: no process may wait for an empty claim
+        except OSError:  # such as a full disk; other processes would wait for an empty claim
             self.abandon()
             raise
 
@@ -148,7 +153,8 @@ class Claim(AbstractContextManager["Claim"]):
 
     def release(self) -> None:
         """Remove the files of this claim and of lower generations. If another process took over the
-        claim, its file is only marked as released, by the modification time 0."""
+        claim, no file is removed: the file of this claim is marked as released, by the modification
+        time 0."""
         with self.claims.lock:  # no heartbeat may use the descriptor after it is closed
             self.claims.owned.discard(self)
         try:
@@ -167,8 +173,8 @@ InQueue = Callable[[str, int], bool]
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: tells which jobs are in the scheduler's queue, as claims
-    of these jobs are not stale; None without a scheduler. `limit`: seconds without a heartbeat
+    """The claims in a folder. `in_queue`: tells whether a job is in the scheduler's queue, as the
+    claim of such a job is not stale; None without a scheduler. `limit`: seconds without a heartbeat
     after which other processes regard claims of this process as stale."""
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
@@ -181,7 +187,7 @@ class Claims:
         self.owned: set[Claim] = set()
         """Claims that this process holds."""
         self.lock = threading.Lock()
-        """Held while `owned` is changed or its claims are renewed."""
+        """Held while `owned` is changed, and while the claims in `owned` are renewed."""
         self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
         """File of a claim -> (modification time in ns, token), and the monotonic time at which this
         process saw this pair first."""
@@ -198,7 +204,7 @@ class Claims:
 
     def take(self, name: str) -> Claim:
         """Claim a name: create the file of the lowest generation above all stale files. Raises Busy
-        when another process, or this one, holds the claim."""
+        when a process holds the claim, even if it is this process."""
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
@@ -218,7 +224,8 @@ class Claims:
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            os.utime(claim.file, (0, 0))  # marks the claim as released: it only fills a gap
+            # a higher generation exists: this file only fills a gap, and is marked as released
+            os.utime(claim.file, (0, 0))
             os.close(claim.file)
         with self.lock:
             self.owned.add(claim)
@@ -228,7 +235,7 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """Claim a name, and before that wait while another process holds it. After
+        """Wait until no other process holds the claim `name`, and take the claim. After
         ATTEMPTS_BEFORE_NOTICE attempts, the holder is printed."""
         attempts = 0
         while True:
@@ -243,8 +250,9 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """The holder of a claim as text: process, machine and job, and the minutes since its last
-        heartbeat if heartbeats are missing."""
+        """The holder of a claim as text: process, machine and job, or "another process" if
+        these are unknown. If heartbeats are missing, the text has the minutes since the last
+        heartbeat."""
         with suppress(ValueError, FileNotFoundError):
             latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent_seconds = time.time() - latest_file.stat().st_mtime
@@ -264,29 +272,31 @@ class Claims:
             with self.lock:
                 for claim in self.owned:
                     with suppress(OSError):
-                        # the descriptor is of this claim, even if its path is of another owner
+                        # the descriptor stays that of this claim; at the path there may be the file
+                        # of another owner
                         os.utime(claim.file)
                 if not self.owned:
                     self._has_heartbeat = False
                     return
 
     def is_stale(self, path: Path) -> bool:
-        """Whether the owner of the claim with the file `path` is gone. False when the file has just
-        been removed: the caller tries again later.
+        """Whether the claim with the file `path` was released, or its owner is gone. False when the
+        file has just been removed: the caller tries again later.
 
         An owner on this machine is gone if its process has ended. An owner on another machine is
-        gone if heartbeats have been missing for longer than its limit. The time of the file is not
+        gone if heartbeats have been missing for longer than the limit in the claim's file, unless
+        the owner belongs to another job that is still in the queue. The time of the file is not
         enough to tell, as it may come from the owner's clock, which may be wrong. So this process
         watches the claim itself for WATCH intervals, unless the time of the file is more than
-        MAXIMUM_CLOCK_ERROR ago. A file that names no owner, and gets no heartbeats while it is
-        watched, was left by a process that was killed while it wrote the file."""
+        MAXIMUM_CLOCK_ERROR ago. A file that names no owner, and gets no heartbeats while this
+        process watches it, was left by a process that was killed while it wrote the file."""
         try:
             status = path.stat()
             owner = _owner(path)
         except FileNotFoundError:
             return False
         beat_ns = status.st_mtime_ns
-        if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0: released
+        if beat_ns == 0 or (owner and _has_ended(owner, status)):  # released claims have the time 0
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
@@ -314,7 +324,7 @@ class Claims:
 
     def active(self) -> dict[str, float]:
         """Names of the claims that are not stale -> their creation times, in seconds since the
-        epoch, or 0 if unknown. Writes nothing permanent."""
+        epoch, or 0 if unknown. Creates and removes no files."""
         claims = {}
         for path in self.folder.glob("*"):
             if not self.is_stale(path):
@@ -323,8 +333,8 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Remove the files of stale claims by taking the claims over. Files of generations above a
-        gap are removed too, which `Claim.release` leaves."""
+        """Take over stale claims and release them, which removes their files. Also remove files of
+        stale generations above a gap, which `Claim.release` leaves."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
@@ -333,12 +343,12 @@ class Claims:
                         path.unlink(missing_ok=True)
 
 
-def _create(path: Path) -> int:
+def _create_file(path: Path) -> int:
     """Create a file, and return its descriptor. Raises FileExistsError if the file exists.
 
     sshfs, whose protocol has no EEXIST, raises EPERM for a file that exists. So after any error the
-    file is looked up. If it is missing, the creation is tried again, as the file may have been
-    removed after the error."""
+    function looks the file up. If the file is missing, it may have been removed after the error,
+    and the function tries the creation again."""
     last_error = OSError()
     for _ in range(ATTEMPTS):
         try:
@@ -351,11 +361,11 @@ def _create(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether the owner of a claim is a process of this machine that has ended, or the claim's file
-    (`status`) is a copy from another store.
+    """Whether the owner of a claim is a process of this machine that has ended. A claim's file that
+    was copied from another store counts as such, too. `status`: that of the claim's file.
 
-    Inodes are only compared on the same device, since each mount of a network file system has its
-    own numbers."""
+    The inode shows a copy only if the device is the same, since each mount of a network file system
+    has its own device number."""
     if owner["machine"] != machine():
         return False
     is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
@@ -377,17 +387,18 @@ def restarts() -> int:
 
 
 def in_queue(job: str, user: int) -> bool:
-    """Whether a job of a user is in Slurm's queue. False when Slurm does not answer: then
-    heartbeats alone decide on a claim."""
+    """Whether a job of a user is in Slurm's queue. False when Slurm does not answer: then only
+    heartbeats decide whether a claim is stale."""
     # one query a minute, as there are many old claims after a power cut
     minute = int(time.monotonic() // 60)
-    return job in _jobs(user, minute)
+    return job in _queued_jobs(user, minute)
 
 
 @lru_cache(maxsize=64)
-def _jobs(user: int, _: int) -> Collection[str]:
-    """Ids of the jobs of a user in Slurm's queue. The second argument is the present minute: the
-    cache returns the answer of the same minute."""
+def _queued_jobs(user: int, _: int) -> Collection[str]:
+    """Ids of the jobs of a user in Slurm's queue. The second argument, the present minute, is
+    only a key of the cache, which asks Slurm again in the next minute. () when Slurm does not
+    answer."""
     from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
 
     try:

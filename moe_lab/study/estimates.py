@@ -39,19 +39,22 @@ TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
     """The model with device=auto and dtype=auto resolved for the machine where the steps run.
 
-    With launcher=slurm, the device is the one that jobs request, as the login node may have no GPU.
-    On a GPU, dtype=auto stays: it means the precision of the files, which their hash identifies.
+    With launcher=slurm, the device follows from the GPUs that jobs request, as the login node may
+    have no GPU. On a GPU, dtype=auto stays: it means the precision of the model's files, and the
+    hash of the files identifies this precision.
     """
     device = model.device
     if device == "auto":
+        # balanced: the device map that divides a model among several GPUs
         device = {0: "cpu", 1: "cuda"}.get(_auto_gpus(model, config), "balanced")
     dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype)
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs that device=auto uses for a model: those of a Slurm job; with launcher=local,
-    those of this machine; with launcher=inline, as many of this machine as hold the weights."""
+    """Number of GPUs that device=auto uses for a model. With launcher=slurm: the GPUs of a job.
+    With launcher=local: all GPUs of this machine. With launcher=inline: as many GPUs of this
+    machine as the weights need, or all if the size of the model is unknown."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
     gpu_count = len(visible_gpus())
@@ -62,8 +65,9 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs of a Slurm job with a model: that of the settings; if there is none, the
-    maximum, or 0 for a model that is run on the CPU."""
+    """Number of GPUs of a Slurm job with a model: the number in the settings of this model, or else
+    of every job. Without such a number, the maximum of GPU_COUNTS, or 0 for a model that runs on
+    the CPU."""
     for job in (config.resources.of_model(model), config.resources.every):
         if job is not None and job.gpus is not None:
             return job.gpus
@@ -82,8 +86,8 @@ def resolved_engine(
     """The text with engine=auto and parts=null resolved.
 
     A model that one GPU does not hold is streamed layer by layer, with a part of the text on each
-    GPU: splitting the model among them would leave all GPUs but one idle. Models with quantised
-    weights, or of unknown configuration, are resident.
+    GPU. Splitting the model among the GPUs would leave all but one of them idle. Models with
+    quantised weights, or of unknown configuration, are resident.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
@@ -91,13 +95,15 @@ def resolved_engine(
     gpus_needed = _gpus_for_weights(size, config) if size else 1
     if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
+    # launcher=inline streams on one GPU
     gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
 
 
 def check_device(name: str) -> None:
-    """Raise UserError when this machine lacks the CUDA device `name`, such as cuda:1; for a device
-    map, such as balanced, when it has no CUDA device."""
+    """Raise UserError when this machine lacks the CUDA device `name`, such as cuda:1. For a device
+    map, such as balanced, raise UserError when this machine has no CUDA device."""
+    # a name without a number, such as cuda, needs the first device
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)  # raises UserError
 
@@ -105,19 +111,20 @@ def check_device(name: str) -> None:
 def device_here(device: str) -> str:
     """Name of the device that `model.device` selects on this machine. Raises UserError without such
     a device. The name is found by another process, because torch takes seconds to import."""
-    answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
-    if answer.returncode:
-        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
+    process = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
+    if process.returncode:
+        # the last line of the trace is "TYPE: MESSAGE"
+        reason = process.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(
             reason if reason.startswith("model.device=") else f"model.device={device}: {reason}"
         )
-    return answer.stdout.strip().splitlines()[-1]
+    return process.stdout.strip().splitlines()[-1]
 
 
 def check_memory(step: Step) -> None:
     """Raise UserError when a step loads all weights of a model on the CPU and they exceed the main
     memory of this machine. Only models of known size with plain (not quantised) weights are
-    checked. Models that a server loads are not."""
+    checked. Models that a server loads are not checked."""
     needed = step.resources()
     model = needed.model
     if model is None or needed.weights != "model" or model.device != "cpu":
@@ -134,13 +141,16 @@ def check_memory(step: Step) -> None:
 
 
 Seconds = Callable[[Step], float | None]
-"""Step -> estimated seconds, None without an estimate. `seconds_estimator` returns one."""
+"""Step -> estimated seconds, None without an estimate. `seconds_estimator` returns such a
+function."""
 
 
 def seconds_estimator(store: Store) -> Seconds:
-    """A function that estimates the seconds of a step from finished steps in a store: its units
-    times the median of the seconds per unit of steps of equal kind and pace. None without such a
-    step."""
+    """A function that estimates the seconds of a step from finished steps in a store.
+
+    The estimate is the number of units of the step times the median of the seconds per unit of
+    finished steps with the same kind and pace; None if there are no such steps. It is 0 for a step
+    that merges shares."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -186,7 +196,7 @@ def time_left(
     workers: int,
 ) -> tuple[float, list[str]]:
     """Estimated seconds until `workers` workers have done all steps of a run, and the kinds of
-    steps without an estimate.
+    steps without an estimate, which the seconds leave out.
 
     The time of a step is estimated from steps of its kind in this run, or else by `seconds`.
     """
@@ -211,17 +221,19 @@ def time_left(
         else:
             # without known progress, at least half of the time spent so far remains
             remaining.append(max(total - spent, spent / 2))
+    # one worker does the longest step, however many workers there are
     return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown_kinds))
 
 
 MINIMUM_PARAMETERS = 100_000_000
-"""Parameters that are assumed for smaller models, as these take no less time: work besides the
-matrix products dominates."""
+"""Number of parameters that is assumed for smaller models. A smaller model takes no less time than
+a model of this size, as work other than matrix products dominates."""
 
 
 @cache
 def _work(step: Step) -> float:
-    """Amount of work, comparable between steps of a kind: units times parameters of the model."""
+    """Amount of work of a step, comparable between steps of a kind: units times
+    parameters of the model. 0 for a step that merges shares."""
     if step.merges:
         return 0.0
     needed = step.resources()
@@ -232,8 +244,8 @@ def _work(step: Step) -> float:
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
-    """Table for a dry run: distinct, cached and missing steps of each kind, and estimated memory
-    and time of the missing ones. `done`: ids of finished steps."""
+    """Table for a dry run: numbers of distinct, cached and missing steps of each kind, and
+    estimated memory and time of the missing steps. `done`: ids of finished steps."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
@@ -296,17 +308,19 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
 
 def largest_memory(steps: Iterable[Step]) -> str:
     """The largest estimated memory of one of the steps, as text, with "or more" if the memory of
-    some steps is unknown."""
+    some steps is unknown. "unknown" if that of all steps is unknown; "" without steps."""
     memories = [step.resources().memory for step in steps]
     estimates = [memory for memory in memories if memory is not None]
+    if not estimates:
+        return "unknown" if memories else ""
     ending = " or more" if len(estimates) < len(memories) else ""
-    return f"{max(estimates) / GIB:.1f} GiB{ending}" if estimates else "unknown" if memories else ""
+    return f"{max(estimates) / GIB:.1f} GiB{ending}"
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`. Only exported
-    checkpoints, hidden states of streamed passes and generated texts count, as all other files are
-    small."""
+    """A sentence when `steps` would write more than is free on the disk of `store`, otherwise [].
+    Only exported checkpoints, hidden states of streamed passes and generated texts count, as all
+    other files are small."""
     needed = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
     while not folder.exists():

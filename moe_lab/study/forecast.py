@@ -26,6 +26,7 @@ def print_forecast(study: Study) -> list[str]:
     if config.launcher.name == "slurm" and missing:
         from moe_lab.study.slurm.arrays import arrange, array_table, job_resources
 
+        # a function, so that its UserErrors become problems and are not raised
         def print_arrays() -> None:
             resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
             arrays = arrange(missing, resources_of, config.launcher)

@@ -32,36 +32,38 @@ class Garbage:
     """An unreferenced step, or files of a killed run."""
 
     path: Path | None
-    """Its folder; None for a step in a pack."""
+    """Folder of the step or of the files; None for a step in a pack."""
     kind: str
     """Kind of step, or LEFTOVERS."""
     bytes: int
     step_id: str
     """First digits of the step's id; "" for a scratch folder, which is removed without being
-    renamed."""
+    renamed first."""
 
 
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print a table of the garbage in a store; with `apply`, remove it. Returns the exit code.
 
-    The folder of a step is first renamed as a scratch folder, so that a process that is killed
-    leaves no folder that looks finished. New runs wait only until all folders are renamed.
+    The folder of a step is first renamed as a scratch folder. If this process is then killed, no
+    folder with a part of the files looks like a finished step. New runs wait only until all
+    folders are renamed.
     Raises UserError when a file that may refer to steps is damaged, and when folders cannot be
     removed."""
     if not apply:
         garbage, queue_error = find_garbage(store)
-        _print(store, garbage, queue_error)
+        _print_table(store, garbage, queue_error)
         if garbage:
             command = f"python -m moe_lab.study gc apply=true store={store.root}"
             print(f"nothing was freed; this frees it: {command}")
         return 0
-    Store(store.root).create()  # raises UserError where one may not write
+    Store(store.root).create()  # raises UserError if nothing can be written there
     with store.claims.wait_for(GC_CLAIM):
         garbage, queue_error = find_garbage(store)
-        folders = _hide(store, garbage)
-    _print(store, garbage, queue_error)
+        folders = _hide_garbage(store, garbage)
+    _print_table(store, garbage, queue_error)
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
+    # a process that holds this claim (Busy) removes such packs itself
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
@@ -73,9 +75,9 @@ def gc(store: Store, *, apply: bool = False) -> int:
     return 0
 
 
-def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Remove garbage in packs, and rename folders of garbage steps as scratch folders. Returns the
-    folders to remove: these and the other scratch folders of the garbage."""
+def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
+    """Remove garbage from packs, and rename folders of garbage steps as scratch folders. Returns
+    the folders to remove: the renamed folders, and the scratch folders in `garbage`."""
     if packed_steps := [item.step_id for item in garbage if item.path is None]:
         drop(store, packed_steps)
     folders = []
@@ -92,21 +94,21 @@ def _hide(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """Unreferenced steps and leftovers of killed runs; and why Slurm's queue is unknown, or "".
-    Changes nothing.
+    """Unreferenced steps and leftovers of killed runs; and why Slurm's queue is unknown, or "" if
+    it is known. Changes nothing in the store.
 
     Raises UserError when a file that may refer to steps is damaged.
     """
-    referenced, queue_error = _referenced(store)
-    if store.notices:
+    referenced, queue_error = _referenced_steps(store)
+    if store.notices:  # reading a damaged file adds a notice
         raise _unreadable_error(store, store.notices[0])
     folders_of = store.step_folders()
     store.packs.refresh()
     packed_names = store.packs.steps()
     try:
-        for path in store.packs.damaged_packs:
+        for path in store.packs.damaged_packs:  # the first suffices
             raise Damaged(f"{path} is damaged")
-        needed = _with_inputs(store, referenced, folders_of)
+        needed = _needed_steps(store, referenced, folders_of)
         sizes = {start: store.packs.size(start) for start in packed_names.keys() - needed}
     except (FileNotFoundError, Damaged) as error:
         raise _unreadable_error(store, str(error)) from None
@@ -118,9 +120,9 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
-def _with_inputs(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
-    """Starts of ids of the steps in `starts`, and of all their direct and indirect inputs.
-    `folders_of`: from `Store.step_folders`."""
+def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
+    """Starts of the ids of steps and of all their direct and indirect inputs. `starts`: those of
+    the steps. `folders_of`: result of `Store.step_folders`."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     queue = list(starts)
@@ -136,27 +138,27 @@ def _with_inputs(store: Store, starts: Set[str], folders_of: Mapping[str, list[P
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch folders of all steps, and resume files of unreferenced steps, except those of steps
-    that a process is computing."""
+    """Scratch folders of all steps, and resume files of unreferenced steps. Files of a step that a
+    process is computing are left out. `referenced`: starts of ids."""
     scratch = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_files = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
     for path, match in scratch:
         if match and match[1] not in claimed:
-            yield Garbage(path, LEFTOVERS, _bytes(path), "")
+            yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_files:
         if path.name not in referenced and path.name not in claimed:
-            yield Garbage(path, LEFTOVERS, _bytes(path), path.name)
+            yield Garbage(path, LEFTOVERS, _folder_bytes(path), path.name)
 
 
-def _referenced(store: Store) -> tuple[set[str], str]:
+def _referenced_steps(store: Store) -> tuple[set[str], str]:
     """Starts of the ids of the steps that runs and records refer to; and why Slurm's queue is
-    unknown, or "".
+    unknown, or "" if it is known.
 
-    A run refers to steps while it is active or its jobs may be queued, if it is the last of its
-    study, and if it began after the last run with a record. Claims are read first, then the queue,
-    then records. This order misses no step, as a record is written before the claims and jobs of
-    its run disappear.
+    A run refers to its steps in any of four cases: it is active; its jobs may be in the queue; it
+    is the last run of its study; it began after the last run with a record. Claims are read first,
+    then the queue, then records. This order misses no step, as a record is written before the
+    claims and jobs of its run disappear.
     """
     referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
@@ -165,11 +167,13 @@ def _referenced(store: Store) -> tuple[set[str], str]:
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
     for study, study_runs in runs_of.items():
         try:
+            # a later run has a greater name; without a record, all names are greater than ""
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
         referenced.update(name[-DIGITS:] for name in finished_steps(record))
         for run in study_runs:
+            # while the queue is unknown, any job may be in it
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
             is_recent = run is study_runs[-1] or run.folder.name > record["run"]
             if not is_recent and not may_be_queued:
@@ -181,7 +185,7 @@ def _referenced(store: Store) -> tuple[set[str], str]:
 
 
 def _unreadable_error(store: Store, reason: str) -> UserError:
-    """The error for files, named in `reason`, that may refer to steps and cannot be read."""
+    """The error for a file that may refer to steps and cannot be read. `reason` names the file."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
@@ -195,11 +199,11 @@ def _garbage_step(folder: Path) -> Garbage | None:
         identity = read_step(folder)
         id_prefix = folder.name[-DIGITS:]
         if identity["kind"] == folder.parent.name and identity["id"].startswith(id_prefix):
-            return Garbage(folder, identity["kind"], _bytes(folder), id_prefix)
+            return Garbage(folder, identity["kind"], _folder_bytes(folder), id_prefix)
     return None
 
 
-def _bytes(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     """Bytes of all files in a folder. Files that another process removes meanwhile are left out."""
     total = 0
     for parent, _, names in os.walk(folder):
@@ -209,14 +213,15 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _print(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table with number and bytes of the garbage for each kind of step."""
+def _print_table(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
+    """Print a table with number and bytes of the garbage for each kind of step, and then
+    `queue_error` if it is not empty."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)
     table = Table("step", "number", "size", title=f"what no study in {store.root} refers to")
-    for kind, of_kind in {**sizes, "all": [item.bytes for item in garbage]}.items():
-        table.add_row(kind, str(len(of_kind)), decimal(sum(of_kind)))
+    for kind, kind_sizes in {**sizes, "all": [item.bytes for item in garbage]}.items():
+        table.add_row(kind, str(len(kind_sizes)), decimal(sum(kind_sizes)))
     console.print(table)
     if queue_error:
         print(f"{queue_error}; so the steps of all studies that were submitted are retained")

@@ -66,6 +66,7 @@ class CellSteps:
 
     cell: Cell
     model: Step
+    """The step with the facts about the unpruned model."""
     statistics: Step | None
     scores: Step | None
     plan: Step | None
@@ -75,9 +76,11 @@ class CellSteps:
     profile: Step | None
     timing: Step | None
     evaluate: Mapping[str, Evaluate | Grade]
+    """Name of a benchmark -> step with its results."""
 
     def by_field(self) -> dict[str, Step | None]:
-        """Field -> step, for the fields in STEPS, which are all that hold one step."""
+        """Field -> its step, None if the cell has no such step. The field `evaluate`, which holds
+        several steps, is left out."""
         return {name: getattr(self, name) for name in STEPS}
 
 
@@ -136,7 +139,8 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 
 def _hub_names(setting: Any) -> Iterator[str]:
-    """Hub names in place of file hashes in the identity of a setting and of its `sources`."""
+    """Hub names in place of file hashes in the identity of a setting, and in its `sources` if it is
+    a mixture of texts."""
     if not isinstance(setting, dict):
         return
     for group in (setting, *setting.get("sources", ())):
@@ -146,8 +150,8 @@ def _hub_names(setting: Any) -> Iterator[str]:
 
 
 class _Resolver:
-    """Resolves the cells of a study. A group that several cells share is resolved once, so that
-    their steps share the result, and its identity is computed once."""
+    """Resolves the cells of a study. A group of settings that several cells share is resolved once.
+    The steps of these cells then share the resolved group, and its identity is computed once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -155,8 +159,8 @@ class _Resolver:
         self._arguments: list[tuple[Any, ...]] = []
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The cached result of a function. Arguments are compared by identity, integers by
-        value."""
+        """The result of `function` for `arguments`, computed once. Integers are compared by value,
+        other arguments by identity."""
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
             self._results[key] = function(*arguments)
@@ -165,11 +169,11 @@ class _Resolver:
         result: Result = self._results[key]
         return result
 
-    def cell(self, cell: Cell) -> Cell:
+    def resolve_cell(self, cell: Cell) -> Cell:
         """The cell with device, dtype, seed, engine and number of parts resolved."""
         model = self.cached(resolved_model, cell.model, self.config)
 
-        def resolve(text: CalibrationConfig) -> IdentifiedText:
+        def resolve_text(text: CalibrationConfig) -> IdentifiedText:
             return self.cached(resolved_text, text, cell.seed, model, self.config)
 
         return replace(
@@ -177,8 +181,8 @@ class _Resolver:
             model=model,
             criterion=self.cached(IdentifiedCriterion.of, cell.criterion),
             allocation=self.cached(IdentifiedAllocation.of, cell.allocation),
-            calibration=resolve(cell.calibration),
-            texts={role: resolve(text) for role, text in cell.texts.items()},
+            calibration=resolve_text(cell.calibration),
+            texts={role: resolve_text(text) for role, text in cell.texts.items()},
         )
 
 
@@ -190,8 +194,8 @@ def resolved_model(model: ModelConfig, config: Config) -> StepModel:
 def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
-    """The text with engine and number of parts resolved. A text without a seed gets `seed`, that of
-    the cell."""
+    """The text with engine and number of parts resolved. A text without a seed gets `seed`, the
+    seed of the cell."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(resolved_engine(seeded, model, config))
 
@@ -201,16 +205,19 @@ def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
     return Cost.of(unpruned_model(model), text)
 
 
-def _steps(
+def _cell_steps(
     cell: Cell,
     tasks: Mapping[str, Task],
     resolver: _Resolver,
-    evaluated: dict[Any, dict[Task, Any]],
+    evaluations_of: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
-    """All steps of one cell; criterion "none" stands for the unpruned model. `evaluated`: identity
-    of a pruned model -> task -> evaluation, which cells with the same pruned model share."""
+    """All steps of one cell. A cell with NO_CRITERION is that of the unpruned model.
+
+    `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a pruned model -> task ->
+    evaluation step. Cells with the same pruned model share these steps, so missing ones are added.
+    """
     config = resolver.config
-    resolved_cell = resolver.cell(cell)
+    resolved_cell = resolver.resolve_cell(cell)
     model = resolved_cell.model
     flops_text: Any = resolved_cell.texts["flops"]
     is_pruned = cell.criterion is not NO_CRITERION
@@ -221,6 +228,7 @@ def _steps(
         # figures need scores even where the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
+            # the pass that the scores read, if they read statistics
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
@@ -228,7 +236,7 @@ def _steps(
     if config.timing:
         timing = Timing.of(pruned, flops_text, resolver.cached(timing_of, config.timed, model))
     identity = tuple([entry.line for entry in pruned.identity_entries.values()])
-    evaluations = evaluated.setdefault(identity, {})
+    evaluations = evaluations_of.setdefault(identity, {})
     for task in tasks.values():
         if task not in evaluations:
             evaluations[task] = task(pruned)
@@ -254,7 +262,7 @@ def normalized(cell: Cell) -> Cell:
 
 
 def unpruned(cell: Cell) -> Cell:
-    """The cell of the unpruned model, with which the cell is compared."""
+    """The cell of the unpruned model that `cell` is compared with."""
     return Cell(
         model=cell.model,
         criterion=NO_CRITERION,
@@ -271,9 +279,9 @@ def unpruned(cell: Cell) -> Cell:
 
 @uncollected()
 def build(config: Config, requests: Iterable[Request]) -> Graph:
-    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
-    `config` has the settings that hold for all requests, such as permissions, exports and
-    overlap."""
+    """The graph of a study. A cell that several requests contain is in the graph once, with all its
+    benchmarks. For each cell, the cell of the unpruned model is added. `config` has the settings
+    that hold for all requests, such as permissions, exports and overlap."""
     resolver = _Resolver(config)
     requests = list(requests)
     tasks_of: dict[Cell, dict[str, Task]] = {}
@@ -282,10 +290,10 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
             benchmark.name: resolver.cached(task_of, benchmark, config) for benchmark in benchmarks
         }
         for cell in cells:
-            for candidate in (unpruned(cell), normalized(cell)):
-                tasks_of.setdefault(candidate, {}).update(tasks)
-    evaluated: dict[Any, dict[Task, Any]] = {}
-    steps = [_steps(cell, tasks, resolver, evaluated) for cell, tasks in tasks_of.items()]
+            for graph_cell in (unpruned(cell), normalized(cell)):
+                tasks_of.setdefault(graph_cell, {}).update(tasks)
+    evaluations_of: dict[Any, dict[Task, Any]] = {}
+    steps = [_cell_steps(cell, tasks, resolver, evaluations_of) for cell, tasks in tasks_of.items()]
     return Graph(steps, _figure_steps(resolver, requests))
 
 
@@ -293,8 +301,8 @@ def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
     """Figure -> key -> step, for steps that only figures and remarks need. There is a step for each
-    combination of calibration set, model and gate in cells that read their calibration set, with
-    the first seed of the combination."""
+    combination of calibration set, model and gate in cells that read their calibration set. It has
+    the seed of the first such cell."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
     first_seeds: dict[FigureKey, int] = {}  # by key with seed 0
     cell_of: dict[FigureKey, Cell] = {}
@@ -315,11 +323,11 @@ def _figure_steps(
                 cell_of.setdefault(key, cell)
                 benchmarks_of[key].update(item_benchmarks)
             if resolver.config.overlap:
-                resolved_cell = resolver.cell(cell)
+                resolved_cell = resolver.resolve_cell(cell)
                 figures["families"][key] = Family.of(resolved_cell)
                 figures["damages"][key] = Scores.of(replace(resolved_cell, criterion=EXACT_DAMAGE))
     for key, cell in cell_of.items():
-        resolved_cell = resolver.cell(cell)
+        resolved_cell = resolver.resolve_cell(cell)
         figures["contaminations"][key] = Contamination.of(
             resolved_cell.model, resolved_cell.calibration, benchmarks_of[key]
         )

@@ -33,14 +33,15 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
     """Give all files and folders the permissions of `folder`, set the modification time of files,
     and write STEP.
 
-    `document`: the identity of the step. For a copy from another store, it is the content of STEP
-    there, and the caller has compared the files with it; large files may then be links to the other
-    store.
+    `document`: the identity of the step. For a step that is copied from another store, `document`
+    is the content of STEP in that store, and the caller has compared the files with it. Large files
+    may then be links to the other store.
     """
     provenance: dict[str, Any] = {}
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
+    # "time" is an even number of seconds in the past, see STEP
     content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.is_file()]
@@ -60,7 +61,7 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as in STEP."""
+    """Size in bytes and sha256 of a file, in the form in which STEP has them."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
 
@@ -70,8 +71,8 @@ def _sha256(file: BufferedReader) -> str:
 
 
 def read_step(folder: Path) -> dict[str, Any]:
-    """Content of STEP of a finished step. Raises FileNotFoundError when the file is missing, and
-    Damaged when it is not as it was written."""
+    """Content of STEP of a finished step. Raises FileNotFoundError when STEP is missing, and
+    Damaged when STEP was changed after it was written."""
     document: dict[str, Any] = read_sealed(folder / STEP, {})
     return document
 
@@ -79,10 +80,12 @@ def read_step(folder: Path) -> dict[str, Any]:
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
 
-    Files are compared by size and modification time; a file with another time is hashed, and gets
-    its time back if it is unchanged. With `hash_all` every file is hashed, and a damaged file gets
-    another time, so that later comparisons find it without hashing. Links to files of other stores
-    are followed, but these files are never changed; a link to a damaged file is removed."""
+    The size and the modification time of a file are compared with those in STEP. If only the time
+    differs, the file is hashed. If its content is unchanged, the file gets the time in STEP again.
+    With `hash_all` every file is hashed. A damaged file with the time in STEP then gets the present
+    time, so that later calls without `hash_all` find the damage, too. Links to files of other
+    stores are followed. The times of such files are never changed, but a link to a damaged file is
+    removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -95,6 +98,7 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
             if not _is_unchanged(folder / name, expected, document["time"], hash_all):
                 states[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            # a link may lead to a file that this user must not read: it counts as missing
             if isinstance(error, PermissionError) and not (folder / name).is_symlink():
                 raise
             states[name] = "missing"
@@ -102,8 +106,9 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
 
 def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
-    """Whether a file has the `expected` size and hash. `moment`: the file's modification
-    time at publication, in seconds. A file with this time is only hashed with `hash_all`."""
+    """Whether a file has the `expected` size and hash. `moment`: modification time of the file in
+    STEP, in seconds. A file with this time is only hashed with `hash_all`. If the file is hashed,
+    its time may be changed, see `damage`."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False
@@ -112,6 +117,8 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
         return True
     with path.open("rb") as file:
         is_same = bool(_sha256(file) == expected["sha256"])
+        # an unchanged file should have the time in STEP, and a changed file should not; the second
+        # look at the time shows whether another process has written the file meanwhile
         if is_same != has_moment and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
             # the time cannot be set for a file of another owner, which is hashed again next time
             with suppress(OSError, OverflowError):
@@ -120,8 +127,9 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
 
 
 def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
-    """Set the modification time of a file to `moment`, in seconds; that of a damaged file, with
-    `moment` None, to now. A link to a damaged file is removed instead; other links stay."""
+    """Set the modification time of an open file to `moment`, in seconds. `moment` is None for a
+    damaged file, which gets the present time. If `path` is a link, no time is set: a link to a
+    damaged file is removed, and a link to an unchanged file stays."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

@@ -17,13 +17,13 @@ SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale":
 
 
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
-    """The number that `objective` names, for the job of a multirun with these requests; without an
-    objective, or in a dry run, the exit code.
+    """The number that `objective` names, for the job of a multirun. `requests`: the requests of the
+    job. Without an objective, or in a dry run, the exit code of the job.
 
-    Avg is a mean over benchmarks of the means over their results in which higher is better;
-    benchmarks without such results are left out. Any other objective is the name of a result, such
-    as arc_easy or perplexity. Raises UserError unless the job prunes one model and has all
-    results."""
+    Avg: for each benchmark, the mean over its results in which higher is better; then the mean over
+    benchmarks. Benchmarks without such results are left out. Any other objective is the name of a
+    result, such as arc_easy or perplexity. Raises UserError unless the job prunes one model and has
+    all results."""
     code, study = result
     objective = study.config.objective
     if objective is None or study.config.dry_run:
@@ -47,6 +47,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), SHAPE, name)["results"]
         scores |= {entry["benchmark"]: entry["score"] for entry in results}
+        # "score" is the scale of results in which higher is better
         increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]
         if increasing_scores:
             averages.append(fmean(increasing_scores))

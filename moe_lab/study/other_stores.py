@@ -50,6 +50,7 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
     other = open_other(path)
     done = store.done_of(steps)
     ids_elsewhere = finished_in(other, steps) - done
+    # the shares of a finished pass are not needed, and so are not entry
     missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
     if missing:
         inform(f"taking {len(missing)} finished steps from also={other.root}")
@@ -57,9 +58,11 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy the `steps` that are finished in `other`, where ids find them, into `store`.
+    """Copy the `steps` that are finished in `other` into `store`. Steps are found by id, as their
+    labels in `other` may differ.
 
-    Steps that another process is computing are left out; so are damaged steps, with a notice.
+    Steps that another process is computing are left out. Damaged steps are left out, too, with a
+    notice.
     """
     with other.errors_as_sentences():
         present = other.present()
@@ -73,13 +76,15 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
             for start in range(0, len(names_left), MANY):
-                list(threads.map(partial(_copy, store, other), names_left[start : start + MANY]))
+                batch = names_left[start : start + MANY]
+                # `list` waits until all are copied, and raises errors of the threads
+                list(threads.map(partial(_copy_step, store, other), batch))
                 packing.pack()
 
 
-def _copy(store: Store, other: Store, name: str) -> None:
-    """Copy the step KIND/NAME, or add a notice if it is damaged. A step that another process is
-    computing is left out."""
+def _copy_step(store: Store, other: Store, name: str) -> None:
+    """Copy the step `name` (KIND/NAME) from `other` to `store`, or add a notice if the step is
+    damaged. A step that another process is computing is left out."""
     try:
         document = _document(other, name)
         with store.receive(name, document) as scratch:
@@ -87,6 +92,7 @@ def _copy(store: Store, other: Store, name: str) -> None:
                 return
             for file, expected in document["files"].items():
                 target = scratch / file
+                # a damaged STEP may name a file outside of the folder
                 if not target.resolve().is_relative_to(scratch.resolve()):
                     raise Damaged(f"its {STEP} is damaged")
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +106,8 @@ def _copy(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
-    """Content of STEP of the step KIND/NAME. Raises Damaged when STEP is damaged, is missing or may
-    not be read."""
+    """Content of STEP of the step KIND/NAME. Raises Damaged when STEP is damaged, is missing or
+    must not be read by this user."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):
@@ -112,15 +118,16 @@ def _copy_file(
     other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
 ) -> None:
     """Copy a file of a step to `target`, or make a link there to a large file. `expected`: size and
-    sha256. Raises Damaged when the file is missing, may not be read or has changed."""
+    sha256. Raises Damaged when the file is missing, must not be read by this user or has
+    changed."""
     path = other.folder(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):
             target.symlink_to(os.path.realpath(path))
         else:
             target.write_bytes(other.content(name, file))
-        copied = file_entry(target)
+        entry = file_entry(target)
     except (FileNotFoundError, PermissionError):
         raise Damaged(f"{file} is missing") from None
-    if copied != expected:
+    if entry != expected:
         raise Damaged(f"{file} is damaged")

@@ -47,7 +47,7 @@ class Packing:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.large_steps: set[str] = set()
-        """Starts of ids of steps that are too large for a pack."""
+        """Starts of the ids of steps that are too large for a pack, or that have subfolders."""
         self.next_time = time.monotonic() + EVERY
 
     def pack_regularly(self) -> None:
@@ -57,9 +57,10 @@ class Packing:
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Pack small steps if there are at least MANY, unless another process packs. At the end of
-        a run (`last`), pack any number of them if the store has packs. After an error, such as of a
-        full disk, the steps stay in folders, a notice is added, and the run continues."""
+        """Pack small steps if there are at least MANY of them, unless another process packs. At the
+        end of a run (`last`), and if the store has packs, pack any number of small steps. After an
+        error, such as of a full disk, the steps stay in folders and a notice is added; nothing is
+        raised, so that the run continues."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -90,21 +91,24 @@ class Packing:
                 (start, folder) for start, folder in folders.items() if start not in store.packs
             ]
             small_steps = self._small_steps(candidates[:STEPS_PER_PACK])
-            if first := next(small_steps, None):  # a pack is not empty
+            if first := next(small_steps, None):  # without a first step, no pack is written
                 _publish(store, store.packs.add(chain([first], small_steps)), claim)
+            # the steps packed now, and those that a killed process had packed
             for start in folders.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hide(folders[start], start), ignore_errors=True)
             small_packs = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(small_packs) > MOST_PACKS:
-                _rewrite(store, small_packs, (), claim)
+                _rewrite(store, small_packs, (), claim)  # no step is left out
 
     def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The small and undamaged steps in `folders`, which are pairs (start of the id, folder)."""
+        """The steps in `folders`, without large and damaged steps. `folders`: pairs (start of the
+        step's id, folder)."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
                 entries = document["files"]
+                # a pack stores no subfolders
                 size = sum(entry["bytes"] for entry in entries.values())
                 if size > SMALL or any("/" in name for name in entries):
                     self.large_steps.add(start)
@@ -119,21 +123,22 @@ class Packing:
 
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy steps KIND/NAME from packs of `other` into packs of `store`, if at least MANY of `names`
-    are in packs there. Damaged steps are left out. An error, such as of a full disk, ends the
-    copying without a report: the caller copies the rest one by one, and reports errors."""
+    """Copy steps from packs of `other` into packs of `store`, if at least MANY of the steps are in
+    packs of `other`. `names`: KIND/NAME of the steps. Damaged steps are left out. An error, such as
+    of a full disk, ends the copying and is not reported: the caller copies the remaining steps one
+    by one, and reports errors then."""
     packed_names = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed_names) < MANY:
         return
     with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
         store.make_folder(store.packs.folder)
         for start in range(0, len(packed_names), STEPS_PER_PACK):
-            steps = _undamaged(other, packed_names[start : start + STEPS_PER_PACK])
+            steps = _read_packed_steps(other, packed_names[start : start + STEPS_PER_PACK])
             _publish(store, store.packs.add(steps), claim)
 
 
-def _undamaged(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
-    """The undamaged ones of the steps `names` (KIND/NAME), read from packs of a store."""
+def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
+    """The steps `names` (KIND/NAME), read from packs of `other`. Damaged steps are left out."""
     for name in names:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
@@ -147,7 +152,7 @@ def _inputs(document: Mapping[str, Any]) -> list[str]:
 
 
 def drop(store: Store, starts: Collection[str]) -> None:
-    """Remove steps, by the starts of their ids, from packs."""
+    """Remove steps from packs. `starts`: first digits of the ids of the steps."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
         for name in store.packs.packs_with(starts):
@@ -155,11 +160,12 @@ def drop(store: Store, starts: Collection[str]) -> None:
         store.packs.damaged_steps -= set(starts)
 
 
-def _rewrite(store: Store, names: Collection[str], without: Collection[str], claim: Claim) -> None:
-    """Replace the packs `names` by one pack that lacks the steps `without`. A pack that cannot be
-    read is set aside as a whole."""
+def _rewrite(store: Store, names: Collection[str], starts: Collection[str], claim: Claim) -> None:
+    """Replace packs by one new pack that has their steps. `names`: those of the packs. `starts`:
+    first digits of the ids of steps that are left out. If a pack cannot be read, nothing is
+    replaced, and this pack is set aside with all its steps."""
     try:
-        _publish(store, store.packs.rewrite(names, without), claim)
+        _publish(store, store.packs.rewrite(names, starts), claim)
     except Damaged as error:
         # the text of the error is the name of the damaged pack
         store.set_aside(store.packs.path(str(error)), "damaged", "its steps are computed again")
