@@ -43,19 +43,19 @@ WITH_ANSWERS = ("search", "instructions")
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence per problem with the settings, each once; [] when they are valid. Requirements
-    on this machine are checked by `missing_requirements`."""
-    sentences = list(_wrong_settings(config))
+    """One sentence for each problem with the settings of a study; [] when all settings are valid.
+    Requirements on this machine are checked by `missing_requirements`."""
+    sentences = list(_settings_problems(config))
     for cells, benchmarks in requests:
         sentences += wrong_benchmarks(benchmarks)
         sentences += engines.wrong(
-            config.backend, benchmarks, [cell.model for cell in _distinct(cells, "model")]
+            config.backend, benchmarks, [cell.model for cell in _deduplicate(cells, "model")]
         )
         for groups, check in CELL_CHECKS:
-            for cell in _distinct(cells, *groups):
+            for cell in _deduplicate(cells, *groups):
                 sentences += user_errors(check, cell, config)
-        sentences += _wrong_texts(cells)
-        for cell, benchmark in product(_distinct(cells, "model"), benchmarks):
+        sentences += _text_problems(cells)
+        for cell, benchmark in product(_deduplicate(cells, "model"), benchmarks):
             sentences += user_errors(_check_template, cell, benchmark)
         sentences += user_errors(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
@@ -64,28 +64,29 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each choice of a study that a user may not expect."""
     cells = [cell for requested, _ in requests for cell in requested]
-    names = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
-    if config.suite.benchmarks is None and names:
+    own_models = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
+    if config.suite.benchmarks is None and own_models:
         yield (
-            f"model={','.join(names)} is not evaluated, as no suite is named: add "
+            f"model={','.join(own_models)} is not evaluated, as no suite is named: add "
             "suite=perplexity suite.path=FILE"
         )
-    job_configs = [config.resources.of_model(cell.model) for cell in _distinct(cells, "model")]
+    job_configs = [config.resources.of_model(cell.model) for cell in _deduplicate(cells, "model")]
+    # a shipped model that the study does not use may have an entry
     unused_names = [name for name, job in config.resources.models.items() if job not in job_configs]
     if unknown_names := [
         name for name in unused_names if not (conf() / "model" / f"{name}.yaml").is_file()
     ]:
         yield f"resources.models: no model of this study has the name {', '.join(unknown_names)}"
-    for cell in _distinct(cells, "allocation"):
+    for cell in _deduplicate(cells, "allocation"):
         plan = plan_in(cell.allocation)
         if plan is not None and not plan.provenance.get("model_sha256"):
             yield (
                 f"allocation.path={cell.allocation.path} states no model_sha256, so only its "
                 "layers and counts are compared"
             )
-    yield from _unread_fields(cells)
+    yield from _unread_field_remarks(cells)
     roundings: dict[str, None] = {}
-    for cell in _distinct(cells, "model", "criterion", "allocation", "ratio"):
+    for cell in _deduplicate(cells, "model", "criterion", "allocation", "ratio"):
         removed_ratio = removed_share(cell)
         if abs(removed_ratio - cell.ratio) > ROUNDED:
             roundings[f"{cell.model.name} {cell.ratio:g} -> {removed_ratio:.3g}"] = None
@@ -94,13 +95,16 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
         yield f"ratio is rounded to whole experts (model requested -> removed): {ratios}"
 
 
-def _unread_fields(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each calibration set whose texts of one word a model does not read in some
-    fields. The sentence names these fields, and all models that do not read exactly these."""
-    distinct = _distinct(cells, "model", "calibration", "criterion", "allocation")
-    text_cells = [cell for cell in distinct if reads_text(cell)]
+def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
+    """Sentences about texts of one word that a model does not read. There is a sentence for each
+    pair of a calibration set and a list of fields. It names the models that read the texts of one
+    word in all fields of the set except these."""
+    # criterion and allocation decide whether a cell reads its calibration set
+    distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
+    text_cells = [cell for cell in distinct_cells if reads_text(cell)]
+    # (calibration set, *fields) -> models, as keys
     models = defaultdict[Any, dict[str, None]](dict)
-    for cell in _distinct(text_cells, "model", "calibration"):
+    for cell in _deduplicate(text_cells, "model", "calibration"):
         if keys := calibrations.unread_keys(cell.calibration, cell.model):
             models[cell.calibration.name, *keys][cell.model.name] = None
     for (name, *keys), names in models.items():
@@ -118,10 +122,11 @@ BETWEEN_SEEDS = 0.05
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
-    """A sentence for each request with the smallest difference between averages of two methods that
-    a study would find with a power of 80 %. The test is a two-sided t-test at the 5 % level divided
-    by the number of pairs of methods that have several seeds. The variance of a difference is the
-    sum of its variances over seeds and over items."""
+    """A sentence for each request: the smallest difference between the averages of two methods that
+    the study would find with a power of 80 %. The test is a two-sided t-test. Its level is 5 %,
+    divided by the number of pairs of methods that have several seeds. The variance of a difference
+    is the sum of two variances: over seeds and over items. A request gets no sentence if no benchmark
+    has a known size, or if there are fewer than two methods."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
@@ -130,25 +135,27 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
             for benchmark in benchmarks
             if benchmark.expected
         ]
-        seeds_of_method: Counter[Cell] = Counter()
+        seed_count_of: Counter[Cell] = Counter()
         for cell in cells:
             if cell.ratio and cell.criterion.name not in RANDOM:
-                seeds_of_method[replace(cell, seed=0)] += 1
-        if not sizes or len(seeds_of_method) < 2:
+                seed_count_of[replace(cell, seed=0)] += 1
+        if not sizes or len(seed_count_of) < 2:
             continue
-        seed_counts = [count for count in seeds_of_method.values() if count > 1]
+        seed_counts = [count for count in seed_count_of.values() if count > 1]
         if len(seed_counts) < 2:
             yield (
                 "visible: no differences between methods, as they have one seed: seed=1,2,3 "
                 "gives each three plans"
             )
             continue
-        freedom = sum(seed_counts) - len(seed_counts)
-        pairs = len(seed_counts) * (len(seed_counts) - 1) / 2
+        degrees_of_freedom = sum(seed_counts) - len(seed_counts)
+        pair_count = len(seed_counts) * (len(seed_counts) - 1) / 2
         seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
         item_variance = sum(DIFFERING_ITEMS / size for size in sizes) / len(sizes) ** 2
-        quantile_sum = stdtrit(freedom, 1 - 0.025 / pairs) + stdtrit(freedom, 0.8)
-        difference = quantile_sum * math.sqrt(seed_variance + item_variance)
+        # two sides of 0.025 make the level of 5 %
+        level_quantile = stdtrit(degrees_of_freedom, 1 - 0.025 / pair_count)
+        power_quantile = stdtrit(degrees_of_freedom, 0.8)
+        difference = (level_quantile + power_quantile) * math.sqrt(seed_variance + item_variance)
         yield (
             f"visible: differences between averages of {len(seed_counts)} methods "
             f"({min(seed_counts)} seeds) from about {difference:.3f} on, with {sum(sizes):,} items"
@@ -158,7 +165,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for each requirement of `steps` that is missing or not allowed on this
     machine."""
-    distinct: dict[tuple[Any, ...], Check] = {}
+    distinct_checks: dict[tuple[Any, ...], Check] = {}
     for step in steps:
         needed = step.resources()
         checks = list(needed.conditions)
@@ -168,32 +175,36 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
         if launcher.name != "slurm" and needed.model and needed.runs_model:
             checks.append((check_device, needed.model.device))
         for check, *arguments in checks:
-            distinct[check, *map(id, arguments)] = (check, *arguments)
+            # steps share settings: a check of the same objects is made once
+            distinct_checks[check, *map(id, arguments)] = (check, *arguments)
     problems: list[str] = []
-    for check, *arguments in distinct.values():
+    for check, *arguments in distinct_checks.values():
         problems += user_errors(check, *arguments)
     return list(dict.fromkeys(problems))
 
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """A sentence if the disk of `store` is too small for the results of `steps`, and, unless
-    launcher=slurm, for each kind of step and model whose weights main memory does not hold."""
+    """A sentence if the disk of `store` is too small for the results of `steps`. Unless
+    launcher=slurm, also a sentence for each kind of step and model if the main memory of this
+    machine is too small for the weights."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
         problems += (sentence for step in steps for sentence in user_errors(check_memory, step))
     return list(dict.fromkeys(problems))
 
 
-def _distinct(cells: Iterable[Cell], *groups: str) -> list[Cell]:
-    """One cell for each combination of values in `groups`, compared by identity."""
-    distinct: dict[Any, Cell] = {}
+def _deduplicate(cells: Iterable[Cell], *groups: str) -> list[Cell]:
+    """One cell for each combination of values in some groups of settings. `groups`: names of fields
+    of a cell, whose values are compared by identity."""
+    cell_of: dict[Any, Cell] = {}
     for cell in cells:
-        distinct.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)
-    return list(distinct.values())
+        cell_of.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)
+    return list(cell_of.values())
 
 
-def _wrong_settings(config: Config) -> Iterator[str]:
-    """Problems of settings that do not depend on cells."""
+def _settings_problems(config: Config) -> Iterator[str]:
+    """A sentence for each problem with a setting that all cells share: stores, tracker, jobs and
+    format of exports."""
     yield from user_errors(store_folder, config.store)
     if config.also:
         from moe_lab.study.other_stores import open_other
@@ -216,9 +227,10 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 def _check_gpu_number(cell: Cell, config: Config) -> None:
     """Raise UserError for a device such as cuda:1 unless launcher=inline: other launchers choose
-    the GPUs of each process, which numbers them from 0."""
+    the GPUs of each process, and a process numbers its GPUs from 0."""
     device = cell.model.device
     launcher = config.launcher.name
+    # cuda:0 is the same as cuda
     if int(device.partition(":")[2] or 0) and launcher != "inline":
         raise UserError(
             f"model.device={device}: a process of launcher={launcher} has GPUs of its own: "
@@ -239,10 +251,11 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
         )
 
 
-def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
-    """Problems of the texts that models read, and of each text with each model that reads it."""
-    readings = {}
-    for cell in _distinct(cells, "model", "calibration", "criterion", "allocation", "recovery"):
+def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
+    """A sentence for each problem with a text that a model reads, and for each problem with a pair
+    of a text and a model that reads it."""
+    readings = {}  # by identity: role of a text, the text and the model
+    for cell in _deduplicate(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
         # an unknown criterion or allocation may read the calibration set, which is then checked
         with suppress(UserError):
@@ -257,6 +270,7 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             readings[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in readings.values():
+        # reading the first record raises UserError if the text is wrong
         check = sources.check_answers if role in WITH_ANSWERS else sources.first_record
         problems = [
             sentence
@@ -276,8 +290,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when a benchmark with chat=true needs a chat template, and the model has none
-    or none with tools."""
+    """Raise UserError when a benchmark has chat=true and the model has no chat template. For a
+    benchmark that gives tools, the template must also have tools."""
     harness = harness_of(benchmark)
     if benchmark.chat:
         alternative = (
@@ -289,8 +303,8 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
         config_json.check_chat_template(cell.model, user, harness.gives_tools, alternative)
 
 
-def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of exporting the pruned model of a cell."""
+def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
+    """A sentence for each problem with exporting the pruned model of a cell."""
     if config.export == ExportConfig() and not config.verify:
         return
     from moe_lab.pruning.export import settings
@@ -305,14 +319,16 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
-def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of a cell whose plan replaces dropped experts. If the router still routes tokens to
-    dropped experts (it keeps all rows), only the code of transformers can compute the model."""
+def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
+    """A sentence for each problem with a plan that replaces dropped experts by constants or by
+    merged experts. If the router still routes tokens to dropped experts, only the code of
+    transformers can compute the model."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
         setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
+        # without a grouping, constants replace the dropped experts
         routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         setting = f"the plan allocation.path={settings.path}"
@@ -339,16 +355,17 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
         )
 
 
-def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
-    """Problems of the plan of a cell, from the checks of the class of the step that makes it."""
+def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
+    """A sentence for each problem with the plan of a cell. The checks are those of the class of the
+    step that makes the plan."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in step_class.checks:
         yield from user_errors(check, cell)
 
 
-def _wrong_recovery(cell: Cell, _: Config) -> Iterator[str]:
-    """Problems of the recovery of a cell, if it has one."""
-    if cell.recovery == RecoveryConfig():
+def _recovery_problems(cell: Cell, _: Config) -> Iterator[str]:
+    """A sentence for each problem with the recovery of a cell."""
+    if cell.recovery == RecoveryConfig():  # no recovery
         return
     from moe_lab import recovery
 
@@ -371,18 +388,18 @@ CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] 
             cell.allocation, criteria.get(cell.criterion.name).granularity
         ),
     ),
-    (("recovery", "model", "allocation", "ratio"), _wrong_recovery),
+    (("recovery", "model", "allocation", "ratio"), _recovery_problems),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
-    (("model", "criterion", "allocation", "ratio"), _wrong_plan),
+    (("model", "criterion", "allocation", "ratio"), _plan_problems),
     (
         ("model",),
         lambda cell, config: (
             config.timing and timing_mistakes(config.launcher, config.timed, cell.model)
         ),
     ),
-    (("model", "criterion", "recovery", "allocation"), _wrong_export),
-    (("model", "allocation"), _wrong_replacement),
+    (("model", "criterion", "recovery", "allocation"), _export_problems),
+    (("model", "allocation"), _replacement_problems),
 )
-"""Pairs of names of groups of settings and a check, which is made for one cell of each combination
-of values of these groups."""
+"""Pairs (names of groups of settings, check). A check raises UserError or returns sentences. It is
+made for one cell of each combination of values of its groups."""

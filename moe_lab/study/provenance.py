@@ -31,8 +31,9 @@ CODE_STATE_FILE = "code_state.json"
 
 @cache
 def code_state() -> dict[str, Any]:
-    """Version of moe_lab; in a git checkout also the commit, and a digest of uncommitted changes or
-    None without changes."""
+    """State of the code of moe_lab. In a git checkout: `version`, `commit` and `edits`, a digest of
+    uncommitted changes, or None without changes. In the copy of the package that Slurm jobs run:
+    the state of the original package, read from CODE_STATE_FILE. Elsewhere: only `version`."""
     package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
         original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
@@ -46,7 +47,8 @@ def code_state() -> dict[str, Any]:
         return process.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        # fails where the package is installed inside the checkout of another project
+        # this error is intended: it is raised where the package is installed inside the checkout of
+        # another project, whose commit is not that of moe_lab
         git("ls-files", "--error-unmatch", "__init__.py")
         edits = git("diff", "HEAD", "--", ".")
         for file in git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
@@ -61,8 +63,16 @@ def code_state() -> dict[str, Any]:
 
 
 PACKAGES = (
-    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "datasets"),
-    *("lm-eval", "evalplus", "bitsandbytes"),
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "datasets",
+    "lm-eval",
+    "evalplus",
+    "bitsandbytes",
 )
 """Packages whose versions are recorded."""
 
@@ -120,12 +130,14 @@ TRANSIENT = {
 
 def error_document(error: BaseException) -> dict[str, Any]:
     """An exception as JSON: a message for the user, and the trace for the log. `user`: whether the
-    message suffices without the trace. The next run tries the step again after errors that are
-    `transient`, or about installed software (`environment`)."""
+    message suffices without the trace. `transient`: whether the machine caused the error.
+    `environment`: whether the error is about installed software. After an error that is `transient`
+    or `environment`, the next run tries the step again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
     )
+    # by name, as torch, whose error is OutOfMemoryError, may not be imported
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
         transient = True
@@ -153,11 +165,12 @@ their messages."""
 
 
 def _is_of_environment(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, is about installed software: a package, a name in a
-    package, or a library."""
+    """Whether an exception, or one of the exceptions that caused it, is about installed software: a
+    package, a name in a package, or a library."""
     while error is not None:
-        of_module = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
-        if isinstance(error, ImportError) or of_module or MISSING_SYMBOL.search(str(error)):
+        is_missing_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
+        if isinstance(error, ImportError) or is_missing_name or MISSING_SYMBOL.search(str(error)):
             return True
+        # the next exception in a trace of Python
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

@@ -54,9 +54,9 @@ class Study:
     """The models that earlier studies of this process have loaded."""
 
     def in_store(self, ids_elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-        """The steps of the study without shares of finished steps, and the ids of the finished
-        ones. Prints both numbers. `ids_elsewhere`: ids of steps that are finished in other stores
-        and will be copied."""
+        """The steps of the study, without shares that a finished step has merged; and the ids of
+        the finished steps. Prints the numbers of steps and of finished steps. `ids_elsewhere`: ids
+        of steps that are finished in other stores and will be copied."""
         done = self.store.done_of(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
@@ -82,6 +82,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     store.check_exists()
     errors = {step_id: error.document for step_id, error in schedule.failed.items()}
     document = record_of(study, run, errors)
+    # a run that computed nothing, and would not change the record, leaves no trace
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
@@ -94,7 +95,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     is_disk_full = any(error["message"] == DISK_FULL_MESSAGE for error in errors.values())
     is_complete = True
     if study.config.report and not is_disk_full:
-        is_complete = _report(study)
+        is_complete = _update_report(study)
     if study.config.tracker.name != "none" and not is_disk_full:
         from moe_lab.study import tracker
 
@@ -114,9 +115,11 @@ def _write_end(store: Store, study: str) -> None:
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether the joined records of a study stay the same, except for time and settings, when
-    `document`, the record of `run`, is added and takes the place of those that it replaces."""
+    """Whether a further record would not change the joined records of a study, except for time and
+    settings. `document`: the further record, of `run`. The records that it replaces are left out of
+    the join."""
 
+    # the fields that may change are set to None
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         record = join_records(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
@@ -127,16 +130,19 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
         return False
     if not records:
         return False
-    later_records = {name: row for name, row in records.items() if name not in document["replaces"]}
-    later_records[run.folder.name] = document
+    later_records = {**records, run.folder.name: document}
+    for name in document["replaces"]:
+        later_records.pop(name, None)
     return content(records) == content(later_records)
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print errors of steps, and how many cells another run has recorded with other settings."""
+    """Print the errors of steps. If another run of the study has recorded cells of the same names
+    with other settings, also print the number of these cells."""
     store = study.store
     name = study.config.study
-    has_several_records = " " in fingerprint(store, name)  # reading them takes long
+    # the names of records are separated by spaces; records are only read if there are several
+    has_several_records = " " in fingerprint(store, name)
     if has_several_records and (differing := read(store, name).get("differing")):
         inform(
             f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
@@ -176,7 +182,8 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
 
 
 def _print_exports(study: Study, schedule: Schedule) -> None:
-    """Print the folders of the exported checkpoints, and the differences that verifying found."""
+    """Print the folder of each exported checkpoint. If the checkpoint was verified, also print its
+    difference from the masked model."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
     for step_id, step in exports.items():
         if step_id not in schedule.finished:
@@ -192,10 +199,10 @@ def _print_exports(study: Study, schedule: Schedule) -> None:
         inform(f"export: {(folder / 'checkpoint').absolute()}{verification}")
 
 
-def _report(study: Study) -> bool:
-    """Make the report in a process of the analysis package, unless it is up to date, and print its
-    summary. Returns whether the report is complete. A claim lets one run at a time write to the
-    folder of the report, which all runs of a study share."""
+def _update_report(study: Study) -> bool:
+    """Make the report of a study, unless it is up to date, and print its summary. Returns whether
+    the report is complete. A claim lets one run at a time write to the folder of the report, which
+    all runs of a study share."""
     store = study.store
     name = study.config.study
     page = store.root / "reports" / name / "report.html"
@@ -218,7 +225,8 @@ def _report(study: Study) -> bool:
 
 
 def _make_report(study: Study, page: Path) -> bool:
-    """Make the report, and print what is missing in it. Returns whether it is complete."""
+    """Make the report in a process of the analysis package, and print the parts that failed.
+    Returns whether the report is complete."""
     store = study.store
     name = study.config.study
     folder = page.parent
@@ -269,15 +277,16 @@ def outdate_reports(store: Store) -> None:
 @uncollected()
 def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The record of a run: every cell with the folders of its steps, and with error messages of
-    failed steps. `failed`: id -> error.
+    failed steps. `failed`: id -> error document.
 
-    The record replaces those that existed when the run began, so that the records of runs at the
-    same time all count. With `study.add` it replaces none, as each job of a multirun has only its
-    own cells."""
+    The record replaces the records that existed when the run began, so that the records of
+    simultaneous runs all count. With `study.add` it replaces no record, as each job of a multirun
+    has only its own cells."""
     store = study.store
     config = study.config
     graph = study.graph
 
+    # start of a step's id -> KIND/NAME; names of packed steps are known without a system call
     names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
@@ -301,7 +310,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
                 "protocol": cell.protocol.name,
                 **{field: name_of(step) for field, step in by_field.items()},
                 "evaluate": {name: name_of(step) for name, step in steps.evaluate.items()},
-                "errors": _errors(steps, failed) if failed else {},
+                "errors": _cell_errors(steps, failed) if failed else {},
             }
         )
     figures: dict[str, list[dict[str, Any]]] = {}
@@ -321,9 +330,9 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
     }
 
 
-def _errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Benchmark or field of a cell -> error message of its failed step, without the fields in
-    PREPARATION. `failed`: id -> error."""
+    PREPARATION. `failed`: id -> error document."""
     errors = {}
     for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
@@ -342,7 +351,7 @@ def read(store: Store, study: str) -> dict[str, Any]:
 
 def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
     """(model, protocol) -> name of the model in the record. Scores of different protocols are not
-    comparable, so for every protocol of a model but the first, the name ends in the protocol."""
+    comparable: a model with a second protocol gets a second name, which ends in the protocol."""
     first_protocols: dict[str, str] = {}
     names = {}
     for steps in graph.cells:
@@ -357,7 +366,7 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
     """The fields of a cell in the record, without the model."""
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
-        "criterion": _with_parameters(cell.criterion.name, cell.criterion.parameters),
+        "criterion": _name_with_parameters(cell.criterion.name, cell.criterion.parameters),
         "granularity": criterion.granularity if criterion else "none",
         "calibration": cell.calibration.name,
         **allocation_columns(cell.allocation),
@@ -368,16 +377,17 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
+def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
     """A criterion or an allocation as text: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """The fields of an allocation in the record. allocation: its label, or else its name with its
-    parameters and with the settings that differ from the defaults. protect: the protection, with
-    the share of layers if this differs from the default."""
+    """The fields of an allocation in the record. allocation: the label, or else the name with the
+    parameters and the settings that differ from their defaults. replacement: the replacement of
+    dropped experts. protect: the protection, with the share of layers if the share differs from its
+    default."""
     default = AllocationConfig()
     settings = {
         name: getattr(allocation, name)
@@ -389,7 +399,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
         protect = f"{protect}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
-        or _with_parameters(allocation.name, {**settings, **allocation.parameters}),
+        or _name_with_parameters(allocation.name, {**settings, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }
