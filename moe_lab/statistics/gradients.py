@@ -38,9 +38,9 @@ LOGITS = 1 << 26
 def gather_gradients(
     model: PreTrainedModel, hook: type[StatisticsHook], batches: Sequence[Batch], **settings: Any
 ) -> Statistics:
-    """The sums that `hook` collects in a forward and a backward pass of `model`, in eval mode, over
-    `batches`. `settings` and errors are those of `gather`. UserError also when no valid token
-    follows another one."""
+    """The sums that `hook` collects in a forward and a backward pass of `model` over `batches`.
+    `model` is in eval mode. `settings`: further arguments of `gather`. Errors are those of
+    `gather`. UserError also when no valid token follows another one."""
     check_loss(batches)
     with differentiable(model):
         return gather(model, hook, batches, reading=forward_and_backward, **settings)
@@ -92,7 +92,8 @@ class GradientHook(StatisticsHook):
                 rows.expert if valid_rows is None else rows.expert[valid_rows], minlength=n_experts
             ),
         )
-        # new tensors, on the device of the activations, for the backward pass
+        # adding zeros makes new tensors on the device of the activations; the backward pass adds
+        # the gradients to them in place
         for name in GRADIENT_SUMS:
             self.add(
                 name,
@@ -103,7 +104,8 @@ class GradientHook(StatisticsHook):
     def _add_gradient(
         self, expert: int, phi: torch.Tensor, is_valid: torch.Tensor | slice, gradient: torch.Tensor
     ) -> None:
-        """Add the valid tokens of one expert, from phi and LOSS_SCALE * dL/dphi, (n, I) each."""
+        """Add the gradient sums of one expert over its valid rows. `phi` and `gradient`, which is
+        LOSS_SCALE * dL/dphi, are (n, I). `is_valid` selects the valid rows."""
         gradient = wide(gradient[is_valid])
         product = gradient * wide(phi[is_valid])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
@@ -127,9 +129,9 @@ def forward_and_backward(
 def loss_gradient(
     model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor
 ) -> torch.Tensor:
-    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's
-    `output`. Logits are computed only at positions whose token and next token are both valid,
-    LOGITS numbers at a time."""
+    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss with respect to the
+    hidden states of `output`, the decoder's result. Logits are computed only at positions whose
+    token and next token are both valid, LOGITS numbers at a time."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
@@ -146,9 +148,9 @@ def loss_gradient(
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Logits (B, n, V) for `states` (B, n, H) at the decoder's end, by the model's own forward,
-    which may scale or cap logits. The decoder is replaced by a function that returns `states` in an
-    object of the type of `output`."""
+    """Logits (B, n, V) for `states` (B, n, H), the output of the decoder. The model's own forward
+    computes them, because it may scale or cap logits. Meanwhile the decoder is replaced by a
+    function that returns `states` in an object of the type of `output`."""
     with ExitStack() as undo:
         bypass(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
@@ -157,12 +159,12 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which gradients are taken with respect to activations only: embedded tokens
-    require gradients, and no weight does."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    """A context in which gradients are taken with respect to activations only. In this context
+    embedded tokens require gradients, and weights do not."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
-        for weight in trained:
+        for weight in weights:
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
         stack.callback(
@@ -177,9 +179,8 @@ class WeightGradientHook(StatisticsHook):
     """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of
     |w dL/dw| over the weights of a channel in the projection (Lee et al. 2019, by channel).
 
-    LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the
-    absolute value is taken of the gradient summed over all batches. A stopped pass cannot be
-    resumed.
+    The absolute value is taken of the gradient summed over all batches. So LOSS_SCALE * dL/dw of
+    all routed experts is kept in memory, at least in fp32, and a stopped pass cannot be resumed.
     """
 
     kind = "weight_gradients"
@@ -225,7 +226,8 @@ class WeightGradientHook(StatisticsHook):
         return sums
 
     def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
-        """Move the gradient of `leaf`, the matrix `name` of an expert, to `gradients`."""
+        """Add the gradient of `leaf`, the matrix `name` of an expert, to `gradients`, and clear
+        it."""
         assert leaf.grad is not None
         gradient = wide(leaf.grad)
         leaf.grad = None

@@ -68,7 +68,8 @@ class StatisticsHook:
         raise NotImplementedError
 
     def wrap(self, unobserved: ExpertsFunction) -> ExpertsFunction:
-        """The function that takes the place of `unobserved`, which it may call."""
+        """The function that replaces `unobserved`, the function that computes the layer's experts.
+        The replacement may call `unobserved`."""
         self.unobserved = unobserved
         return self.experts
 
@@ -89,8 +90,8 @@ class StatisticsHook:
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in
-        _max."""
+        """Add `part` to the statistic `name`, in fp64. If the name ends in _max, take the maximum
+        instead of the sum."""
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
@@ -110,14 +111,14 @@ class StatisticsHook:
 
 
 class Observer:
-    """Observes all MoE layers of a model, or some `layers`, with one hook each, while it is open.
+    """Observes MoE layers of a model with one hook each, while it is open.
 
         with Observer(model, ForwardHook) as observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    While it is open, all other forward passes of the model are observed, too. `start`: sums to
-    continue from.
+    Every forward pass of the model is observed while the observer is open. `layers`: the layers to
+    observe; None: all MoE layers. `start`: sums to continue from.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Observer:
         observed = moe_layers(model) if layers is None else layers
         self.hooks = [hook(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
         self.valid: torch.Tensor | None = None
-        """(B, S) bool: which tokens of the batch count; None for all of them."""
+        """(B, S) bool: which tokens of the batch count; None: all."""
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
@@ -158,8 +159,8 @@ class Observer:
         self._open.close()
 
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
-        """Run the model on one batch by `reading`, while it is observed; returns the result of
-        `reading`."""
+        """The result of `reading`, which runs the model on one batch. `valid`: which tokens
+        count."""
         self.valid = valid
         return reading(self.model, input_ids, valid)
 
@@ -172,9 +173,9 @@ class Observer:
 
 
 class SaveTimer:
-    """Decides when a pass saves its sums in the folder `out` (None: never), by SAVE_INTERVAL and
-    SAVE_FACTOR. While it is open, SIGTERM is held back until the pass has saved, and then has its
-    usual effect."""
+    """Decides when a pass saves its sums in the folder `out`, by SAVE_INTERVAL and SAVE_FACTOR; if
+    `out` is None, the pass never saves. While the timer is open, SIGTERM is held back until the
+    pass has saved, and then has its usual effect."""
 
     def __init__(self, out: Path | None) -> None:
         self.out = out
@@ -197,14 +198,15 @@ class SaveTimer:
             signal.raise_signal(signal.SIGTERM)
 
     def _request_stop(self, *_: object) -> None:
+        """Handler of SIGTERM, which only records the signal."""
         self.stop_requested = True
 
     def due(self) -> bool:
         """Whether the pass should save now."""
-        late = time.monotonic() - self.last_save >= max(
+        interval_is_over = time.monotonic() - self.last_save >= max(
             SAVE_INTERVAL, SAVE_FACTOR * self.save_seconds
         )
-        return self.out is not None and (late or self.stop_requested)
+        return self.out is not None and (interval_is_over or self.stop_requested)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -227,10 +229,11 @@ def gather(
 ) -> Statistics:
     """The sums that `hook` collects over `batches`, each read by `reading`.
 
-    Every few minutes the sums are saved in the folder `out`, unless it is None; the folder belongs
-    to this pass of one model alone. A pass that finds sums of the same batches there continues from
-    them, and on the CPU gives exactly the numbers of an uninterrupted pass. UserError for no
-    batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
+    Every few minutes the sums are saved in the folder `out`, unless `out` is None. No other pass
+    may use the folder. If the folder already has sums of the same batches, the pass continues from
+    these sums; on the CPU the result is exactly that of an uninterrupted pass. UserError if there
+    are no batches, for NaN or infinite sums (naming layer and expert), and for models that cannot
+    be observed.
     """
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
@@ -249,8 +252,9 @@ def gather(
 
 
 def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """The header of sums of a `kind` over `batches`, by which a file of the same sums is
-    recognised. UserError without batches, and for a token for which `model` has no embedding."""
+    """The header of a pass: the `kind` of its sums, and a digest of `batches`. A checkpoint with an
+    equal header is of the same pass. UserError if there are no batches, and for a token for which
+    `model` has no embedding."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()
@@ -274,14 +278,15 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any], done: int) -> None:
-    """Save the sums after `done` parts of a pass in the folder `out`, if there is one."""
+    """Save the sums after `done` parts of a pass in the folder `out`; if `out` is None, do
+    nothing."""
     if out is not None:
         Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 
 
 def resume(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
-    """(parts done, their sums) from the checkpoint of the same pass in the folder `out`; (0, {})
-    without one."""
+    """(number of finished parts, sums over these parts) from the checkpoint in the folder `out`.
+    (0, {}) if the folder has no checkpoint whose header is `header`, or `out` is None."""
     if out is None or not (out / CHECKPOINT).exists():
         return 0, {}
     try:

@@ -38,9 +38,11 @@ SHARE = 0.5
 
 
 class States:
-    """A tensor for each (key, batch), in memory as far as there is room, otherwise in a file. Key n
-    has the inputs of layer n, the number after the last layer the final output, and -n the
-    gradients of the loss at the inputs of layer n."""
+    """A tensor for each (key, batch), in memory as far as there is room, otherwise in a file.
+
+    Key n stands for the inputs of layer n. The number after the last layer stands for the output of
+    the last layer. Key -n stands for the gradients of the loss at the inputs of layer n.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +54,7 @@ class States:
         """Keys whose states the pass needs from now on."""
 
     def put(self, key: int, batch: int, state: torch.Tensor) -> None:
-        """Store `state`, detached."""
+        """Store `state`, detached, in memory if there is room for it, otherwise in a file."""
         if _bytes(state) <= self.room:
             try:
                 memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
@@ -104,7 +106,8 @@ class States:
 
 
 def _bytes(state: torch.Tensor) -> int:
-    """Bytes that a state takes in main memory. Pinned memory is allocated in powers of two."""
+    """Bytes that a state takes in main memory. A state from a GPU is stored in pinned memory, which
+    is allocated in powers of two."""
     if state.is_cuda or state.is_pinned():
         return 1 << (state.nbytes - 1).bit_length()
     return state.nbytes
@@ -118,13 +121,14 @@ def stream(
     out: Path,
     layer_context: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """The sums that `hook` collects in a forward pass, as by `gather`, with one decoder layer in
-    memory.
+    """The sums that `hook` collects in a forward pass, as in `gather`, with one decoder layer in
+    memory at a time.
 
-    Hidden states of all batches are kept in memory, up to the share SHARE of it, and all other
-    hidden states in the folder `out`, where the pass saves as `SaveTimer` decides. An interrupted
-    pass resumes after the layer that was finished at the last save. `layer_context`: a context in
-    which a layer is run, such as a mask."""
+    Hidden states of all batches are kept in main memory, up to the share SHARE of it; further
+    hidden states are kept in the folder `out`. The pass also saves its sums there, when `SaveTimer`
+    says so. An interrupted pass resumes after the layer that was finished at the last save.
+    `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
+    """
     layer_pass = LayerPass(
         streamed,
         batches,
@@ -147,10 +151,13 @@ def stream_back(
     streamed: StreamedModel, hook: type[StatisticsHook], batches: Sequence[Batch], *, out: Path
 ) -> Statistics:
     """The sums that `hook` collects in a forward and a backward pass, with one decoder layer in
-    memory. The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The
-    forward pass goes through all layers and keeps the input of each layer from the first MoE layer
-    on. The backward pass goes from the last layer to the first MoE layer, and runs each of them
-    once more."""
+    memory at a time.
+
+    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward
+    pass goes through all layers. It keeps the inputs of the first MoE layer and of all layers after
+    it. The backward pass goes from the last layer to the first MoE layer, and runs each of these
+    layers once more.
+    """
     check_loss(batches)
     first = min(streamed.moe)
     last = len(streamed.layers)
@@ -166,6 +173,7 @@ def stream_back(
         for number in range(layer_pass.done, last):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
                 layer_pass.run(number, None, keep=True)
+            # keep the inputs of the layers from `first` on, and the output of this layer
             layer_pass.finish({}, range(min(first, number + 1), number + 2))
         with differentiable(streamed.model):
             if layer_pass.done == last:
@@ -176,7 +184,7 @@ def stream_back(
                         -last, index, _gradient_at_head(streamed, ids, valid, output)
                     )
                 layer_pass.finish({}, [*range(first, last), -last])
-            # done is last + 1 after the loss, so that the first layer here is last - 1
+            # `done` is last + 1 after the loss, so the first layer here is last - 1
             for number in range(2 * last - layer_pass.done, first - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
@@ -198,9 +206,11 @@ def stream_back(
 
 
 class LayerPass:
-    """Runs all batches through a streamed model, one decoder layer after the other. The pass, which
-    `header` describes, has `total` parts, each a layer in one direction. It resumes after the parts
-    that were done at its last save."""
+    """Runs all batches through a streamed model, one decoder layer after the other.
+
+    `header` describes the pass. The pass has `total` parts, such as a layer in one direction. If it
+    was interrupted, it resumes after the parts that were done at its last save in the folder `out`.
+    """
 
     def __init__(
         self,
@@ -233,8 +243,8 @@ class LayerPass:
                 torch.accelerator.empty_host_cache()  # torch caches pinned memory
 
     def finish(self, sums: Layers, keys: Iterable[int]) -> None:
-        """Count a part as done, with its sums. `keys`: keys of the states that are needed from now
-        on."""
+        """Record that a part is done. `sums`: the sums of this part. `keys`: keys of the states
+        that are needed from now on."""
         self.sums |= sums
         self.done += 1
         self.states.retain(keys)
@@ -256,9 +266,9 @@ class LayerPass:
                 )
 
     def run(self, number: int, hook: type[StatisticsHook] | None, *, keep: bool) -> Layers:
-        """Run all batches through the layer `number`, whose weights are loaded; if `keep`, store
-        its outputs for the next layer. Returns the sums that `hook` collects in a layer with routed
-        experts; {} for other layers and without a hook."""
+        """Run all batches through the layer `number`, whose weights are loaded, and return the sums
+        that `hook` collects: {} if `hook` is None or the layer has no routed experts. If `keep`,
+        store the layer's outputs as the inputs of the next layer."""
         with self.observer(number, hook) as observer:
             for index in range(len(self.batches)):
                 output = self.read(number, index, self.layer_input(number, index), observer)
@@ -267,21 +277,23 @@ class LayerPass:
             return _sums(observer)
 
     def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
-        """An observer of the layer `number` with `hook`; of no layer if this one has no routed
-        experts, or without a hook."""
+        """An observer of the layer `number` with `hook`. It observes no layer if `hook` is None or
+        the layer has no routed experts."""
         layers = []
         if hook is not None and number in self.streamed.moe:
             layers = [self.streamed.moe[number]]
         return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
     def layer_input(self, number: int, index: int) -> torch.Tensor | None:
-        """The input of a layer (B, S, H); None for the first layer, which reads the embeddings."""
+        """The input of the layer `number` for the batch `index`, (B, S, H); None for the first
+        layer, which reads the embeddings."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
     def read(
         self, number: int, index: int, state: torch.Tensor | None, observer: Observer
     ) -> torch.Tensor:
-        """The output (B, S, H) of the layer for one batch, with `state` as its input."""
+        """The output (B, S, H) of the layer `number` for the batch `index`, with `state` as its
+        input; None: the embeddings. `observer` observes the layer."""
         self.save_if_due()
         ids, valid = self.batches[index]
         output: torch.Tensor = observer.read(
@@ -291,8 +303,8 @@ class LayerPass:
 
 
 def _sums(observer: Observer) -> Layers:
-    """The sums over all batches; {} if the observer has no layer. UserError unless they are
-    finite."""
+    """Layer -> name -> sum over all batches; {} if the observer has no layer. UserError unless all
+    sums are finite."""
     layers = observer.layers()
     check_finite(layers, "all batches")
     return layers

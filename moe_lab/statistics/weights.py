@@ -30,12 +30,14 @@ Source: TypeAlias = Path | str | nn.Module
 
 
 def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum |w| and w^2 over each expert's weights, and count the weights: abs_sum (E,), square_sum
-    (E,), count () by layer. An expert's gate, up and down weights count; biases, routers and shared
-    experts do not. Sums are taken in fp32 within a row and in fp64 over rows, on `device` (cpu or
-    cuda[:N]) for a checkpoint, and on the device of the weights for a model in memory. UserError
-    for a source without experts, quantised experts, damaged shards, and weights that are not finite
-    (naming the tensor)."""
+    """For each layer: abs_sum (E,) and square_sum (E,), the sums of |w| and w^2 over each expert's
+    weights, and count (), the number of weights of an expert.
+
+    An expert's gate, up and down weights count; biases, routers and shared experts do not. Sums are
+    taken in fp32 within a row and in fp64 over rows. A checkpoint is read to `device` (cpu or
+    cuda[:N]); a model in memory stays on its device. UserError for a source without experts,
+    quantised experts, damaged shards, and weights that are not finite (naming the tensor).
+    """
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
@@ -57,9 +59,11 @@ added to those of the expert."""
 
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
-    """Layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the
-    order in which they are stored. UserError for a source without experts, sums that are NaN or
-    infinite, and experts of one layer whose statistics differ in name or shape."""
+    """Layer -> name -> statistic (E, ...) fp64: the sum of what `measure` returns for each matrix
+    of an expert, in the order in which the matrices are stored. UserError for a source without
+    experts, sums that are NaN or infinite, and experts of one layer whose statistics differ in name
+    or shape."""
+    # layer -> name -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open(source, device).matrices():
         for statistic, values in measure(name, block_tensor, weights).items():
@@ -95,9 +99,9 @@ def _missing_weights(source: Source, layer: int) -> UserError:
 
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns). They
-    are summed from norms of rows in fp32, which need no temporary tensor of the size of the
-    weights."""
+    """(sum |w|, sum w^2) of each expert, (E,) fp64 each, for stacked weights (E, rows, columns).
+    The sums are taken from norms of rows in fp32, because norms need no temporary tensor of the
+    size of the weights."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
     absolute, length = (
         vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
@@ -129,7 +133,8 @@ class LoadedExperts:
                 yield name, self.block_tensors[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
-        """Name -> tensor, as `Checkpoint.slices` without files."""
+        """Name -> tensor, for `names`. The interface is that of `Checkpoint.slices`; no file is
+        opened."""
         return {name: self.tensors[name] for name in names}
 
 
@@ -166,19 +171,19 @@ class StoredExperts:
 
 
 def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    """The matrices of a source. `device`: as in StoredExperts."""
+    """The matrices of the routed experts of `source`. `device`: as in StoredExperts."""
     if isinstance(source, nn.Module):
         return LoadedExperts(source)
     return StoredExperts(Path(source), device)
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
-    """Name -> BlockTensor of every tensor with projections of routed experts, without biases, and
-    without layers numbered beyond the decoder's, which predict several tokens at once. UserError
-    for tensors of experts that are not plain numbers."""
+    """Name -> BlockTensor of every tensor with projections of routed experts. Biases are left out,
+    and so are layers after the decoder's last one, which predict several tokens at once. UserError
+    if tensors of experts are not plain numbers, or if there are none."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
-    n_layers = int(text.get("num_hidden_layers", 1 << 30))
+    n_layers = int(text.get("num_hidden_layers", 1 << 30))  # by default no layer is too many
     block_tensors = {}
     for name, block_tensor in (
         family_of(text.get("model_type")).block_tensors(checkpoint.tensors).items()
@@ -202,12 +207,12 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum the squared differences of the weights of each two experts of a layer:
-    weight_distance_square (E, E), fp64. Weights of gate_proj and up_proj count, as in MergeMoE
-    (arXiv 2510.14436). The weights are compared on `device` in fp64, because small distances are
+    """For each layer: weight_distance_square (E, E) fp64, the sum of squared differences of the
+    weights of each two experts. Weights of gate_proj and up_proj count, as in MergeMoE (arXiv
+    2510.14436). The weights are compared on `device` in fp64, because small distances are
     differences of large sums. Arguments and errors are those of `weigh_experts`."""
     weights = _open(source, device)
-    # layer -> roles of a projection -> expert (0 for a stack of all) -> name of the tensor
+    # layer -> roles of a tensor -> expert (0 for a stack of all experts) -> name of the tensor
     names_of: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
     for name, block_tensor in weights.block_tensors.items():
         if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
@@ -236,9 +241,10 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
 def _blocks(
     weights: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
-    """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the
-    tensors of all experts in their order, or the stacked tensor (E, rows, columns) alone."""
-    *stacked, rows, columns = weights.tensors[names[0]].shape
+    """Blocks (E, weights) fp64 of one projection of a layer; each block has the weights of some
+    rows. `names`: the tensor of every expert (rows, columns), in order of the experts, or only the
+    stacked tensor (E, rows, columns). UserError for weights that are not finite."""
+    *stacked, rows, columns = weights.tensors[names[0]].shape  # `stacked` is [E] or []
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
     with ExitStack() as files:
@@ -257,11 +263,11 @@ def _blocks(
 
 
 def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
-    """Sum the squared weights of every channel in each projection: channel_down_square,
-    channel_up_square and, for gated experts, channel_gate_square, (E, I) each, per layer; also |w|
-    in down_proj: channel_down_abs (E, I). The weights of a channel are a column of down_proj, and a
-    row of gate_proj and of up_proj. Sums are fp32. Arguments and errors are those of
-    `weigh_experts`."""
+    """For each layer: sums over the weights of every channel, (E, I) each. channel_down_square,
+    channel_up_square and, for gated experts, channel_gate_square are sums of w^2 in one projection.
+    channel_down_abs is the sum of |w| in down_proj. The weights of a channel are a column of
+    down_proj, and a row of gate_proj and of up_proj. Sums are taken in fp32. Arguments and errors
+    are those of `weigh_experts`."""
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
