@@ -80,7 +80,7 @@ def evaluations(
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
     _compare_reports(results, labels, reader)
-    results = _without_duplicates(_without_nan(results, reader), reader)
+    results = _drop_duplicates(_drop_nan(results, reader), reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
     return results, _samples(tables), pd.DataFrame(list(origins.values()), columns=columns)
 
@@ -152,30 +152,32 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
 def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
     """Record a gap for every benchmark that a task reports for some of its cells but not for
     all."""
-    for key, of_task in groups(results, ["task"]):
-        benchmarks = set(of_task["benchmark"])
-        for cell, reported in of_task.groupby("cell")["benchmark"].agg(set).items():
-            for benchmark in sorted(benchmarks - reported):
+    for key, task_results in groups(results, ["task"]):
+        benchmarks = set(task_results["benchmark"])
+        for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
+            for benchmark in sorted(benchmarks - cell_benchmarks):
                 reader.gap(
-                    f"{benchmark} is not among the results of {key['task']}", labels[int(str(cell))]
+                    # through str, because pandas' types allow any label in an index
+                    f"{benchmark} is not among the results of {key['task']}",
+                    labels[int(str(cell))],
                 )
 
 
-def _without_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Leave out results whose score is not finite, with a gap for each."""
-    finite = np.isfinite(results["score"].astype(float))
-    for row in records(results[~finite]):
+def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Leave out results whose score is not finite, with a gap for each of these results."""
+    is_finite = np.isfinite(results["score"].astype(float))
+    for row in records(results[~is_finite]):
         reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
-    return results[finite]
+    return results[is_finite]
 
 
-def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Leave out all but the first result of each cell and benchmark, with a gap for each that is
-    left out."""
-    repeated = results.duplicated(["cell", "benchmark"])
-    for row in records(results[repeated]):
+def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
+    """Leave out all but the first result of each cell and benchmark, with a gap for each result
+    that is left out."""
+    is_repeated = results.duplicated(["cell", "benchmark"])
+    for row in records(results[is_repeated]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
-    return results[~repeated].reset_index(drop=True)
+    return results[~is_repeated].reset_index(drop=True)
 
 
 ROUNDING = 1e-3
@@ -223,7 +225,9 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
             continue
         outcomes.unexplained.extend(
-            (int(str(cell)), name) for cell in scores.index[is_comparable & ~is_explained]
+            # through str, because pandas' types allow any label in an index
+            (int(str(cell)), name)
+            for cell in scores.index[is_comparable & ~is_explained]
         )
         matrix[~is_explained] = np.nan
         outcomes.matrices[name] = matrix
@@ -260,20 +264,21 @@ def remarks(
                 "in common."
             )
     sentences += mixed_metrics(results, cells)
-    limited = results.loc[
+    limited_benchmarks = results.loc[
         results["expected"].notna() & (results["n"] < results["expected"]), "benchmark"
     ].nunique()
-    if limited:
+    if limited_benchmarks:
         sentences.append(
-            f"A limit was set: {names.count(limited, 'benchmark')} ran on part of the items only."
+            f"A limit was set: {names.count(limited_benchmarks, 'benchmark')} ran on part of the "
+            "items only."
         )
     for key, reason in _UNANSWERED.items():
-        most = (
+        largest_counts = (
             results.merge(origins[["folder", key]], on="folder")
             .groupby("benchmark", sort=True)[key]
             .max()
         )
-        for name, count in most[most > 0].items():
+        for name, count in largest_counts[largest_counts > 0].items():
             sentences.append(f"{name}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         sentences.append(
@@ -304,7 +309,9 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
                 steps_by_version.setdefault((library, str(version)), []).append(name)
     versions_in_words: dict[str, list[str]] = {}
     for (library, version), step_names in sorted(steps_by_version.items()):
-        versions_in_words.setdefault(library, []).append(f"{version} ({_first_of(step_names)})")
+        versions_in_words.setdefault(library, []).append(
+            f"{version} ({_first_and_count(step_names)})"
+        )
     return [
         f"Steps were made with different versions of {library}: {', '.join(texts)}."
         for library, texts in versions_in_words.items()
@@ -312,7 +319,7 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
     ]
 
 
-def _first_of(steps: list[str]) -> str:
+def _first_and_count(steps: list[str]) -> str:
     """Text with the alphabetically first step and the number of other steps: `plan/a and 2
     more`."""
     return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
@@ -322,12 +329,14 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     """A sentence for every benchmark that cells of one model measured by different metrics, whose
     scores cannot be compared."""
     models = results["cell"].map(cells["model"])
-    mixed = (
+    is_mixed = (
         results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
         > 1
     )
     sentences = []
-    for name, metrics in results[mixed].groupby("benchmark", sort=True)["metric"].unique().items():
+    for name, metrics in (
+        results[is_mixed].groupby("benchmark", sort=True)["metric"].unique().items()
+    ):
         listed = ", ".join(sorted(map(str, metrics)))
         sentences.append(
             f"{name} was measured by different metrics ({listed}): its scores are not comparable."

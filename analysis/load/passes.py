@@ -34,16 +34,19 @@ Reports = Mapping[str, Mapping[str, Any]]
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
     """One row of `cells` for each model and calibration set with a calibration pass: the first cell
     with the gate and seed of `shown_settings`, or else the first cell."""
-    with_pass = cells[cells["statistics_folder"].notna()]
-    preferred = shown_settings(cells)
-    axes = zip(with_pass["model"], with_pass["gate"], with_pass["seed"], strict=True)
+    cells_with_pass = cells[cells["statistics_folder"].notna()]
+    settings_of_model = shown_settings(cells)
+    axes = zip(
+        cells_with_pass["model"], cells_with_pass["gate"], cells_with_pass["seed"], strict=True
+    )
     has_other_settings = pd.Series(
-        [preferred.get(model) != (gate, seed) for model, gate, seed in axes],
-        with_pass.index,
+        [settings_of_model.get(model) != (gate, seed) for model, gate, seed in axes],
+        cells_with_pass.index,
         dtype=bool,
     )
-    preferred_first = has_other_settings.sort_values(kind="stable").index
-    return with_pass.loc[preferred_first].drop_duplicates(["model", "calibration"]).sort_index()
+    # False, for the shown gate and seed, sorts before True
+    order = has_other_settings.sort_values(kind="stable").index
+    return cells_with_pass.loc[order].drop_duplicates(["model", "calibration"]).sort_index()
 
 
 def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
@@ -64,6 +67,7 @@ def steps_by_pass(
     seed) counts, or else the first.
     """
     steps: dict[tuple[str, str], str | None] = {}
+    # False, for the preferred gate and seed, sorts before True
     for row in sorted(
         rows, key=lambda row: preferred.get(row["model"]) != (row["gate"], row["seed"])
     ):
@@ -93,12 +97,16 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read the scores S(b, alpha, beta) of every expert; columns model, calibration and FAMILY."""
-    return _per_calibration(document["families"], "family.parquet", results.FAMILY, cells, reader)
+    return _read_each_calibration(
+        document["families"], "family.parquet", results.FAMILY, cells, reader
+    )
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read the exact damage of removing each expert; columns model, calibration and SCORES."""
-    return _per_calibration(document["damages"], "scores.parquet", results.SCORES, cells, reader)
+    return _read_each_calibration(
+        document["damages"], "scores.parquet", results.SCORES, cells, reader
+    )
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
@@ -120,15 +128,17 @@ def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Rea
     return counts
 
 
-def _per_calibration(
+def _read_each_calibration(
     rows: Sequence[Mapping[str, Any]],
     file: str,
     columns: Sequence[str],
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read `columns` of the table `file` from the step in `rows` of every calibration set and
-    model, see `steps_by_pass`, into one frame with columns model and calibration."""
+    """Read `columns` of the table `file` of one step for every calibration set and model, see
+    `steps_by_pass`. Returns one frame, with the columns model and calibration added.
+
+    rows: rows of a study's record, as in `steps_by_pass`."""
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -248,8 +258,8 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
                 gradients["channels"],
             ).assign(statistic="gradient"),
         ]
-        with_rows = [moments for moments in moments_of_statistics if len(moments)]
-        statistics = pd.concat(with_rows, ignore_index=True).merge(
+        frames_with_rows = [moments for moments in moments_of_statistics if len(moments)]
+        statistics = pd.concat(frames_with_rows, ignore_index=True).merge(
             ablations, on=["layer", "expert"]
         )
         frames.append(
@@ -348,7 +358,7 @@ def _passes(
             yield str(model), str(calibration), cells_of_pass, sums, report
 
 
-_TABLES_BEHIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
+_COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 """Kind of step -> the columns of the step's table KIND.parquet."""
 
 
@@ -360,6 +370,6 @@ def _table_behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFram
             table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
             if table is not None:
                 return table
-    return pd.DataFrame(columns=list(_TABLES_BEHIND[kind]), dtype=float).astype(
+    return pd.DataFrame(columns=list(_COLUMNS_OF_KIND[kind]), dtype=float).astype(
         {"layer": int, "expert": int}
     )

@@ -55,7 +55,7 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Costs of models, one row per cell whose cost was counted; columns cell, bits and COSTS."""
     columns = ["bits", *COSTS]
     rows = []
-    for cell, cost in _documents(cells, "cost_folder", "cost.json", reader).items():
+    for cell, cost in _read_documents(cells, "cost_folder", "cost.json", reader).items():
         rows.append({"cell": cell, **{name: cost.get(name) for name in columns}})
     return pd.DataFrame(rows, columns=["cell", *columns]).astype(dict.fromkeys(columns, float))
 
@@ -79,7 +79,7 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
 
 
 def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """How much each plan retains of every expert, one row per cell and expert of the unpruned
+    """Share of every expert that each plan retains, one row per cell and expert of the unpruned
     model.
 
     Columns: cell, layer, expert and
@@ -92,12 +92,12 @@ def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     merged. Cells without a plan, such as the unpruned model, have no rows.
     """
     frames = {}
-    for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         try:
             frames[cell] = _shares(document)
         except (KeyError, TypeError, ValueError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
-    return _by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
+    return _stack_by_cell(frames, ("layer", "expert", "share", "constant", "merged"))
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -107,7 +107,7 @@ def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     plan's layers as JSON. NaN in both for a cell whose plan is missing or damaged.
     """
     rows = {}
-    for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         try:
             share = _removed_share(document["layers"])
             rows[cell] = {"removed": share, "plan": json.dumps(document["layers"])}
@@ -126,13 +126,13 @@ def _removed_share(layers: Mapping[str, Any]) -> float:
     for layer in layers.values():
         total += layer["experts"]
         if "channels" in layer:
-            retained_experts += sum(map(_channels, layer["channels"])) / layer["width"]
+            retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
         else:
             retained_experts += len(layer["retained"])
     return 1 - retained_experts / total
 
 
-def _channels(mask: str) -> int:
+def _channel_count(mask: str) -> int:
     """Number of retained channels in an expert's hexadecimal mask."""
     return int(mask, 16).bit_count()
 
@@ -140,14 +140,14 @@ def _channels(mask: str) -> int:
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Profiles of hidden states and routing, one row per cell and layer; columns cell and
     PROFILES."""
-    return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
+    return _read_tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Durations of requests, one row per cell and request; columns cell, TIMINGS and
     CONDITIONS."""
-    requests = _tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
-    documents = _documents(cells, "timing_folder", "timing.json", reader)
+    requests = _read_tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
+    documents = _read_documents(cells, "timing_folder", "timing.json", reader)
     rows = [
         {"cell": cell, **{name: timing.get(name) for name in CONDITIONS}}
         for cell, timing in documents.items()
@@ -162,7 +162,7 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     channels that a retained expert may have.
     """
     rows = []
-    for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = (plan.get("provenance") or {}).get("allocation") or {}
         if align := (allocation.get("parameters") or {}).get("align"):
             rows.append(
@@ -178,7 +178,7 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     Columns: cell; prior; other_settings, all settings of the allocation except the prior, as JSON.
     """
     rows = []
-    for cell, plan in _documents(cells, "plan_folder", "plan.json", reader).items():
+    for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER)
@@ -201,13 +201,13 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
             search = {
                 **(document.get("settings") or {}),
                 **(document.get("cost") or {}),
-                "samples": _samples(folder, reader),
+                "samples": _sample_count(folder, reader),
             }
             rows.append({"cell": cell, **{column: search.get(column) for column in SEARCHES}})
     return pd.DataFrame(rows, columns=["cell", *SEARCHES])
 
 
-def _samples(folder: Path | None, reader: Reader) -> float:
+def _sample_count(folder: Path | None, reader: Reader) -> float:
     """Number of rows of the text that a search read, from its step.json; NaN when the folder, the
     file or the number is missing."""
     if folder is None or not reader.has(folder, "step.json"):
@@ -216,7 +216,9 @@ def _samples(folder: Path | None, reader: Reader) -> float:
     return float(settings.get("text", {}).get("rows", np.nan))
 
 
-def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader) -> pd.DataFrame:
+def _read_tables(
+    folders: pd.Series, file: str, columns: Sequence[str], reader: Reader
+) -> pd.DataFrame:
     """Concatenate the tables `file` in the folders of cells: `columns` with a column `cell` first.
     A table that cannot be read is left out, with a gap.
 
@@ -226,11 +228,12 @@ def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reade
     for cell, name in folders.items():
         frame = reader.frame(reader.folder(str(name)), file, columns)
         if frame is not None:
+            # through str, because pandas' types allow any label in an index
             frames[int(str(cell))] = frame
-    return _by_cell(frames, columns)
+    return _stack_by_cell(frames, columns)
 
 
-def _documents(
+def _read_documents(
     cells: pd.DataFrame, column: str, file: str, reader: Reader
 ) -> dict[int, dict[str, Any]]:
     """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. Cells with
@@ -243,6 +246,7 @@ def _documents(
             by_folder[name] = reader.json(reader.folder(name), file)
         document = by_folder[name]
         if document is not None:
+            # through str, because pandas' types allow any label in an index
             documents[int(str(cell))] = document
     return documents
 
@@ -255,7 +259,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         is_routed = np.isin(experts, layer["retained"])
         share = is_routed.astype(float)
         if "channels" in layer:
-            share[np.asarray(layer["retained"], int)] = list(map(_channels, layer["channels"]))
+            share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
             share /= layer["width"]
         members = []
         for representative, group in layer.get("merged", {}).items():
@@ -267,6 +271,6 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+def _stack_by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     """Concatenate `columns` of frames, with a column `cell` first. frames: cell -> frame."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

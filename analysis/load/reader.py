@@ -45,18 +45,19 @@ class Reader:
         self.root = root
         self.packs = packs_in(root.absolute())
         self.gaps: dict[tuple[str, str], Gap] = {}
-        self._by_id: dict[str, dict[str, Path]] = {}
-        self._published: dict[Path, dict[str, str]] = {}
+        self._folders_by_id: dict[str, dict[str, Path]] = {}
+        self._checksums_by_folder: dict[Path, dict[str, str]] = {}
 
     def gap(self, reason: str, where: str) -> None:
         """Record a missing result; equal gaps are recorded once."""
         self.gaps.setdefault((reason, where), Gap(reason, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of the step `name`; None, with a gap, when the store does not have it.
+        """The folder of the step `name`; None, with a gap, when the store does not have the folder.
 
-        If the record names no step, None, with a gap at `purpose` whose reason is the step's
-        `error`.
+        `name` is None when the record names no step. The result is then None, with a gap at
+        `purpose`: `error` is the message of the step's failure, or None for a step that did not
+        run.
         """
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
@@ -64,7 +65,7 @@ class Reader:
         return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
-        """The folder of a step; None, with a gap, when the store does not have it."""
+        """The folder of a step; None, with a gap, when the store does not have the folder."""
         folder = self.find(name)
         if folder is None:
             self.gap("the folder is gone from the store", name)
@@ -83,15 +84,16 @@ class Reader:
             return path
         if packed := self.packs.find(path.name[-ID:]):
             return self.root / packed
-        kind = path.parent
-        if kind.name not in self._by_id:
+        kind_folder = path.parent
+        kind = kind_folder.name
+        if kind not in self._folders_by_id:
             children = (
-                [child for child in kind.iterdir() if not child.name.startswith(".")]
-                if kind.is_dir()
+                [child for child in kind_folder.iterdir() if not child.name.startswith(".")]
+                if kind_folder.is_dir()
                 else []
             )
-            self._by_id[kind.name] = {child.name[-ID:]: child for child in children}
-        return self._by_id[kind.name].get(path.name[-ID:])
+            self._folders_by_id[kind] = {child.name[-ID:]: child for child in children}
+        return self._folders_by_id[kind].get(path.name[-ID:])
 
     def json(self, folder: Path | None, file: str) -> dict[str, Any] | None:
         """Read a JSON document; None, with a gap, when the file cannot be read. If `folder` is
@@ -121,15 +123,15 @@ class Reader:
         with a gap, when the file cannot be read."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as opened:
-                present = [name for name in optional if name in opened.schema_arrow.names]
-                table = opened.read(columns=[*columns, *present], use_threads=False)
+                present_columns = [name for name in optional if name in opened.schema_arrow.names]
+                table = opened.read(columns=[*columns, *present_columns], use_threads=False)
         except FileNotFoundError:
             self._add_gap(f"{file} is missing", folder)
             return None
         except (OSError, ValueError, KeyError, pa.ArrowException):
             self._add_gap(f"{file} is damaged", folder)
             return None
-        if table.column_names != [*columns, *present]:
+        if table.column_names != [*columns, *present_columns]:
             self._add_gap(
                 f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
             )
@@ -146,8 +148,8 @@ class Reader:
         """The content of a file of a step. Raises ValueError when its sha256 is not the one in the
         step's step.json."""
         content = self._read_unverified(folder, file)
-        published = self._checksums(folder).get(file)
-        if published is not None and sha256(content).hexdigest() != published:
+        checksum = self._checksums(folder).get(file)
+        if checksum is not None and sha256(content).hexdigest() != checksum:
             raise ValueError(f"{file} differs from the published file")
         return content
 
@@ -165,14 +167,16 @@ class Reader:
     def _checksums(self, folder: Path) -> dict[str, str]:
         """File of a step -> sha256 of the file according to step.json; {} for a step without
         step.json. Raises Damaged, a ValueError, when step.json is damaged."""
-        if folder not in self._published:
+        if folder not in self._checksums_by_folder:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
                 files = parse_sealed(
                     self._read_unverified(folder, "step.json"), FILES, "step.json"
                 )["files"]
-            self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
-        return self._published[folder]
+            self._checksums_by_folder[folder] = {
+                name: entry["sha256"] for name, entry in files.items()
+            }
+        return self._checksums_by_folder[folder]
 
     def _add_gap(self, reason: str, folder: Path) -> None:
         """Record a gap at the folder, by its path in the store."""
@@ -225,6 +229,7 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
             provenance.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")
         ]
         rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
+    # seconds, peak and gpu_peak are numbers
     return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(
         dict.fromkeys(_STEP_COLUMNS[2:5], float)
     )

@@ -26,8 +26,9 @@ def labels(cells: pd.DataFrame) -> dict[int, str]:
     `gate_and_seed`."""
     rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
     return {
-        int(str(cell)): " ".join(filter(None, (_label(row), varying_axes)))
-        for cell, row, varying_axes in rows
+        # through str, because pandas' types allow any label in an index
+        int(str(cell)): " ".join(filter(None, (_label(row), suffix)))
+        for cell, row, suffix in rows
     }
 
 
@@ -65,13 +66,13 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     """Text with the gate and seed of each pruned cell: `gate raw, seed 43`. The text leaves out the
     gate, or the seed, if all pruned cells of the model have the same one; "" for unpruned cells."""
     texts = pd.Series("", cells.index, dtype=object)
-    for _, of_model in cells[cells["criterion"] != "none"].groupby("model", sort=False):
+    for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, pattern in _AXIS_FORMATS.items():
             # The cells of a comparison have no column seed.
-            if axis in of_model and of_model[axis].nunique() > 1:
-                values = of_model[axis].map(pattern.format)
-                longer_texts = list(map(comma_joined, texts[of_model.index], values))
-                texts.update(pd.Series(longer_texts, of_model.index, dtype=object))
+            if axis in model_cells and model_cells[axis].nunique() > 1:
+                values = model_cells[axis].map(pattern.format)
+                longer_texts = list(map(comma_joined, texts[model_cells.index], values))
+                texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
     return texts
 
 
@@ -96,8 +97,11 @@ def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
     ratios = names.listing(map(names.ratio, requested))
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
         return ratios
-    ends = dict.fromkeys(f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max()))
-    return f"{' to '.join(ends)} % ({ratios} requested)"
+    # one text if the lowest and the highest share are printed alike
+    limits = dict.fromkeys(
+        f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max())
+    )
+    return f"{' to '.join(limits)} % ({ratios} requested)"
 
 
 def comma_joined(first: str, second: str) -> str:
@@ -138,7 +142,7 @@ def allocation(text: str) -> tuple[str, dict[str, str]]:
     for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
         key, _, value = part.strip().partition("=" if "=" in part else " ")
         settings[key] = value
-    settings.pop("", None)
+    settings.pop("", None)  # empty parts are no settings
     return match["name"], settings
 
 
@@ -153,19 +157,19 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
     """Label of each cell: its method, then its calibration set and gate if the pruned cells have
     several of them."""
     pruned = cells[cells["criterion"] != "none"]
-    varying = [
+    varying_axes = [
         axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
     ]
     return pd.Series(
-        [_method_label(row, varying) for row in records(cells)], cells.index, dtype=object
+        [_method_label(row, varying_axes) for row in records(cells)], cells.index, dtype=object
     )
 
 
-def _method_label(row: dict[str, object], varying: list[str]) -> str:
-    """Label of one cell: display name of its method, then its values on the axes `varying`."""
+def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
+    """Label of one cell: display name of its method, then its values on the axes `varying_axes`."""
     parts = [names.method(str(row["method"]))]
     if row["criterion"] != "none":
-        for axis in varying:
+        for axis in varying_axes:
             if row[axis] != "none":
                 value = str(row[axis])
                 parts.append(names.calibration(value) if axis == "calibration" else value)

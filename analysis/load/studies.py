@@ -62,15 +62,15 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
     A cell that several studies have is one cell of the combined record, with the benchmarks of all
     these studies.
     """
-    record_of = _distinguish_models({name: _read(store, name) for name in names})
-    records = [_add_suites(record) for record in record_of.values()]
+    record_of_study = _distinguish_models({name: _read(store, name) for name in names})
+    records = [_add_suites(record) for record in record_of_study.values()]
     if len(records) == 1:
         return records[0]
     newest = max(records, key=lambda record: float(record["created"]))
     return {
         **newest,
-        "study": "+".join(record_of),
-        "config": {name: record.get("config") for name, record in record_of.items()},
+        "study": "+".join(record_of_study),
+        "config": {name: record.get("config") for name, record in record_of_study.items()},
         "cells": _join_cells(records),
         **{kind: [row for record in records for row in record[kind]] for kind in FIGURES},
     }
@@ -96,7 +96,7 @@ def _read(store: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def _with_id(name: str, step_id: str) -> str:
+def _add_id(name: str, step_id: str) -> str:
     """Add the first digits of the id of a model's step to its name: `qwen_top2` becomes
     `qwen-3f2a91_top2`."""
     # The suffixes _topN and (PROTOCOL) stay at the end of the name.
@@ -112,13 +112,13 @@ def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict
     for record in records.values():
         for entry in record["cells"]:
             name, step_id = _name_and_id(entry)
-            ids.setdefault(name, set()).update({step_id} - {""})
+            ids.setdefault(name, set()).update({step_id} - {""})  # "": the step is missing
     ambiguous = {name for name, ids_of_name in ids.items() if len(ids_of_name) > 1}
     return {study: _add_ids(record, ambiguous) for study, record in records.items()}
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, id) of a cell's model: its name without the id that `_with_id` may have added, and the
+    """(name, id) of a cell's model: its name without the id that `_add_id` may have added, and the
     first digits of the id of the model's step, "" when the step is missing.
 
     entry: the cell's entry in a record.
@@ -135,7 +135,7 @@ def _add_ids(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
     cells = []
     for entry in record["cells"]:
         name, step_id = _name_and_id(entry)
-        new_name = _with_id(name, step_id) if step_id and name in ambiguous else name
+        new_name = _add_id(name, step_id) if step_id and name in ambiguous else name
         if "model" in entry["cell"]:
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}

@@ -18,18 +18,19 @@ from analysis.load.settings import AXES, labels, removed_words, replaces
 from moe_lab.results import STEPS
 
 
-def _of_cells(
+def _property_from_cells(
     read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of a study: the frame that `read` makes from its cells, at the first access."""
+    """A property of `Study`: the frame that `read` makes from the study's cells. It is read at the
+    first access."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
 
-def _of_passes(
+def _property_from_passes(
     read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of a study: the frame that `read` makes from its cells and the reports of its
-    calibration passes, at the first access."""
+    """A property of `Study`: the frame that `read` makes from the study's cells and the reports of
+    its calibration passes. It is read at the first access."""
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
@@ -64,8 +65,10 @@ class Study:
     damage: pd.DataFrame
     """model, calibration, layer, expert, score: the exact damage of removing one expert."""
     coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens. In this frame, `family` and `damage`, each model
-    and calibration set has one gate and seed, see `passes.shown_passes`."""
+    """model, calibration, layer, expert, tokens.
+
+    The frames `family`, `damage` and `coverage` have one gate and seed for each model and
+    calibration set, see `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
@@ -87,15 +90,15 @@ class Study:
         return list(self.reader.gaps.values())
 
     # Frames that are read at the first access; the functions' docstrings list their columns.
-    costs = _of_cells(plans.costs)
-    retained = _of_cells(plans.retained)
-    profiles = _of_cells(plans.profiles)
-    timings = _of_cells(plans.timings)
-    searches = _of_cells(plans.searches)
-    experts = _of_passes(passes.experts)
-    raw_statistics = _of_passes(passes.raw_statistics)
-    router_entropies = _of_passes(passes.router_entropies)
-    layer_losses = _of_passes(passes.layer_losses)
+    costs = _property_from_cells(plans.costs)
+    retained = _property_from_cells(plans.retained)
+    profiles = _property_from_cells(plans.profiles)
+    timings = _property_from_cells(plans.timings)
+    searches = _property_from_cells(plans.searches)
+    experts = _property_from_passes(passes.experts)
+    raw_statistics = _property_from_passes(passes.raw_statistics)
+    router_entropies = _property_from_passes(passes.router_entropies)
+    layer_losses = _property_from_passes(passes.layer_losses)
 
     @cached_property
     def memory(self) -> pd.DataFrame:
@@ -143,6 +146,7 @@ items that are long enough to be looked for."""
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     """A sentence for every calibration set that contains more than the share REMARKABLE of a
     benchmark's items."""
+    # calibration set -> texts on its items, which are keys so that each is listed once
     items_in_set: dict[str, dict[str, None]] = {}
     for key, counts in contaminations.items():
         for benchmark, count in counts.items():
@@ -164,59 +168,62 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
     """`Study.cells` from a study's record, and cell -> the cell's entry in the record.
 
-    A cell that the record lists twice counts once; a cell that lacks an axis is left out. Each of
-    these is a gap, and so is a cell that simultaneous runs have with different settings.
+    A cell that the record lists twice counts once. A cell that lacks an axis is left out. A gap is
+    recorded for both, and for a cell that simultaneous runs have with different settings.
     """
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
         [entry["cell"] for entry in entries.values()], columns=list(AXES)
     ).rename_axis("cell")
     cells["allocation"] = [_allocation(entry["cell"]) for entry in entries.values()]
-    has_all = cells.notna().all(axis=1)
-    for criterion in cells.loc[~has_all, "criterion"]:
+    has_all_axes = cells.notna().all(axis=1)
+    for criterion in cells.loc[~has_all_axes, "criterion"]:
         reader.gap("the record lacks an axis of it: left out", str(criterion))
-    cells = cells[has_all].copy()
-    cells["method"] = _methods(cells)
-    label_of = labels(cells)
-    repeated = cells.duplicated(list(AXES))
-    differing = document.get("differing", [])
+    cells = cells[has_all_axes].copy()
+    cells["method"] = _method_keys(cells)
+    label_of_cell = labels(cells)
+    is_repeated = cells.duplicated(list(AXES))
+    differing_cells = document.get("differing", [])
     for cell in cells.index:
-        if entries[cell]["cell"] in differing:
+        if entries[cell]["cell"] in differing_cells:
             reader.gap(
                 "runs at the same time have it with different settings: the later run counts",
-                label_of[cell],
+                label_of_cell[cell],
             )
-        if repeated[cell]:
-            reader.gap("listed twice, counted once", label_of[cell])
-    return _one_row_per_plan(cells[~repeated], entries, reader)
+        if is_repeated[cell]:
+            reader.gap("listed twice, counted once", label_of_cell[cell])
+    return _merge_equal_ratios(cells[~is_repeated], entries, reader)
 
 
-def _one_row_per_plan(
+def _merge_equal_ratios(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
     """Merge ratios of a model that give the same plans, and add the columns removed, removed_words,
     protocol and `<step>_folder`.
 
-    Rounding to whole experts can give the same plan for two ratios. If it does so for all cells of
-    the model (see `_lowest_equal_ratio`), cells that differ only in these ratios become one row,
-    with the lower ratio and the results of all these cells. Returns the rows and new entries, cell
-    -> entry, without changing `entries`.
+    Rounding to whole experts can give the same plan for two ratios. If all cells of the model have
+    the same plans at two ratios (see `_lowest_equal_ratio`), cells that differ only in these ratios
+    become one row. The row has the lower ratio and the results of all these cells. Returns the rows
+    and their entries (cell -> entry); `entries` stays as it is.
     """
-    cells = cells.join(plans.removed_shares(_with_folders(cells, entries), reader))
+    cells = cells.join(plans.removed_shares(_add_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
     cells["ratio"] = _lowest_equal_ratio(cells)
-    for _, same_ratio in groups(cells, ["model", "ratio"]):
-        requested = sorted(set(same_ratio["requested"]))
-        cells.loc[same_ratio.index, "removed_words"] = removed_words(
-            same_ratio["removed"], requested
+    for _, ratio_cells in groups(cells, ["model", "ratio"]):
+        requested_ratios = sorted(set(ratio_cells["requested"]))
+        cells.loc[ratio_cells.index, "removed_words"] = removed_words(
+            ratio_cells["removed"], requested_ratios
         )
-    merged: dict[int, Mapping[str, Any]] = {}
+    merged_entries: dict[int, Mapping[str, Any]] = {}
+    # the first member of a group has the lowest requested ratio
     by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
     for members in by_axes.groups.values():
-        merged[int(members[0])] = studies.joined_entry([entries[member] for member in members])
-    rows = _with_folders(cells.loc[sorted(merged)], merged)
+        merged_entries[int(members[0])] = studies.joined_entry(
+            [entries[member] for member in members]
+        )
+    rows = _add_folders(cells.loc[sorted(merged_entries)], merged_entries)
     rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]))
-    return rows.drop(columns=["plan", "requested"]), merged
+    return rows.drop(columns=["plan", "requested"]), merged_entries
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
@@ -226,16 +233,18 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
     equal plans. A ratio at which the plan of a cell is missing equals no other ratio.
     """
     other_axes = [axis for axis in AXES if axis != "ratio"]
-    lowest = cells["ratio"].copy()
+    lowest_ratios = cells["ratio"].copy()
     lowest_with_plans: dict[frozenset[Any], float] = {}
-    for key, same_ratio in groups(cells.sort_values("ratio"), ["model", "ratio"]):
-        if same_ratio["plan"].notna().all():
-            rows = same_ratio[[*other_axes, "plan"]].itertuples(index=False, name=None)
-            lowest[same_ratio.index] = lowest_with_plans.setdefault(frozenset(rows), key["ratio"])
-    return lowest
+    for key, ratio_cells in groups(cells.sort_values("ratio"), ["model", "ratio"]):
+        if ratio_cells["plan"].notna().all():
+            rows = ratio_cells[[*other_axes, "plan"]].itertuples(index=False, name=None)
+            # ratios ascend, so that the ratio which is set first is the lowest with these plans
+            lowest = lowest_with_plans.setdefault(frozenset(rows), key["ratio"])
+            lowest_ratios[ratio_cells.index] = lowest
+    return lowest_ratios
 
 
-def _with_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
+def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
     """Add the columns protocol and `<step>_folder`."""
     rows = [entries[cell] for cell in cells.index]
     columns: dict[str, Any] = {f"{kind}_folder": [row.get(kind) for row in rows] for kind in STEPS}
@@ -257,29 +266,31 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
     return ", ".join([name, *filter(None, settings)]) if name else name
 
 
-def _methods(cells: pd.DataFrame) -> list[str]:
+def _method_keys(cells: pd.DataFrame) -> list[str]:
     """The key of each cell's method, see `names.key`.
 
-    The recovery is in the key if the study has several recoveries and the cell is recovered. The
-    allocation is in the key if the study has several allocations and this one is not the default
-    (see `_is_default`), or if it replaces dropped experts, since a criterion's name alone means
-    that experts are dropped.
+    The key has the recovery if the study has several recoveries and the cell is recovered. It has
+    the allocation if the study has several allocations and the cell's allocation is not the default
+    (see `_has_default_allocation`). It always has an allocation that replaces dropped experts,
+    because the name of a criterion alone means that experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
-    several_allocations = pruned["allocation"].nunique() > 1
-    several_recoveries = pruned["recovery"].nunique() > 1
+    has_several_allocations = pruned["allocation"].nunique() > 1
+    has_several_recoveries = pruned["recovery"].nunique() > 1
     keys = []
     for row in records(cells):
         allocation = recovery = ""
-        if (several_allocations and not _is_default(row)) or replaces(row["allocation"]):
+        if (has_several_allocations and not _has_default_allocation(row)) or replaces(
+            row["allocation"]
+        ):
             allocation = row["allocation"]
-        if several_recoveries and row["recovery"] != "none":
+        if has_several_recoveries and row["recovery"] != "none":
             recovery = row["recovery"]
         keys.append(names.key(row["criterion"], allocation, recovery))
     return keys
 
 
-def _is_default(row: Mapping[str, Any]) -> bool:
+def _has_default_allocation(row: Mapping[str, Any]) -> bool:
     """Whether the cell is unpruned, or has the default allocation of experts, `uniform`; channels
     have no default allocation."""
     return bool(
