@@ -63,7 +63,7 @@ class _Query:
     prompt: str
     """The prompt, context or document as the model reads it."""
     tokens: tuple[int, ...] = ()
-    """Tokens of the prompt or document."""
+    """Tokens of the prompt or document; () for a Pair, whose row has its tokens."""
     rows: list[Row] = field(default_factory=list)
     """Rows to score: the reference after the prompt, the continuation after the context, or the
     windows."""
@@ -82,9 +82,9 @@ def collect_answers(
     """The engine's answer to every item, in order, computed in batches of `benchmark.batch_size`.
     Results in `cache` are not computed again.
 
-    UserError, before the engine computes anything, for a prompt that leaves too little room, and
-    for a text to be scored that is too long or has no token. FloatingPointError for a likelihood
-    that is no finite number.
+    UserError for a prompt that leaves too little room, and for a text to be scored that is too long
+    or has no token; it is raised before the engine computes anything. FloatingPointError for a
+    likelihood that is no finite number.
     """
     cache = cache or ResultCache()
     encoder = _Encoder(engine, benchmark)
@@ -127,14 +127,15 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
         )
 
     has_answer_prefix = messages[-1]["role"] == "assistant"
-    ends = {
+    options = {
         "add_generation_prompt": not has_answer_prefix,
         "continue_final_message": has_answer_prefix,
     }
     arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     if tools:
         arguments["tools"] = list(tools)
-    return render_whole(messages, arguments, engine.tokenizer, "the questions come with", **ends)
+    source = "the questions come with"
+    return render_whole(messages, arguments, engine.tokenizer, source, **options)
 
 
 class _Encoder:
@@ -195,8 +196,9 @@ class _Encoder:
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Add the row of a reference after its prompt, unless there is no prompt or no room for
-        both. As in lm-eval, white space at the end of the prompt counts as part of the answer."""
+        """Add to `query` the row of its prompt with a reference. Nothing is added if the prompt has
+        no token, the reference adds no token, or the model cannot read the whole row. As in
+        lm-eval, white space at the end of the prompt counts as part of the reference."""
         prompt = query.prompt.rstrip()
         text = query.prompt + reference
         start = len(self._tokens(prompt))
@@ -206,9 +208,9 @@ class _Encoder:
             query.reference_bytes = len(text[len(prompt) :].encode("utf-8", "surrogatepass"))
 
     def _pair_row(self, context: str, continuation: str) -> Row:
-        """The row of a context and its continuation, divided as by lm-eval; an empty context is
-        replaced by `first_token`. UserError if the context or the continuation has no
-        token: a continuation without tokens would have the likelihood 1, the largest of all."""
+        """The row of a context and its continuation, divided as in lm-eval. An empty context is
+        replaced by `first_token`. UserError if the context or the continuation has no token. A
+        continuation without tokens would have the likelihood 1, the largest of all."""
         if context:
             row = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
@@ -226,8 +228,8 @@ class _Encoder:
         return Row(row, start)
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
-        """Raise UserError for a context and continuation that have more tokens than the model
-        reads. The last token is predicted, not read."""
+        """Raise UserError if a context and its continuation have more tokens than the model can
+        read and predict. The last token of a row is predicted, not read."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         if self.max_length is not None and longest > self.max_length + 1:
@@ -239,8 +241,8 @@ class _Encoder:
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, one for each window. UserError for windows of a wrong length, and
-        for a document with fewer than two tokens."""
+        """The rows of a document, one for each window. UserError if the windows are longer than the
+        model reads or shorter than two tokens, and for a document with fewer than two tokens."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
@@ -301,9 +303,9 @@ def _encode_text(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Rows that together predict all `tokens` but the first, `length` tokens each, as in lm-eval.
-    The last row predicts the remaining tokens, after as many earlier tokens as fit into `length` +
-    1 tokens."""
+    """Rows of at most `length` + 1 tokens, which together predict each of `tokens` but the first
+    once, as in lm-eval. Each row but the last predicts `length` tokens. The last row predicts the
+    remaining tokens, and begins with as many earlier tokens as there is room for."""
     last = len(tokens) - 1
     ends = [*range(length, last, length), last] if last > 0 else []
     rows = []
@@ -327,6 +329,7 @@ def _generate(
     # A stop text must not end a thought. So the engine gets no stop texts for a model that may
     # think, and `cut` applies them to its answers.
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
+    # settings -> prompt -> indices of the queries with this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
     for number, prompt in prompts.items():
         request = queries[number].request
@@ -363,6 +366,7 @@ def _generate_batch(
                 check_finite(total, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
+    # what identifies each prompt in the key of the cache
     rows = [
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
@@ -399,15 +403,16 @@ def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list
 
 
 def _rows_by_question(rows: Iterable[Row]) -> list[Row]:
-    """The rows sorted by question, which is the tokens before the start of a row. So rows with the
-    same question get into the same batch. The question with the longest row comes first."""
-    longest: dict[tuple[int, ...], int] = {}
+    """The rows sorted by question, that is, by the tokens before the start of a row. So rows with
+    the same question get into the same batch. The question with the longest row comes first."""
+    # question -> tokens of its longest row
+    lengths: dict[tuple[int, ...], int] = {}
     for row in rows:
         question = row.tokens[: row.start]
-        longest[question] = max(longest.get(question, 0), len(row.tokens))
+        lengths[question] = max(lengths.get(question, 0), len(row.tokens))
     return sorted(
         rows,
-        key=lambda row: (-longest[row.tokens[: row.start]], row.tokens[: row.start], row.tokens),
+        key=lambda row: (-lengths[row.tokens[: row.start]], row.tokens[: row.start], row.tokens),
     )
 
 
@@ -423,8 +428,9 @@ def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 def _reply(
     query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
-    """The reply to a request: the thought and answer in its text and the loss on its reference, or
-    the likelihoods of its rows. `text` is None where nothing was generated."""
+    """The reply to a request. For a `Text` it has the thought and the answer in the generated
+    `text`, which is None if nothing was generated, and the loss on the reference. For other
+    requests it has the likelihoods of their rows."""
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
@@ -449,8 +455,8 @@ def _reply(
 
 
 def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
-    """The text up to the first stop text in its answer; a thought before the answer is not
-    searched."""
+    """The generated `text` up to the first stop text in its answer. A thought before the answer is
+    not searched. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_in`."""
     answer = answer_in(text, prompt, chat=chat) or ""
-    end = min((answer.index(end) for end in stop if end in answer), default=len(answer))
+    end = min((answer.index(mark) for mark in stop if mark in answer), default=len(answer))
     return text[: len(text) - len(answer) + end]

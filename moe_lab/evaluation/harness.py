@@ -60,7 +60,8 @@ class Harness(ABC):
     grading_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters that change only how answers are graded."""
     other_parameters: tuple[str, ...] = ()
-    """Keys of benchmark.parameters that change no result, or name a file that is hashed instead."""
+    """Keys of benchmark.parameters that change no result, or that name a file whose content counts
+    instead of its name."""
     numeric_parameters: tuple[str, ...] = ()
     """Keys of benchmark.parameters whose values are numbers, 0 or more."""
     mirrored: bool | None = None
@@ -80,8 +81,8 @@ class Harness(ABC):
     gives_tools = False
     """Whether questions come with tools, which the chat template must read."""
     reads_path = False
-    """Whether suite.path names the data: the folder of the task, or the file where there is no
-    task."""
+    """Whether suite.path names the data: the folder that has the file benchmark.task or, without a
+    task, the file itself."""
     lists_items = True
     """Whether items can be listed in this interpreter."""
     counts_items = True
@@ -110,8 +111,8 @@ class Harness(ABC):
         return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The `paths`, checked: UserError for a file that does not exist, and without
-        benchmark.task."""
+        """The `paths` of a benchmark. UserError for a file that does not exist, and if
+        benchmark.task is not set."""
         if not benchmark.task:
             raise UserError(
                 f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
@@ -126,14 +127,17 @@ class Harness(ABC):
         return paths
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """All files that define a benchmark without a mirror, the file of its items last; and the
-        versions of the packages that code in these files imports, by name."""
+        """(files, versions) of a benchmark without a mirror: all files that define the benchmark,
+        the file of its items last; and package -> version, for the packages that code in these
+        files imports."""
         return self.data_files(benchmark), {}
 
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
-        """sha256 over the files that define a benchmark, or over their hashes in its mirror.
+        """sha256 over the files that define a benchmark, or over the hashes of the files in its
+        mirror.
 
-        For a missing mirror, a text with the name of the data, with which costs can be estimated.
+        If the mirror is missing, a text with the name of the data. So costs can be estimated before
+        the mirror is made.
         """
         if benchmark.data is not None:
             from moe_lab.evaluation import mirror
@@ -150,8 +154,8 @@ class Harness(ABC):
         return digest.hexdigest()
 
     def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change an answer. The batch size is one of them, as it changes how
-        sums are rounded."""
+        """All settings that can change an answer. The batch size is among them, because it changes
+        how sums are rounded."""
         source = ("task", "subset", "split") if benchmark.data is not None else ()
         names = (
             *source,
@@ -185,15 +189,16 @@ class Harness(ABC):
     # Checks.
 
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
-        """Raise UserError for wrong settings, and Unavailable for requirements that are missing on
-        this machine: another machine may have them."""
+        """Raise UserError for wrong settings. Raise Unavailable for requirements that are missing
+        on this machine; another machine may meet them."""
         if problems := list(self.wrong(benchmark)):
             raise UserError("; ".join(problems))
         if problems := list(self.missing(benchmark, policy)):
             raise Unavailable("; ".join(problems))
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """A sentence for each setting or file of the benchmark that is wrong on any machine."""
+        """Yield a sentence for each setting or file of the benchmark that is wrong on every
+        machine."""
         if benchmark.data is None and self.mirrored is not True:
             yield from user_errors(self.check_data, benchmark)
         name = f"benchmark {benchmark.name}"
@@ -210,7 +215,8 @@ class Harness(ABC):
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
 
     def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """A sentence for each setting that the harness does not support."""
+        """Yield a sentence, without the benchmark's name, for each setting that the harness does
+        not support."""
         if not benchmark.reports:
             yield "reports is empty: expected result name -> metric"
         if self.mirrored is True and benchmark.data is None:
@@ -230,16 +236,16 @@ class Harness(ABC):
             yield f"shots={benchmark.shots}: expected 0"
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Raise UserError when the files of a benchmark without a mirror are missing, or have
-        another number of items than benchmark.expected."""
+        """Check the files of a benchmark without a mirror. UserError when a file is missing, and
+        when the number of items is not benchmark.expected."""
         *_, items_file = self.data_files(benchmark)
         if items_file.suffix == ".jsonl":
             lines = items_file.read_bytes().splitlines()
             check_count(benchmark, sum(1 for line in lines if line.strip()))
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """A sentence for each package, mirror, permission, judge or sandbox that is missing on this
-        machine."""
+        """Yield a sentence for each package, mirror, permission, judge or sandbox that is missing
+        on this machine."""
         if self.package and package_version(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "
@@ -262,13 +268,13 @@ class Harness(ABC):
         return False
 
     def protection(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which programs run, see `Policy.protection`; the answers to shipped
-        benchmarks are closed-world programs."""
+        """The sandbox in which programs run, see `Policy.protection`. Right answers to shipped
+        benchmarks are closed-world programs. UserError or Unavailable if there is no sandbox."""
         return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
 
     def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether only closed-world programs are run, and others count as wrong, because this
-        machine has no namespaces."""
+        """Whether this machine, which has no namespaces, runs only closed-world programs and counts
+        other programs as wrong. False if it runs no programs at all."""
         if not self.runs_programs(benchmark):
             return False
         try:
@@ -278,7 +284,7 @@ class Harness(ABC):
 
 
 def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """The benchmark's parameters with these keys."""
+    """The benchmark's parameters whose key is among `keys`."""
     return {key: value for key, value in benchmark.parameters.items() if key in keys}
 
 
@@ -301,8 +307,8 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The result `name`: the mean outcome of those `samples` that belong to it, with the standard
-    error s / sqrt(n)."""
+    """The result `name`: the mean outcome of the samples of this result, with the standard error
+    s / sqrt(n). `samples` may also have samples of other results."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
@@ -328,7 +334,7 @@ def graded_by_mean(
     tolerated: int = 0,
 ) -> Graded:
     """Results that are mean outcomes. `verdict` (answer, metric) returns the outcome of an answer
-    and a text that explains it."""
+    and a text that explains the outcome. `protocol`, `tolerated`: fields of `Graded`."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
@@ -349,8 +355,8 @@ def loss_result(
     """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
 
     `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
-    each item. The standard error of a perplexity is that of the mean loss times exp(mean), the
-    derivative of exp.
+    each item. The standard error of a perplexity is the standard error of the mean loss, multiplied
+    by the derivative exp(mean).
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
@@ -359,7 +365,8 @@ def loss_result(
         (share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True)
     )
     score = math.exp(mean) if scale == "perplexity" else mean
-    derivative = score if scale == "perplexity" else 1.0  # of the score by the mean loss
+    # derivative of the score with respect to the mean loss
+    derivative = score if scale == "perplexity" else 1.0
     return Result(
         benchmark=name,
         metric=metric,
@@ -374,7 +381,8 @@ def loss_result(
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a benchmark, however the answers are graded."""
+    """The questions of a benchmark. Benchmarks that differ only in grading have equal
+    identities."""
 
     benchmark: BenchmarkConfig
 
@@ -393,8 +401,8 @@ class IdentifiedBenchmark(BenchmarkConfig):
 
 
 def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
-    """A sentence for each setting or file of the benchmarks that is wrong on any machine, and for
-    each result name that two benchmarks report."""
+    """A sentence for each setting or file of the benchmarks that is wrong on every machine, and for
+    each result name that two benchmarks report. Equal sentences are listed once."""
     sentences: list[str] = []
     benchmark_of_result: dict[str, str] = {}
     for benchmark in benchmarks:

@@ -27,8 +27,8 @@ class Text:
     max_tokens: int
     """Largest number of tokens of the text."""
     stop: tuple[str, ...] = ()
-    """Texts at which an answer ends, and which are cut off. The prompt and the thought before the
-    answer are not searched for stop texts."""
+    """Stop texts: an answer ends before the first stop text in it. The prompt and the thought
+    before the answer are not searched."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
     tools: Tools = ()
@@ -193,24 +193,26 @@ CLOSING_MARKS: Mapping[str, str] = {
 """Opening mark of a thought -> closing mark, of all families."""
 MARKS = frozenset({*CLOSING_MARKS, *CLOSING_MARKS.values()})
 _HARMONY = "<|start|>assistant"
-"""How the prompt ends in the harmony format of gpt-oss."""
+"""End of a prompt in the harmony format of gpt-oss."""
 _HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
 _CHANNEL = re.compile(r"\s*(?:<\|channel\|>|analysis|commentary|final|to=)")
-"""How a text in the harmony format begins; tokenizers leave out its special tokens."""
+"""Beginning of a text in the harmony format, with or without special tokens, which decoding
+omits."""
 _HARMONY_ANSWER = re.compile(
     r"(?:\A\s*|assistant)(?:<\|channel\|>)?final\s*(?:<\|constrain\|>\w+)?(?:<\|message\|>)?"
     r"|(?:\A|(?:<\|start\|>)?assistant)(?=\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?to=functions\.)"
 )
-"""What precedes an answer in the harmony format: its header, or nothing if it is a message to a
-function."""
+"""The header of a message to the user, or the empty text before a message to a function. In the
+harmony format the answer comes after it."""
 
 
 def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought. None if
     the thought does not end.
 
-    A text without a thought is all answer. In a chat, a closing mark without an opening mark also
-    ends a thought, since the opening mark may have been in the prompt. Marks in quotes are ignored.
+    If there is no thought, the whole text is the answer. In a chat, a closing mark without an
+    opening mark also ends a thought, because the opening mark may have been in the prompt. Marks in
+    quotes are ignored.
     """
     if _is_harmony(text, prompt):
         answer = _HARMONY_ANSWER.search(text)
@@ -261,8 +263,10 @@ def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
 
 
 def _end_of(closing: str, text: str) -> int | None:
-    """The end of the first mark `closing` in `text` that is not in quotes; None without one."""
+    """The end of the first mark `closing` in `text` that is not in quotes; None if there is no such
+    mark."""
     for mark in re.finditer(re.escape(closing), text):
+        # "" at the beginning or end of the text
         before = text[mark.start() - 1 : mark.start()]
         after = text[mark.end() : mark.end() + 1]
         if before != after or before not in ("'", '"', "`"):
@@ -271,7 +275,7 @@ def _end_of(closing: str, text: str) -> int | None:
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
-    """Whether a text after `prompt` has the harmony format."""
+    """Whether a `text` that was generated after `prompt` has the harmony format."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):

@@ -81,6 +81,7 @@ def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def _key(judge: JudgeConfig) -> str:
+    """The API key of the judge's endpoint; "" if its environment variable is not set."""
     return os.environ.get(judge.key_variable, "").strip()
 
 
@@ -90,9 +91,9 @@ def verdicts(
     """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
-    Raises Unavailable, with the first reason, as soon as more than `tolerated` prompts got no
-    score, and immediately when the endpoint refuses a request. A step can be run again with another
-    address or key, which are not part of its identity.
+    Raises Unavailable as soon as more than `tolerated` prompts got no score, with the reason of the
+    first of them, and as soon as the endpoint refuses a request. The step can then be run again
+    with another address or key, because neither is part of the step's identity.
     """
     unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
@@ -137,8 +138,9 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
 def _verdict(
     judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
-    """The verdict on one prompt, from the cache or else from the endpoint; without a request once
-    `stop` is set. Raises Unavailable, and sets `stop`, when the endpoint refuses the request."""
+    """The verdict on one prompt, from the cache or else from the endpoint. Once `stop` is set, no
+    request is sent, and the verdict has no score. When the endpoint refuses the request, sets
+    `stop` and raises Unavailable."""
     import openai
 
     settings = judge.identity  # without the address
@@ -181,8 +183,8 @@ def _verdict(
 
 
 def _message(body: bytes) -> str:
-    """The message in a response. Raises Unparsable for a response without a message, such as that
-    of another program, and for a message that was broken off."""
+    """The judge's message in the `body` of a response. Raises Unparsable for a response without a
+    message, which another program may have sent, and for a message that was broken off."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -198,8 +200,8 @@ def _message(body: bytes) -> str:
 
 
 def score(reply: str) -> float:
-    """The number from 1 to 10 after the last "score" of the reply; the reply may quote the form,
-    with "score", before.
+    """The number from 1 to 10 after the last "score" of the reply. The last "score" counts, because
+    a reply may first quote the requested form, which has "score" too.
 
     Thoughts are not read. Raises Unparsable for a reply without such a number.
     """

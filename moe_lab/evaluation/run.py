@@ -29,9 +29,9 @@ def evaluate(
     cache: ResultCache | None = None,
 ) -> list[Result]:
     """Run the benchmark on a model, write out/result.json and out/samples.parquet, and return the
-    results.
+    results. `cache`: see `collect_answers`.
 
-    Raises UserError and Unavailable as `Harness.check`. If an item fails, the benchmark fails.
+    Raises the UserError and Unavailable of `Harness.check`. If an item fails, the benchmark fails.
     """
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
@@ -41,7 +41,8 @@ def evaluate(
 def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
-    """The model's answers to all items of the benchmark."""
+    """The model's answers to all items of the benchmark. UserError if the number of items is not
+    benchmark.expected."""
     harness = harness_of(benchmark)
     items = harness.items(benchmark)
     if benchmark.limit is None and harness.counts_items:
@@ -54,7 +55,7 @@ def answer(
 def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
-    """As `evaluate`, but with answers that the model has given before. Needs no model."""
+    """Do as `evaluate`, with `answers` that the model has given before. Needs no model."""
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
     return _grade(harness, answers, benchmark, out, policy)
@@ -67,10 +68,11 @@ def _grade(
     out: Path,
     policy: Policy,
 ) -> list[Result]:
-    """Grade answers and write the results. RuntimeError when more items have no outcome than the
-    harness tolerates."""
+    """Grade answers, and write the results to the folder `out`. RuntimeError when more items have
+    no outcome than the harness tolerates."""
     graded = harness.grade(answers, benchmark, policy)
     for result in graded.results:
+        # none are missing if the expected number is unknown
         missing_items = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing_items <= graded.tolerated:
             raise RuntimeError(
@@ -101,10 +103,11 @@ def _grade(
 
 
 def _write_samples(samples: Sequence[Sample], file: Path) -> None:
-    """Write the samples to a Parquet file, with characters replaced that UTF-8 cannot encode."""
+    """Write the samples to a Parquet file. Characters that UTF-8 cannot encode are replaced."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
+    # most columns are texts
     types = dict.fromkeys(Sample.__annotations__, arrow.string())
     types |= dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64())
     types["replicate"] = arrow.int64()

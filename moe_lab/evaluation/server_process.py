@@ -21,7 +21,8 @@ from contextlib import suppress
 
 def main(grace: float, command: Sequence[str]) -> None:
     """Run the server until the server or standard input ends; then kill the whole process group."""
-    # This process ignores SIGTERM, which `_end_with_input` sends to the whole process group.
+    # This process ignores SIGTERM, which `_stop_at_end_of_input` sends to the whole process group.
+    # The server inherits SIG_IGN, but not a handler.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -29,17 +30,17 @@ def main(grace: float, command: Sequence[str]) -> None:
         # The error may be that a folder of PATH cannot be read, though no folder has the program.
         reason = error.strerror if shutil.which(command[0]) else "there is no such program"
         raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
-    threading.Thread(target=_end_with_input, args=(server, grace), daemon=True).start()
+    threading.Thread(target=_stop_at_end_of_input, args=(server, grace), daemon=True).start()
     code = server.wait()
     end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     print(end, file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with_input(server: subprocess.Popen[bytes], grace: float) -> None:
-    """Wait for the end of standard input, then stop the server, and kill it after `grace`
-    seconds."""
-    os.read(0, 1)
+def _stop_at_end_of_input(server: subprocess.Popen[bytes], grace: float) -> None:
+    """Wait for the end of standard input. Then tell the server to stop, and after `grace` seconds
+    kill the whole process group, including this process."""
+    os.read(0, 1)  # returns when moe_lab closes the pipe or ends
     os.killpg(0, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         server.wait(grace)

@@ -1,5 +1,5 @@
-"""Measure how fast a model reads prompts and generates tokens on its device, and how much memory it
-needs for them."""
+"""Measure how fast a model reads prompts and generates tokens on its device, and how much memory
+this takes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _RESET_PEAK = "5"
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Rows of `results.TIMINGS`: for each batch size and prompt length `REPEATS` requests, after a
-    warm-up.
+    """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
+    one row of `results.TIMINGS` for each request.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
     cache of keys and values. A request always makes `settings.new_tokens` tokens after the first
@@ -46,10 +46,10 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         )
     rows: list[tuple[Any, ...]] = []
     for size, length in product(settings.batch_sizes, settings.prompt_lengths):
-        # rounded up
+        # size * length / len(tokens), rounded up
         copies = -(-size * length // len(tokens))
         ids = tokens.repeat(copies)[: size * length].view(size, length).to(model.device)
-        request = partial(_request, model, ids, settings.new_tokens)
+        request = partial(_time_request, model, ids, settings.new_tokens)
         working_bytes = _working_bytes(model.device, request)
         for _ in range(WARMUP - 1):
             request()
@@ -58,9 +58,9 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
     return rows
 
 
-def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Seconds until the first new token of each prompt, and seconds for the `new_tokens` tokens
-    after it."""
+def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+    """Generate after the prompts `ids` (B, S). Returns the seconds until each prompt has its first
+    new token, and the seconds for the `new_tokens` tokens after the first."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     chosen_tokens = output.logits[:, -1:].argmax(-1)
@@ -77,7 +77,7 @@ def _request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, flo
 
 
 def _now(device: torch.device) -> float:
-    """Time in seconds, once the device has finished its work."""
+    """Wait until the model's GPUs have finished their work, and return the time in seconds."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
@@ -85,8 +85,9 @@ def _now(device: torch.device) -> float:
 
 
 def _working_bytes(device: torch.device, request: Callable[[], object]) -> float:
-    """Peak memory during `request` beyond the memory in use before it, in bytes: of torch's
-    allocations on GPUs, else resident memory; NaN where the peak cannot be reset."""
+    """Peak memory during `request`, less the memory in use before the request, in bytes. On GPUs,
+    the memory that torch allocates is measured; otherwise the resident memory of this process. NaN
+    if the peak of resident memory cannot be reset."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         bytes_before = sum(torch.cuda.memory_allocated(number) for number in gpus)
@@ -108,5 +109,6 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
 
 def _peak_bytes() -> int:
     """Peak resident memory of this process since the peak was reset, in bytes."""
+    # such as "VmHWM:    1234 kB", where kB means 1024 bytes
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

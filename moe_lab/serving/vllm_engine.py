@@ -1,4 +1,4 @@
-"""An engine of vLLM that evaluates many plans of one model. It gets requests from another process,
+"""An engine of vLLM that evaluates many plans of one model. Another process sends requests to it,
 as lines of JSON.
 
     python -m moe_lab.serving.vllm_engine      (in the environment of vLLM)
@@ -25,10 +25,10 @@ from moe_lab.child_process import serve
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
 EFFECT = 1e-3
-"""A mask of half of the experts takes effect if it changes a log-probability of that text by more
-than this."""
+"""A mask of half of the experts takes effect if it changes a log-probability of the text by more
+than this number."""
 REPEAT_TOLERANCE = 1e-4
-"""Largest change of these log-probabilities when they are computed again without a mask."""
+"""Largest change of a log-probability of the text when it is computed again without a mask."""
 
 
 class Engine:
@@ -62,8 +62,8 @@ class Engine:
         }
 
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask all experts of each layer in `retained_experts` (layer, experts) but those listed;
-        [] removes the mask.
+        """Mask experts. `retained_experts`: pairs (layer, experts that the layer retains); the
+        other layers retain all experts, and [] removes the mask.
 
         ValueError for experts that the model does not have, and if masks have no effect on this
         engine, which is tested before the first plan.
@@ -80,7 +80,7 @@ class Engine:
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Do as `set_plan`, without checking experts or the effect of masks."""
+        """Do as `set_plan`, but check neither the experts nor the effect of masks."""
         self._call_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
@@ -98,7 +98,9 @@ class Engine:
         """Generate greedily after `prompts` of token ids. Yields (index of a prompt, new tokens
         after the prompt, their log-likelihood in nats) as soon as a text is complete.
 
-        The log-likelihood is NaN if a logit was NaN. ValueError for a text that vLLM broke off.
+        A text is complete when it has `max_tokens` tokens, contains a text of `stop`, or ends with
+        a token of `ends`. The log-likelihood is NaN if a logit was NaN. ValueError for a text that
+        vLLM broke off.
         """
         from vllm import SamplingParams
 
@@ -122,14 +124,15 @@ class Engine:
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Iterator[tuple[int, float, bool]]:
-        """Yield (index of a row, log-likelihood of its tokens from its start on, whether all of
-        them are the likeliest).
+        """Yield (index of a row, summed log-likelihood in nats of its tokens from its start on,
+        whether each of these tokens is the likeliest).
 
-        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that
-        differ only in the last token are read once.
+        All tokens of a row but the last are read. Rows that differ only in the last token are read
+        once.
         """
         from vllm import SamplingParams
 
+        # tokens that are read -> indices of the rows that begin with them
         rows_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
             rows_of[*row[:-1]].append(number)
@@ -147,6 +150,7 @@ class Engine:
             requests.append((read_tokens, sampling))
         rows_of_request = list(rows_of.values())
         for request, output in self._finished_outputs(requests):
+            # one token is generated after the read tokens, where each row has its last token
             (sampled,) = output.outputs[0].token_ids
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
@@ -165,8 +169,8 @@ class Engine:
         return self.llm.collective_rpc(method, args=arguments)[0]
 
     def _finished_outputs(self, requests: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (index, output) of each of the `requests` (token ids, sampling) when it is
-        finished."""
+        """Yield (index of a request, its output) as soon as the request is finished. `requests`:
+        pairs (token ids, sampling parameters)."""
         engine = self.llm.llm_engine
         for number, (ids, sampling) in enumerate(requests):
             engine.add_request(str(number), {"prompt_token_ids": list(ids)}, sampling)
@@ -177,9 +181,9 @@ class Engine:
 
     def _prove_masks(self) -> None:
         """Raise ValueError if a mask of half of the experts does not change the log-probabilities
-        of a text, or if these stay changed after the mask is removed."""
+        of a text, or if the log-probabilities stay changed after the mask is removed."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        # any token ids
+        # arbitrary token ids: multiples of a prime
         text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
@@ -210,7 +214,8 @@ class Engine:
     def _log_probabilities(
         self, text: list[int], retained_experts: list[tuple[int, list[int]]]
     ) -> list[float]:
-        """Log-probability of each token of `text` but the first, under a mask."""
+        """Log-probability of each token of `text` but the first, under the mask that
+        `retained_experts` describes, see `set_plan`."""
         self._mask(retained_experts)
         rows = [text[:length] for length in range(2, len(text) + 1)]
         likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
@@ -218,8 +223,8 @@ class Engine:
 
 
 def _difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """The largest difference between two values at the same index."""
-    return max(abs(one - other) for one, other in zip(first, second, strict=True))
+    """The largest absolute difference between values at the same index."""
+    return max(abs(value - other) for value, other in zip(first, second, strict=True))
 
 
 def _add_to_search_path(folder: str) -> None:

@@ -2,11 +2,10 @@
 all routers a mask.
 
 A mask is added to the logits of a router: it is 0 for retained experts and minus infinity for
-dropped ones. Routers get their mask when they are built, as a compiled engine ignores attributes
-that are added later; afterwards the numbers in a mask are changed in place, which takes about a
-millisecond.
-vLLM imports this module in each of its workers before it builds the model, since `PlanWorker`
-extends the workers.
+dropped experts. Routers get their mask when they are built, because a compiled engine ignores
+attributes that are added later. Afterwards the numbers in a mask are changed in place, which takes
+about a millisecond. vLLM imports this module in each of its workers before the worker builds the
+model, because `PlanWorker` extends the workers.
 
 Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32:
 BaseRouter._select_experts, e_score_correction_bias of routers, WorkerBase.model_runner.model.
@@ -31,7 +30,7 @@ def mask_routers() -> None:
 
 
 def _init_with_mask(original: Any) -> Any:
-    """The `__init__` of routers that have a mask."""
+    """An `__init__` of routers that calls the `original` and adds the attribute moe_lab_mask."""
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
@@ -41,7 +40,7 @@ def _init_with_mask(original: Any) -> Any:
 
 
 def _select_with_mask(original: Any) -> Any:
-    """The `_select_experts` of routers that add their mask to the logits."""
+    """A `_select_experts` of routers that calls the `original` with masked logits."""
 
     def _select_experts(
         self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any
@@ -70,11 +69,11 @@ class PlanWorker:
 
     @torch.inference_mode()
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask all experts of each layer in `retained_experts` (layer, experts) but those listed;
-        other layers retain all experts.
+        """Set the masks of all routers. `retained_experts`: pairs (layer, experts that the layer
+        retains); the other layers retain all experts.
 
-        A router adds its correction bias after the logits have become scores. So the bias of a
-        dropped expert becomes minus infinity too.
+        A router adds its correction bias to the scores that it has computed from the logits. So the
+        bias of a dropped expert becomes minus infinity too.
         """
         by_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):

@@ -1,17 +1,17 @@
-"""A plugin of vLLM: it serves exports whose layers differ, and repairs two faults of vLLM's CPU
-build.
+"""A plugin by which vLLM serves exports whose layers differ. It also repairs two faults of vLLM's
+CPU build.
 
 vLLM calls `register` in each of its processes, through the entry point group vllm.general_plugins.
-This module needs vLLM alone, and none of moe_lab's dependencies, since the two often want other
-versions of transformers.
+This module needs vLLM alone, and none of moe_lab's dependencies, because vLLM and moe_lab often
+need different versions of transformers.
 
 vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven
 exports under a model type of their own. `parse` gives vLLM the configuration of the family instead,
 with the largest number of experts and the largest width, and with the architecture
 `Pruned<Stock>ForCausalLM`. This module has a class of that name for every architecture <Stock> of
-vLLM. The class sets the fields of each layer while the layer is built, so that no code is needed
-per family. It also compares the experts in the files with the experts that were built, since vLLM
-notices neither missing nor surplus experts.
+vLLM. The class sets the fields of each layer while the layer is built, so that families need no
+code of their own. The class also compares the experts in the files with the experts that were
+built, because vLLM notices neither missing nor surplus experts.
 
 Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the
 modules of models, utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its
@@ -63,7 +63,7 @@ def register() -> None:
     for name in list(ModelRegistry.models):
         if not name.startswith(PREFIX):
             ModelRegistry.register_model(PREFIX + name, f"{__name__}:{PREFIX}{name}")
-    _read_exports()
+    _patch_config_parser()
     if current_platform.is_cpu():
         _repair_rotary_embedding()
         _repair_bias()
@@ -77,7 +77,8 @@ def __getattr__(name: str) -> type:
 
 
 def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a method by make(original method); a second call changes nothing."""
+    """Replace the method `name` of `owner` by make(original method); a second call changes
+    nothing."""
     original = getattr(owner, name)
     if not hasattr(original, "moe_lab"):
         replacement = make(original)
@@ -86,8 +87,8 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of an export in the form of its family, with the field `LAYERS`. The
-    config.json of another model is unchanged.
+    """The `config`, the content of config.json, in the form of its family, with the field `LAYERS`.
+    If the model in `folder` is no uneven export, `config` unchanged.
 
     ValueError for an export that this module cannot read.
     """
@@ -123,8 +124,8 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**family, **maxima, **stock_fields, "architectures": architectures, LAYERS: fields}
 
 
-def _read_exports() -> None:
-    """Let vLLM read the configuration of an export in the form of its family."""
+def _patch_config_parser() -> None:
+    """Replace vLLM's parser of config.json by a parser that applies `family_config`."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
 
@@ -146,7 +147,7 @@ def _read_exports() -> None:
 
 @cache
 def _uneven_class(name: str) -> type:
-    """The class of vLLM called `name`, for a model whose layers differ."""
+    """A subclass of vLLM's class `name`, for a model whose layers differ."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -184,6 +185,7 @@ def _uneven_class(name: str) -> type:
         _check_files(self.moe_lab_counts, experts)
         return names_of_weights
 
+    # vLLM finds the class by this name in this module, see `__getattr__`
     return type(
         PREFIX + name,
         (stock,),
@@ -192,8 +194,9 @@ def _uneven_class(name: str) -> type:
 
 
 def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
-    """Raise ValueError for an architecture, widths or settings with which vLLM would serve the
-    export wrongly."""
+    """Raise ValueError if vLLM would serve the export wrongly, because of its architecture `name`,
+    the widths of its `layers`, or settings in `vllm_config`. `module`: the architecture's
+    module."""
     import vllm
 
     if name in UNIFORM_ARCHITECTURES or not hasattr(module, "make_layers"):
@@ -218,8 +221,8 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
 
 @contextmanager
 def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which fields of a configuration have the `values` of one layer. The fields are
-    set in place, as some classes of vLLM keep a reference to the configuration."""
+    """A context in which the fields of `config` have the `values` of one layer. The fields are set
+    in place, because some classes of vLLM keep a reference to the configuration."""
     original = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -231,7 +234,7 @@ def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
-    """(layer, router) of every MoE layer that was built."""
+    """Yield (index of the layer, router) of every MoE layer that was built."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     for name, module in model.named_modules():
@@ -252,8 +255,9 @@ def _record_experts(
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """Raise ValueError when the files have other experts than the layers that were built. `counts`:
-    layer -> number of experts that were built. vLLM itself would serve such files."""
+    """Raise ValueError when the files have other experts than the layers that were built. vLLM
+    itself would serve such files. `counts`: layer -> number of experts that were built; `experts`:
+    see `_record_experts`."""
     for (layer, name), numbers in experts.items():
         expected = set(range(counts.get(layer, 0)))
         if layer in counts and numbers != expected:
@@ -269,8 +273,8 @@ def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], se
 
 
 def _repair_rotary_embedding() -> None:
-    """Use torch's formula for interleaved rotary embeddings (DeepSeek) on the CPU: the results of
-    vLLM's CPU operation are wrong by up to 6.9."""
+    """On the CPU, use torch's formula for interleaved rotary embeddings (DeepSeek), because the
+    results of vLLM's CPU operation are wrong by up to 6.9."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def make(original: Any) -> Any:
@@ -284,8 +288,8 @@ def _repair_rotary_embedding() -> None:
 
 
 def _repair_bias() -> None:
-    """Add the correction bias of a softmax without groups (ERNIE-4.5), which the CPU router
-    ignores."""
+    """On the CPU, add the correction bias of routers with a softmax and without groups (ERNIE-4.5).
+    vLLM's CPU router ignores this bias."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     def make(original: Any) -> Any:

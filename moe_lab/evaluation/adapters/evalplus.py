@@ -64,14 +64,15 @@ class Verdict:
     output or refused."""
 
     program: str
-    """The program as it was run: after the sanitizer."""
+    """The program that was run, as the sanitizer left it."""
     base: str
     plus: str
     reason: str = ""
+    """Why the program does not pass; "" if it passes."""
 
     def outcome(self, metric: str) -> tuple[float, str]:
-        """1 if the program passes the tests of `metric` (base or plus), else 0; and a text with
-        status, reason and program."""
+        """(outcome, text) for `metric`, which is base or plus. The outcome is 1 if the program
+        passes the tests of the metric, else 0. The text has status, reason and program."""
         status = self.base if metric == "base" else self.plus
         reason = f": {self.reason}" if self.reason and status != "pass" else ""
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
@@ -83,14 +84,14 @@ class _DataFile:
 
     problems: dict[str, dict[str, Any]]
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Task id -> result of `_Grading._canonical`."""
+    """Task id -> result of `_Grading._run_canonical`."""
     verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
     """(task id, program, settings of grading) -> verdict."""
 
 
 class Grader:
-    """Grades programs. Caches and processes are kept for later requests, as several plans of a
-    model often give the same program.
+    """Grades programs. Verdicts are cached for later requests, because several plans of a model
+    often give the same program. Processes are used again, too.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Grader:
                 self.close()
 
     def close(self) -> None:
-        """End all processes; others are started for the next request."""
+        """End all processes. The next request starts new processes."""
         self.rules.close()
         for runners in self.runners.values():
             runners.close()
@@ -128,7 +129,7 @@ atexit.register(GRADER.close)
 
 @dataclass(frozen=True)
 class _Grading:
-    """Grading of one request."""
+    """Grading of one request: `file` has the problems of the request, `grader` the processes."""
 
     request: GradeRequest
     file: _DataFile
@@ -145,7 +146,7 @@ class _Grading:
         new_tasks = [task for task in keys if task not in verdicts]
         canonical_tasks = [task for task in new_tasks if task not in expected]
         with ThreadPoolExecutor(request.processes or cores()) as pool:
-            outputs = pool.map(self._canonical, canonical_tasks)
+            outputs = pool.map(self._run_canonical, canonical_tasks)
             expected.update(zip(canonical_tasks, outputs, strict=True))
             verdicts.update(zip(new_tasks, pool.map(self._verdict, new_tasks), strict=True))
         if len(cache) > _MOST_VERDICTS:
@@ -158,14 +159,15 @@ class _Grading:
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
-        """The encoded arguments of each test of a part."""
+        """The encoded arguments of each test of a `part`, base or plus."""
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
-        """Run a program on all tests of a part. `seconds`: CPU limit of each test; the program has
-        one more second for loading. `memory`: limit on the address space in bytes."""
+        """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test;
+        the whole program has one second more, for loading. `memory`: limit on the address space in
+        bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
@@ -177,9 +179,9 @@ class _Grading:
         )
         return self.grader.runners[self.request.confined].run(request)
 
-    def _canonical(self, task: str) -> dict[str, Any]:
-        """Part -> the encoded outputs of the canonical solution ("encoded") and the CPU seconds of
-        each call ("seconds"). RuntimeError if the solution fails."""
+    def _run_canonical(self, task: str) -> dict[str, Any]:
+        """Run the canonical solution of a task. Returns part -> {"encoded": its encoded outputs,
+        "seconds": CPU seconds of each call}. RuntimeError if the solution fails."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -195,11 +197,12 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """The verdict on the program for a task. The plus tests run only if the program passes the
-        base tests."""
+        """The verdict on the request's program for a task. The plus tests are run only if the
+        program passes the base tests."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]
+            # the program stays as it is if the sanitizer fails or leaves nothing
             program = self.grader.rules("sanitize", arguments, *_SANITIZER_LIMITS) or program
         base, reason = self._part_verdict(task, "base", program)
         plus = base
@@ -208,7 +211,7 @@ class _Grading:
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
-        """Status of a program on the tests of one part, and the reason."""
+        """(status, reason) of a program on the tests of a `part`, base or plus."""
         canonical = self.file.expected[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
@@ -231,4 +234,5 @@ _STATUSES = {
     "no value": ("output", "it returned something that is not a value"),
     None: ("output", "what it returned takes too much time or memory to compare"),
 }
-"""Result of `evalplus_rules.compare` -> status and reason."""
+"""Result of `evalplus_rules.compare` -> status and reason. The result is None if the comparison
+reached a limit or failed."""

@@ -1,15 +1,14 @@
-"""EvalPlus's own problems, sanitizer and comparison, protected against the programs that they
-process.
+"""EvalPlus's own problems, sanitizer and comparison, protected against the programs of models.
 
 EvalPlus compares outputs in the process that runs the program, where the program can see and change
 the verdict. Here EvalPlus compares the outputs of a stand-in, which returns the values that the
 model's program returned in the sandbox. Tolerances, set equality and the special cases of MBPP are
 EvalPlus's own.
 
-EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their
-number, and parsing what a model wrote can crash a process. So here the sanitizer is called in a
-process with limits (`sandbox/client.py`), searches a limited number of lines, and tries the longest
-runs first.
+EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in the
+number of lines. Also, parsing a text of a model can crash a process. So here the sanitizer is
+called in a process with limits (`sandbox/client.py`), searches a limited number of lines, and tries
+the longest runs first.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ MOST_LINES = 150
 
 
 def sanitize(text: str, entry_point: str) -> str:
-    """The program that EvalPlus's sanitizer extracts from `text`. It can crash this process."""
+    """The program that EvalPlus's sanitizer extracts from `text`. The sanitizer can crash this
+    process."""
     return str(evalplus_sanitize.sanitize(text, entry_point))
 
 
@@ -53,7 +53,7 @@ def longest_program(text: str) -> str:
     runs = []  # (minus the number of non-blank lines, start, end)
     for start in range(len(lines)):
         for end in range(start + 2, len(counts)):
-            if counts[start] < counts[end]:
+            if counts[start] < counts[end]:  # the run has a line that is not blank
                 runs.append((counts[start] - counts[end], start, end))
     for _, start, end in sorted(runs):
         run = "\n".join(lines[start:end])
@@ -71,9 +71,9 @@ def _is_python(text: str) -> bool:
 
 
 def returns_or_yields(function: Any) -> bool:
-    """Whether a function's tree-sitter node holds a return or a yield. EvalPlus itself drops
-    every function without a return as unfinished, even the generator that the canonical solution of
-    Mbpp/630 needs."""
+    """Whether the tree-sitter node `function` holds a return or a yield. EvalPlus itself drops
+    every function without a return as unfinished. This would drop the generator that the canonical
+    solution of Mbpp/630 needs."""
     return any(
         node.type in ("return_statement", "yield")
         for node in evalplus_sanitize.traverse_tree(function)
@@ -83,7 +83,7 @@ def returns_or_yields(function: Any) -> bool:
 evalplus_sanitize.code_extract = longest_program
 evalplus_sanitize.has_return_statement = returns_or_yields
 
-_SUCCESS = 0
+_SUCCESS = 0  # EvalPlus's number for a program that passes
 _recorded_outputs: Iterator[Any] = iter(())
 """Outputs that `replay` returns."""
 _NO_PROTECTION = {
@@ -104,7 +104,8 @@ def replay(*arguments: Any) -> Any:
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """The problems in the file `data` as EvalPlus reads them, with its special input types."""
+    """Task id -> problem, for the file `data` as EvalPlus reads it. EvalPlus restores the types of
+    inputs that JSON cannot represent."""
     read = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
@@ -117,10 +118,11 @@ def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
 def compare(
     dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]
 ) -> str:
-    """Compare a program's encoded outputs with those of the canonical solution: right, wrong, or no
-    value.
+    """Compare the outputs of a program, `encoded`, with those of the canonical solution,
+    `canonical`. Returns right, wrong, or no value (an output cannot be decoded).
 
-    `problem` has the entry_point, atol, and encoded `inputs`. Decoding makes data, never code.
+    `problem` has the keys entry_point, atol (the tolerance) and inputs (encoded). Decoding makes
+    data, never code.
     """
     try:
         outputs = [decode_text(text) for text in encoded]
@@ -135,8 +137,8 @@ def compare(
 def _agrees(
     dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
 ) -> bool:
-    """Whether EvalPlus accepts `outputs`, one per input. EvalPlus 0.3.1 reports HumanEval/32 as
-    failed although its own check has succeeded; here it passes."""
+    """Whether EvalPlus accepts `outputs`, one per input. HumanEval/32 passes here when EvalPlus's
+    own check succeeds; EvalPlus 0.3.1 reports it as failed even then."""
     global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
@@ -148,7 +150,7 @@ def _agrees(
     program = f"from {__name__} import replay as {problem['entry_point']}"
     limits = [0.0] * len(inputs)
     details = [False] * len(inputs)
-    # True: stop at the first wrong output
+    # 0.0: limits are not used; True: stop at the first wrong output
     settings = (inputs, expected, limits, problem["atol"], True)
     with patch.dict(vars(evalplus_eval), _NO_PROTECTION):
         evalplus_eval.unsafe_execute(

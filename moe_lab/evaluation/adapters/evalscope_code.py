@@ -1,10 +1,10 @@
 """LiveCodeBench in EvalScope's process: selecting problems, and running programs that a model
 wrote.
 
-EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here they
-run in `sandbox/runner.py`, which has neither, and EvalScope's own comparison gets what they printed
-or returned. The code that EvalScope puts around a program (imports, input, main block) is sent to
-the sandbox with it.
+EvalScope runs such programs in a process that has the expected outputs and the verdicts. Here
+programs run in `sandbox/runner.py`, which has neither, and EvalScope's own comparison gets the
+printed or returned outputs. The code that EvalScope puts around a program (imports, input, main
+block) is sent to the sandbox together with the program.
 """
 
 from __future__ import annotations
@@ -70,17 +70,18 @@ class DataError(Exception):
 def select_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
-    """A function like EvalScope's `record_to_sample` that gives samples only of problems from
-    days[0] to days[1] (YYYY-MM-DD). With `hides_tests`, samples have no private tests."""
+    """A function to put in place of EvalScope's `record_to_sample`. It returns [] for problems that
+    are not from the days days[0] to days[1] (YYYY-MM-DD). If `hides_tests`, samples have no private
+    tests."""
 
-    def selected_samples(record: dict[str, Any]) -> Any:
-        day = record["contest_date"]
+    def select_samples(record: dict[str, Any]) -> Any:
+        day = record["contest_date"]  # a text or, in some formats of files, a datetime
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
         if not days[0] <= row["contest_date"][:10] <= days[1]:
             return []
         return record_to_sample({**row, "private_test_cases": "[]"} if hides_tests else row)
 
-    return selected_samples
+    return select_samples
 
 
 @contextmanager
@@ -180,8 +181,9 @@ class Programs:
 
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
-    """EvalScope's results and notes for the `outcome` of a program on `tests`, as JSON; `function`
-    is the name of the called function, None for a program that prints."""
+    """EvalScope's [results, notes] for a program whose run on `tests` ended with `outcome` (fields
+    of `Outcome`), as JSON. `function`: the name of the called function; None for a program that
+    prints."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     with replay(Outcome(**outcome), function):
@@ -195,8 +197,8 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
 
 
 def program(solution: str, function: str | None) -> str:
-    """A program whose moe_lab_answer(input) returns what the solution prints, or what its
-    `function` returns."""
+    """A program with a function moe_lab_answer(input). The function returns the text that the
+    `solution` prints or, if `function` is not None, the value that this function returns."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     names = (
@@ -217,12 +219,12 @@ def program(solution: str, function: str | None) -> str:
 
 @contextmanager
 def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
-    """A context in which EvalScope's comparison gets the recorded outcome instead of running a
-    solution."""
+    """A context in which EvalScope's comparison reads the recorded `outcome` of a program instead
+    of running the program. `function`: see `compare`."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     values = _outputs(outcome)
-    printed = list[str]()
+    printed = list[str]()  # from this list EvalScope reads the printed text
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(values)})
 
     def call_method(method: Any, _: str) -> None:

@@ -1,8 +1,9 @@
-"""The process that runs EvalScope: it returns the questions of a task, or grades answers to them.
+"""The process that runs EvalScope. It returns the questions of a task, or grades the answers to
+these questions.
 
-It needs EvalScope and the standard library, but no other package of moe_lab's environment.
+The process needs EvalScope and the standard library, but no other package of moe_lab's environment.
 EvalScope's adapter of the task reads the data, writes the prompts, extracts the answers and
-compares them. Processes that run programs end with this process, whose pipes they read.
+compares them. Processes that run programs read pipes of this process, so they end with it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 from moe_lab.evaluation.adapters import evalscope_code
 
-# EvalScope's other states are for judges and for answers that could not be compared
+# EvalScope's state of a score that was computed. Its other states are for judges, and for answers
+# that could not be compared.
 _SCORED = "success"
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Samples = dict[str, Any]
@@ -33,8 +35,8 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """{"samples": {"item": name, "outcome", "extracted", "why"} of each answer, as in `_verdict`,
-    "versions": package -> version}.
+    """{"samples": list, "versions": package -> version}. The list has the `_verdict` on each
+    answer, with the name of its item: {"item", "outcome", "extracted", "why"}.
 
     `texts`: name of an item -> answer; `task`: arguments of `load`. AssertionError unless `texts`
     has exactly the items of the task.
@@ -94,9 +96,10 @@ def load(
 
 
 def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, sample), up to the limit. A name consists of subset, number and a digest of the
-    prompt: an answer to a prompt that has changed matches no sample."""
-    # the number comes first in the order, so that the limit takes items evenly from the subsets
+    """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples. The
+    name of a sample consists of subset, number and a digest of the prompt, so that an answer to a
+    prompt that has changed matches no sample."""
+    # sorted by number first, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     selected = set(order[:limit])
     for subset, samples in subsets.items():
@@ -112,7 +115,7 @@ def _messages(sample: Any) -> list[dict[str, str]]:
 
 
 def _state(sample: Any, text: str) -> Any:
-    """EvalScope's state of an item after `text` was generated."""
+    """EvalScope's state of an item for which the model has generated `text`."""
     from evalscope.api.evaluator import TaskState
     from evalscope.api.model import ModelOutput
 
@@ -121,8 +124,8 @@ def _state(sample: Any, text: str) -> Any:
 
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
-    """EvalScope's verdict on an answer: {"outcome": score, or None where EvalScope could not
-    compare, "extracted": answer, "why": why the answer is wrong}."""
+    """EvalScope's verdict on an answer: {"outcome": the score, None if EvalScope could not compare
+    the answer; "extracted": the extracted answer; "why": the reason if the answer is wrong}."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"
@@ -130,5 +133,6 @@ def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
     return {
         "outcome": values[0] if values[0] is None else float(values[0]),
         "extracted": score.extracted_prediction or "",
+        # the reason is under different keys in different tasks
         "why": str(notes.get("error") or notes.get("acc") or notes.get("math_reason") or ""),
     }

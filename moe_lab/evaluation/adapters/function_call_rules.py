@@ -1,8 +1,8 @@
 """The AST check of the Berkeley Function Calling Leaderboard (BFCL v4), for functions in Python.
 
-Pure functions on JSON values: no code is run. A question comes with functions. Its right answer is
-a list of calls, in which every argument has a list of allowed values; if "" is allowed, the
-argument may be left out.
+Pure functions on JSON values: no code is run. A question comes with functions. The right answer is
+a list of calls, in which every argument has a list of allowed values. If "" is an allowed value,
+the argument may be left out.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Cal
 
 def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Name -> description of the first function of that name."""
+    # reversed, so that the first description replaces later ones
     return {function["name"]: function for function in reversed(functions)}
 
 
@@ -99,8 +100,9 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _value(text: str, description: Mapping[str, Any]) -> Any:
-    """The value of a tagged argument: its text if the function declares a text, else the JSON or
-    Python value that the text stands for, else the text."""
+    """The value of a tagged argument. It is the `text` itself if the argument's `description`
+    declares a string; otherwise the JSON or Python value that the text stands for, or the text if
+    it stands for no value."""
     if TYPES.get(str(description.get("type"))) is str:
         return text
     for read in (json.loads, ast.literal_eval):
@@ -113,8 +115,8 @@ def _value(text: str, description: Mapping[str, Any]) -> Any:
 
 
 def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Call]:
-    """The calls in messages of the harmony format, in which the recipient stands before or after
-    the channel.
+    """The calls in the messages of an answer in the harmony format, where the recipient of a
+    message comes before or after its channel. `descriptions`: name -> description of a function.
 
     Calls that are mentioned in the text of a message, such as an analysis or an argument, do not
     count. Without special tokens nothing separates a name from `json` or `commentary` after it, so
@@ -144,7 +146,7 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None for a text that is not JSON."""
+    """The value of a JSON text; None for a text that is not JSON, and for null."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -152,7 +154,8 @@ def _json(text: str) -> Any:
 
 
 def _call(document: Any) -> Call:
-    """The call that a JSON object describes: {"name", "arguments"} or {name: arguments}."""
+    """The call that a JSON object describes: {"name", "arguments"} or {name: arguments}. Raises
+    Undecodable for other values."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
     name = document.get("name")
@@ -169,8 +172,8 @@ def mistake(
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
-    """A sentence that says why an answer is wrong; None if it is right. `answer` is None for a
-    thought that does not end.
+    """A sentence that says why an answer is wrong; None if the answer is right. `answer` is None if
+    its thought does not end.
 
     `functions` are the descriptions that came with the question; `right` are the calls of a right
     answer, each {name: {argument: allowed values}}, in any order. If `right` is empty, no call
@@ -200,7 +203,7 @@ def mistake(
                 del remaining_calls[index]
                 break
             mistakes.append(reason)
-        else:
+        else:  # no remaining call is the expected call
             return "; ".join(dict.fromkeys(mistakes))
     return None
 
@@ -208,8 +211,9 @@ def mistake(
 def _call_mistake(
     call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
-    """Why a call is not a call of the function `name` with allowed arguments; None if it is.
-    `options`: argument -> allowed values."""
+    """A sentence that says why `call` is not a call of the function `name` with allowed arguments;
+    None if the call is right. `options`: argument -> allowed values; `parameters`: the function's
+    parameters by its description."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
@@ -231,8 +235,8 @@ def _call_mistake(
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
     """Whether the value of an argument has the type in the description and is one of the allowed
-    values. A value of another type passes if it equals an allowed value: right answers may have the
-    name of a variable, a text, in place of a value."""
+    values. A value of another type is allowed if it equals an allowed value, because a right answer
+    may have the name of a variable, which is a text, in place of a value."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
     options: list[Any] = [option for option in allowed_values if isinstance(option, declared_type)]
@@ -251,21 +255,22 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
     if declared_type is list and TYPES[description["items"]["type"]] is dict:
         return any(_is_list_allowed(value, option) for option in options)
     if declared_type is list:
-        return _standard_list(value) in [_standard_list(option) for option in options] or (
+        return _normalize_list(value) in [_normalize_list(option) for option in options] or (
             not value and "" in allowed_values
         )
-    return _standard(value) in _standard_list(allowed_values)
+    return _normalize(value) in _normalize_list(allowed_values)
 
 
 def _type_of_first(allowed: Iterable[Any]) -> type | None:
-    """The type of the first value that is not ""; None without such a value."""
+    """The type of the first allowed value that is not ""; None if there is no such value."""
     return next((type(value) for value in allowed if value != ""), None)
 
 
 def _has_element_types(value: Any, description: Mapping[str, Any], options: Sequence[Any]) -> bool:
     """Whether every element of a list has the type that the description declares, or the type of
-    the first element of one allowed list; True for a value that is no list. As in BFCL, an int
-    element is no float, and any elements pass if an allowed value is no list, such as ""."""
+    the first element of an allowed list, the same list for all elements. `options`: allowed values.
+    True for a value that is no list. As in BFCL, an int element is no float, and if an allowed
+    value is no list, such as "", elements of all types pass."""
     if not isinstance(value, list):
         return True
     declared_type = TYPES[description["items"]["type"]]
@@ -276,27 +281,28 @@ def _has_element_types(value: Any, description: Mapping[str, Any], options: Sequ
     )
 
 
-def _standard(value: Any) -> Any:
-    """A text without spaces and , . / - _ * ^, in lower case, with " in place of '; any other value
-    unchanged."""
+def _normalize(value: Any) -> Any:
+    """For a text: the text without spaces and , . / - _ * ^, in lower case, with " in place of '.
+    Any other value unchanged."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
-def _standard_list(values: Iterable[Any]) -> list[Any]:
-    return [_standard(value) for value in values]
+def _normalize_list(values: Iterable[Any]) -> list[Any]:
+    return [_normalize(value) for value in values]
 
 
 def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether `option` (key -> allowed values) allows the value of every key, and only keys that
-    may be left out are missing in `value`."""
+    """Whether the dict `value` is allowed by `option` (key -> allowed values): every key has an
+    allowed value, and every missing key may be left out."""
     for key, entry in value.items():
-        if key not in option or _standard(entry) not in _standard_list(option[key]):
+        if key not in option or _normalize(entry) not in _normalize_list(option[key]):
             return False
     return all(key in value or "" in values for key, values in option.items())
 
 
 def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
-    """Whether `option` has as many elements as `value`, and each allows the dict in its place."""
+    """Whether the list `value` is allowed by `option`: both have the same number of elements, and
+    each element of `option` allows the dict at the same index of `value`."""
     return len(value) == len(option) and all(
         isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict_allowed(entry, allowed)
         for entry, allowed in zip(value, option, strict=True)
@@ -304,8 +310,8 @@ def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function's description in the form of chat templates: types of JSON schema, and BFCL's note
-    on the language."""
+    """The description of a function in the form that chat templates read. Types are named as in
+    JSON schema, and the text ends with BFCL's note that the function is in Python 3."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
     parameters = _schema(function["parameters"])
     return {
@@ -315,7 +321,7 @@ def tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a parameter, and of its inner parameters, with the types of JSON
+    """The description of a parameter, including its inner parameters, with types named as in JSON
     schema."""
     schema = {**description, "type": SCHEMA_TYPES.get(description["type"], description["type"])}
     if "properties" in schema:

@@ -1,8 +1,7 @@
-"""lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and
-likelihoods.
+"""lm-eval's tasks, prompts, filters and metrics with moe_lab's data, generation and likelihoods.
 
-As for lm-eval's own `evaluate`, a task provides the requests, the filters and the metrics of each
-item.
+An object of lm-eval, the task, provides the requests, the filters and the metrics of each item.
+lm-eval's own `evaluate` uses the same methods of the task.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Aggregation = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Question:
-    """An item of a task with lm-eval's requests."""
+    """An item of a task, with its row of the data (`doc`) and lm-eval's requests."""
 
     name: str
     task: Any
@@ -45,11 +44,12 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Row:
-    """lm-eval's metrics of an answer after a filter of the task."""
+    """lm-eval's metrics of an answer to which a filter of the task was applied."""
 
     question: _Question
     answer: Answer
     filter: str
+    """Name of the filter."""
     extracted: Sequence[Any]
     """The reply to each request, after the filter."""
     metrics: Mapping[str, Any]
@@ -58,12 +58,12 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The items of a task, or of a group of tasks, with their requests.
 
-    Raises UserError for a metric that the task does not have or that has no outcome of an item, and
-    for a task that samples, runs programs or shows images.
+    Raises UserError for a metric that does not give each item an outcome, and for a task that
+    samples, runs programs or shows images.
     """
     by_name = tasks(benchmark)
     for metric in benchmark.reports.values():
-        # raise UserError for a metric that cannot be reported
+        # these raise UserError for a metric that cannot be reported
         _aggregation(metric, by_name, benchmark)
         weights_tasks_equally(benchmark, metric)
     items = []
@@ -102,8 +102,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
 def _questions_by_task(
     by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> list[list[_Question]]:
-    """The questions of each task. The name of a question is the id of its item if all ids of the
-    task differ, else its number; with several tasks, TASK/ID or TASK/NUMBER."""
+    """The questions of each task. The name of a question is the id of its item or, unless all ids
+    of the task differ, the number of the item. With several tasks, it is TASK/ID or TASK/NUMBER."""
     questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
@@ -128,7 +128,7 @@ def _questions_by_task(
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
-    """lm-eval's request in moe_lab's form."""
+    """The request of moe_lab for a request of lm-eval."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
     # (context, continuation) or (context, settings of generation)
@@ -163,10 +163,12 @@ _NEUTRAL_VALUES = {
 def _limit_and_stop(
     settings: Mapping[str, Any], task: str, benchmark: BenchmarkConfig
 ) -> tuple[int, tuple[str, ...]]:
-    """The largest number of tokens and the stop texts of a task's generation_kwargs, read as by
-    lm-eval. UserError for settings that greedy generation does not follow."""
+    """The largest number of tokens and the stop texts in `settings`, a task's generation_kwargs,
+    read as lm-eval reads them. `task`: its name. UserError for settings that greedy generation does
+    not follow."""
     settings = {name: value for name, value in settings.items() if value is not None}
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
+    # without do_sample, lm-eval samples at temperatures above 0
     if settings.get("do_sample", float(settings.get("temperature", 0)) > 0):
         raise UserError(
             f"{field} {settings} request sampling: expected do_sample=false, as generation is "
@@ -174,6 +176,7 @@ def _limit_and_stop(
         )
     for name, value in settings.items():
         check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL_VALUES))
+        # a setting without a neutral value may have any value
         if value != _NEUTRAL_VALUES.get(name, value):
             raise UserError(
                 f"{field}.{name}={value}: only greedy generation is done, expected "
@@ -181,6 +184,7 @@ def _limit_and_stop(
             )
     # 256 is lm-eval's default
     max_tokens = next((settings[name] for name in _LIMITS if name in settings), 256)
+    # a number, or a number in a text
     if not str(max_tokens).isdigit() or int(max_tokens) < 1:
         raise UserError(
             f"{field}.max_gen_toks={max_tokens}: expected a number of tokens, 1 or more"
@@ -215,7 +219,8 @@ def _graded_rows(
             answer = answers[question.name]
             extracted = [request.filtered_resps[name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
-            # without an answer, lm-eval has graded an empty one, which some metrics find right
+            # A thought did not end, and lm-eval graded "" in place of an answer. Some metrics
+            # count "" as right.
             if answer.reply.text is None:
                 higher_is_better = question.task.higher_is_better()
                 for metric, value in values.items():
@@ -255,9 +260,10 @@ _ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
 def _aggregation(
     metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
-    """lm-eval's function that computes the score of a metric. UserError for functions other than
-    means and perplexities, such as f1 and BLEU: they have no outcome of each item, which standard
-    errors and comparisons of models need."""
+    """lm-eval's function that computes the score of a metric from the values of all items.
+    `by_name`: name -> task. UserError for functions that are neither a mean nor a perplexity, such
+    as f1 and BLEU. They give no outcome for each item, which standard errors and comparisons of
+    models need."""
     aggregation: Aggregation = metrics.mean
     for name, task in by_name.items():
         functions = task.aggregation()
@@ -288,8 +294,9 @@ def _result(
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and its samples, computed from the `rows` of a metric."""
-    name = metric.partition(",")[0]  # without a filter
+    """The result named `result_name` and its samples, computed by `aggregation` from the `rows` of
+    a metric."""
+    name = metric.partition(",")[0]  # the metric without its filter
     if aggregation not in _LOSS_AGGREGATIONS:
         samples = [_sample(result_name, name, row, float(row.metrics[name])) for row in rows]
         scale: Scale = (
@@ -317,8 +324,8 @@ def _result(
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each task, with weights (`units`) such that all tasks have the same weight and
-    the weights sum to the number of samples."""
+    """The samples of each task, with weights in the field `units`. All tasks have the same total
+    weight, and all weights add up to the number of samples. `rows`: the row of each sample."""
     by_task: dict[str, list[Sample]] = {}
     for row, sample in zip(rows, samples, strict=True):
         by_task.setdefault(row.question.task.config.task, []).append(sample)
@@ -345,8 +352,9 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
-    """The sample of a row. Its output is the generated text, or else the log-likelihoods. Of
-    several continuations, the number of the likeliest is extracted."""
+    """The sample of a row. Its output is the generated text or, if none was generated, the
+    log-likelihoods as JSON. If there are several continuations, the index of the likeliest is the
+    extracted answer."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
@@ -365,7 +373,8 @@ def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:
-    """Loss on lm-eval's right choice in bits per byte; None unless exactly one choice is right."""
+    """Loss on the right choice in bits per byte, given the log-likelihood of each choice (`nats`).
+    None unless exactly one choice is right."""
     task = question.task
     doc = question.doc
     right_index: Any = 0  # a request without choices has one continuation

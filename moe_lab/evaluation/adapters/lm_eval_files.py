@@ -1,5 +1,5 @@
-"""The files that define a task in lm-eval's format, and a guard against other inputs. Imports
-neither lm-eval nor torch."""
+"""The files that define a task in lm-eval's format, and a guard that the task reads no other files.
+Imports neither lm-eval nor torch."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     name = str(benchmark.parameters.get("folder", benchmark.task))
     folder = tasks / name
     if not folder.is_dir() or folder == tasks:
+        # the nearest folders that could be meant
         parent = folder.parent if folder.parent.is_dir() and folder != tasks else tasks
         folder_names = [str(path.relative_to(tasks)) for path in parent.iterdir() if path.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folder_names)
@@ -58,7 +59,7 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
     name by `!function`, with all local modules that they import; and the data files that these
     modules name, relative to their folder. UserError for a file that is missing or cannot be read.
     """
-    files: dict[Path, None] = {}
+    files: dict[Path, None] = {}  # an ordered set
     versions: dict[str, str] = {}
     pending = [task]
     while pending:
@@ -109,7 +110,7 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
 
 
 def _data_files(code: Path) -> Iterator[Path]:
-    """Files that a module names by a literal text, relative to its folder."""
+    """Yield the files that the module `code` names by a literal text, relative to its folder."""
     try:
         tree = ast.parse(code.read_bytes())
     except (SyntaxError, ValueError) as error:
@@ -131,8 +132,8 @@ _PROGRAM_EVENTS = (
     "subprocess.Popen",
     "socket.connect",
 )
-"""Audit events of started programs and connections, which may read files without an audit event of
-this process."""
+"""Audit events of starting a program or a connection. Files that the program or the other side of
+the connection reads cause no audit event in this process."""
 _LIBRARIES = [
     *(
         Path(sysconfig.get_path(name)).resolve()
@@ -156,12 +157,13 @@ class _Observer:
         self.ignored_threads = earlier_threads - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Record one audit event. UserError for one of _PROGRAM_EVENTS; the error stops the start
-        of the program."""
+        """Record one audit event. UserError for an event of _PROGRAM_EVENTS; the error keeps the
+        program or connection from starting."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
             path, _, flags = arguments
+            # a file that is emptied or must be new has no content to read
             writes_only = flags & os.O_ACCMODE == os.O_WRONLY or flags & (os.O_TRUNC | os.O_EXCL)
             if isinstance(path, str | bytes) and not writes_only:
                 self.files.add(os.path.abspath(os.fsdecode(path)))
@@ -180,7 +182,8 @@ class _Observer:
 
 @cache
 def _install_hook() -> None:
-    """Pass audit events to observers. Called once per process, as Python cannot remove a hook."""
+    """Pass audit events to all observers from now on. Later calls do nothing, because Python cannot
+    remove a hook."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         for observer in _observers:
@@ -192,12 +195,12 @@ def _install_hook() -> None:
 @contextmanager
 def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     """A context in which the code of a task may read only `files`, which identify the items of the
-    task, and the files of Python and of packages. Modules of the task are forgotten at the end, so
-    that the next task imports its own.
+    task, and files of Python and of packages. At the end, the task's modules are removed from
+    sys.modules, so that the next task imports its own modules.
 
     Raises UserError, which names `reader`, when another file is read, and when a program or a
-    connection is started. Files that native code opens are not noticed, as Python does not audit
-    them.
+    connection is started. Files that native code opens are not noticed, because Python does not
+    audit them.
     """
     identifying_files = {str(file.resolve()) for file in files}
     modules_before = _module_files()
@@ -209,7 +212,7 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # modules of packages that were imported before, wherever the packages are installed
+        # files of modules whose package was imported before, wherever it is installed
         package_files = {
             file for name, file in modules.items() if name.partition(".")[0] in modules_before
         }
@@ -230,14 +233,13 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
 
 
 def _module_files() -> dict[str, str]:
-    """Name -> file of the modules that have been imported; without namespace packages, which have
-    no file."""
+    """Name -> file, for each imported module that has a file. Namespace packages have none."""
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {name: file for name, file in files.items() if file}
 
 
 def _source(name: str) -> Path:
-    """The source of a file in __pycache__; otherwise the file itself."""
+    """The path of the file `name`; for a file in __pycache__, the path of its source."""
     with suppress(ValueError):
         name = source_from_cache(name)
     return Path(name).resolve()

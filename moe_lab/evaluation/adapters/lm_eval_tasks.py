@@ -1,4 +1,4 @@
-"""lm-eval's tasks on moe_lab's data: built by lm-eval's public `TaskManager`, and checked.
+"""Build lm-eval's tasks on moe_lab's data by lm-eval's public `TaskManager`, and check the tasks.
 
 Tasks get their data from `datasets.load_dataset`. This function is replaced while tasks are built,
 so that neither the hub nor a cache on disk nor the current folder is used.
@@ -33,7 +33,7 @@ datasets.disable_progress_bars()
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task with its requests; a group such as mmlu has several tasks. UserError as for
+    """Name -> task with its requests; a group such as mmlu has several tasks. Raises the errors of
     `tasks_and_groups`."""
     by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
     return by_name
@@ -54,9 +54,10 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether all tasks of a group have the same weight in a metric, regardless of their numbers of
-    items (lm-eval's weight_by_size=false). A group without rules gives all items the same weight.
-    UserError for a metric without a rule in a group that has rules for other metrics."""
+    """Whether all tasks of a group have the same weight in a metric, regardless of how many items
+    each task has (lm-eval's weight_by_size=false). False for a single task, and for a group without
+    rules, in which all items have the same weight. UserError for a metric without a rule in a group
+    that has rules for other metrics."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
     if not groups:
         return False
@@ -78,7 +79,7 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 
 
 def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load the tasks and groups, and build their requests."""
+    """Load the tasks and groups of `tasks_and_groups`, and build their requests."""
     if benchmark.data is not None:
         return _add_requests(_load_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
@@ -87,7 +88,8 @@ def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Build the requests of the evaluated items, and return the loaded tasks and groups."""
+    """Configure the `loaded` tasks, build the requests of the items to evaluate, and return
+    `loaded`."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
         _configure(task, name, benchmark)
@@ -99,7 +101,7 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval wants a text from a chat template; `lm_eval._request` reads the JSON
+            # lm-eval expects a text from a chat template; `lm_eval._request` decodes this JSON
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
@@ -124,9 +126,10 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load the task in a file of lm-eval's format, with items in the JSON lines file of the same
-    name; or the task that parameters.definition defines, with items in the file benchmark.task.
-    Each split of the task has all items."""
+    """Load a task with items from a file. The task is defined in the file benchmark.task, in
+    lm-eval's format, and its items are in the JSON lines file of the same name. Or
+    parameters.definition defines the task, and its items are in the file benchmark.task. Each split
+    of the task has all items."""
     *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defaults = {"task": benchmark.name, "test_split": "test"}
@@ -134,8 +137,8 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
     for task in loaded["tasks"].values():
         if _source_of_examples(task) is not None:
-            # lm-eval leaves an item out of its own examples only where the task names the same
-            # split as test split and as split of examples.
+            # lm-eval leaves an item out of the examples shown with it only if the task names the
+            # same split as test split and as split of examples.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -148,7 +151,7 @@ def _load(
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
-        except IndexError as error:  # lm-eval tries the first item
+        except IndexError as error:  # lm-eval reads the first item when it builds a task
             raise UserError(
                 f"task={task}: the first item cannot be read: expected one or more items, a label "
                 "that is one of the choices, and no empty choice"
@@ -209,8 +212,8 @@ def _source_of_examples(task: Any) -> Any:
 
 
 def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError unless a task has enough examples to show with an item; the item itself does
-    not count."""
+    """Raise UserError unless a task has enough examples to show with each item. The item itself
+    does not count as an example."""
     split = _evaluated_split(task)
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
@@ -223,7 +226,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    if omits_item:  # the item has the most copies, all left out
+    # lm-eval leaves out all copies of the item; the worst case is the item with the most copies
+    if omits_item:
         count -= max(examples.values(), default=0)
     if count < shots:
         raise UserError(
@@ -233,9 +237,9 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
-    """Raise UserError for an item whose label is hidden (-1, null) or is no choice of the item, as
-    lm-eval would grade every answer as wrong. A task with a grading function may have other
-    labels."""
+    """Raise UserError for an item whose label is hidden (-1, null) or is no choice of the item,
+    because lm-eval would grade every answer to it as wrong. `numbers`: the items to check. A task
+    with a grading function of its own is not checked."""
     if task.config.process_results is not None:
         return
     for number in numbers:
@@ -263,8 +267,8 @@ def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in
-    turn."""
+    """Name of a task -> numbers of its items to evaluate. If `limit` is not None, `limit` items in
+    total are taken from the tasks in turn. Tasks without such an item are left out."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
     counts = Counter(name for _, name in items_in_turn[:limit])

@@ -116,8 +116,8 @@ class Batch:
     """The tokenizer by which stop texts are found."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """The numbers among `rows` whose texts are incomplete. `unseen`: the number of tokens at
-        the end of each text that were added since the last call; only these are searched."""
+        """The numbers of those `rows` whose texts are incomplete. `unseen`: the number of tokens
+        at the end of each text that were added since the last call."""
         open_rows = [
             row
             for row in rows

@@ -20,6 +20,7 @@ from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 
+# A fenced block, with or without a closing fence; the group is its content.
 _BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown "
@@ -38,8 +39,8 @@ class EvalPlus(Harness):
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each problem: its prompt, which the model completes or, with benchmark.chat,
-        answers.
+        """An item for each problem. The model completes the prompt of the problem or, if
+        benchmark.chat, writes a program in a chat.
 
         The reference of a completion is the problem's canonical solution; an answer in a chat has
         no reference.
@@ -68,11 +69,11 @@ class EvalPlus(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade programs on the base tests and on all (plus) tests. A program that passes plus has
-        passed base too.
+        """Grade programs on the base tests and on all (plus) tests. A program passes plus only if
+        it has passed base.
 
-        EvalPlus's sanitizer extracts the programs from answers to published problems. Answers to
-        the shipped problems do not need it, because the shipped models write nothing but code. An
+        EvalPlus's sanitizer extracts the programs from answers to published problems. For the
+        shipped problems it is not used, because the shipped models write nothing but code. An
         unfinished thought counts as an empty program. UserError when programs may not be run,
         RuntimeError for a canonical solution that does not run.
         """
@@ -124,7 +125,8 @@ class EvalPlus(Harness):
         return dict(list(problems.items())[: benchmark.limit])
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
-        """The file of the benchmark's problems; that of a mirror is EvalPlus's released file."""
+        """The file of the benchmark's problems. In a mirror it is the file that EvalPlus
+        released."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
         (splits,) = mirror.subsets(benchmark).values()
@@ -136,8 +138,8 @@ HARNESS = EvalPlus()
 
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The program in an answer: a fenced block of a chat, or else the prompt with its completion.
-    "" if the thought does not end."""
+    """The program in an answer: in a chat, a fenced block of the answer; otherwise the prompt with
+    its completion. "" if the answer's thought does not end."""
     text = answer.reply.text
     if text is None:
         return ""
@@ -159,7 +161,8 @@ def fenced_program(text: str, entry_point: str) -> str:
 
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
-    """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval."""
+    """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval.
+    UserError if only some ids are Mbpp/N."""
     names = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
     if len(names) != 1:
         raise UserError("task_id: a data file has either only ids Mbpp/N or none")

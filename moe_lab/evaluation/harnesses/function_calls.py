@@ -30,6 +30,7 @@ _QUESTION = {
     ],
 }
 _ANSWER = {"id": str, "ground_truth": [{str: {str: list}}]}
+# Kind of line -> its fields, for messages of errors.
 _FIELDS = {
     "question": "id, question (a list of turns) and function",
     "answer": "id and ground_truth",
@@ -104,14 +105,14 @@ class FunctionCalls(Harness):
         format or each other."""
         *answer_files, question_file = self.data_files(benchmark)
         rows = _rows(question_file, "question", _QUESTION)
-        right: dict[str, Any] = {}
-        for file in answer_files:
+        right_calls: dict[str, Any] = {}
+        for file in answer_files:  # at most one
             answers = _rows(file, "answer", _ANSWER)
-            right = {name: row["ground_truth"] for name, row in answers.items()}
-            _check_ids(file, right, rows, question_file)
-            _check_ids(question_file, rows, right, file)
+            right_calls = {name: row["ground_truth"] for name, row in answers.items()}
+            _check_ids(file, right_calls, rows, question_file)
+            _check_ids(question_file, rows, right_calls, file)
         return [
-            _question(row, right.get(name, []), f"{question_file}: question {name}")
+            _question(row, right_calls.get(name, []), f"{question_file}: question {name}")
             for name, row in rows.items()
         ]
 
@@ -131,9 +132,10 @@ def _check_ids(
             )
 
 
-def _question(row: Mapping[str, Any], right: Sequence[Any], source: str) -> Question:
-    """The question of a line, with its `right` calls. UserError, whose message begins with
-    `source`, for several turns, unknown types and a right answer that fits no function."""
+def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -> Question:
+    """The question in a `row` of the file of questions, with the calls of its right answer.
+    UserError, whose message begins with `source`, for several turns, for unknown types and for a
+    right answer that fits no function."""
     if len(row["question"]) != 1:
         raise UserError(
             f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
@@ -141,14 +143,15 @@ def _question(row: Mapping[str, Any], right: Sequence[Any], source: str) -> Ques
         )
     for function in row["function"]:
         _check_types(function["parameters"]["properties"], f"{source}: {function['name']}")
-    question = Question(row["id"], row["question"][0], row["function"], right)
+    question = Question(row["id"], row["question"][0], row["function"], right_calls)
     _check_answer(question, f"{source}: its answer")
     return question
 
 
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
-    """Id -> line of a file of JSON lines. Raises UserError for lines that do not fit `shape`, and
-    for equal ids."""
+    """Id -> object of a line, for a file of JSON lines. `kind`: question or answer; `shape`: the
+    expected form of a line. UserError for a line of another form, for equal ids and for a file
+    without lines."""
     rows: dict[str, Any] = {}
     for source, row in records(file, "task"):
         if not fits(row, shape):
@@ -164,13 +167,14 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
 
 
 def _check_types(properties: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for a parameter whose type is not in `TYPES`."""
-    for name, described in properties.items():
-        declared = str(described.get("type")) if isinstance(described, Mapping) else "missing"
-        check_known(f"{source}: type of {name}", declared, TYPES)
-        if TYPES[declared] is list:
-            _check_types({f"items of {name}": described.get("items")}, source)
-        _check_types(described.get("properties", {}), source)
+    """Raise UserError for a parameter whose type is not in `TYPES`. `properties`: name -> JSON
+    schema of the parameters of a function, or of the inner parameters of a parameter."""
+    for name, schema in properties.items():
+        declared_type = str(schema.get("type")) if isinstance(schema, Mapping) else "missing"
+        check_known(f"{source}: type of {name}", declared_type, TYPES)
+        if TYPES[declared_type] is list:
+            _check_types({f"items of {name}": schema.get("items")}, source)
+        _check_types(schema.get("properties", {}), source)
 
 
 def _check_answer(question: Question, source: str) -> None:
@@ -183,7 +187,8 @@ def _check_answer(question: Question, source: str) -> None:
         ((name, allowed_values),) = call.items()
         check_known(f"{source}: function", name, names)
         for argument, values in allowed_values.items():
-            options: list[Any] = []  # allowed values, and elements of allowed lists
+            # allowed values; an allowed list is replaced by its elements
+            options: list[Any] = []
             for value in values:
                 options += value if isinstance(value, list) else [value]
             if not fits([option for option in options if isinstance(option, dict)], [{str: list}]):

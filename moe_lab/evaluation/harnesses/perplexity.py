@@ -19,7 +19,7 @@ class Perplexity(Harness):
     """The likelihood of a text in windows of `parameters.length` tokens, the last of which may be
     shorter.
 
-    The default length is 2048, or as many tokens as the model can read if these are fewer.
+    The default length is 2048, or the most tokens that the model can read, if that is less.
     """
 
     metrics = ("perplexity", "bits_per_byte", "loss")
@@ -31,8 +31,8 @@ class Perplexity(Harness):
     counts_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """One item, the whole text. Rows of a mirror are joined by blank lines, as papers do with
-        WikiText and as `calibration.joined` does."""
+        """One item, which is the whole text. Rows of a mirror are joined by blank lines. Papers
+        join WikiText in the same way, and so does `calibration.joined`."""
         if benchmark.data is None:
             text = _text(self.data_files(benchmark)[-1])
         else:
@@ -53,7 +53,7 @@ class Perplexity(Harness):
         text = answer.prompt
         counts = [window.tokens for window in answer.reply.windows]
         nats = [-window.nats / window.tokens for window in answer.reply.windows]
-        # turns nats per token into bits per byte
+        # factor from nats per token to bits per byte
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
@@ -69,7 +69,7 @@ class Perplexity(Harness):
             scale: Scale = "perplexity" if metric == "perplexity" else "loss"
             results.append(loss_result(name, metric, scale, unit, losses, counts, benchmark))
         protocol = {
-            "length": counts[0] + 1,
+            "length": counts[0] + 1,  # with the first token, which is not predicted
             "predicted_tokens": sum(counts),
             "prompt": text[:200],
         }

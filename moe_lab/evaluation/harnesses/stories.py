@@ -74,6 +74,7 @@ def _mentions(story: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", story) is not None
 
 
+# A story without a sentence breaks the rules opens_with and no_repeats.
 RULES: dict[str, Callable[..., bool]] = {
     "mentions": _mentions,
     "opens_with": lambda story, text: any(
@@ -86,9 +87,9 @@ RULES: dict[str, Callable[..., bool]] = {
 
 
 def rules_followed(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Whether the story follows each rule of the checklist.
+    """For each rule of the checklist, whether the story follows the rule.
 
-    Each entry is {"rule": name, ...arguments}:
+    An entry of the checklist is {"rule": name, ...arguments}. The rules are:
 
     mentions(text)    the text occurs as whole words;
     opens_with(text)  the text occurs as whole words in the first sentence;

@@ -113,7 +113,7 @@ HARNESS = WildBench()
 
 
 def _reason_of_empty_answer(answer: Answer) -> str | None:
-    """The reason why an answer is empty; None if it is not empty."""
+    """The reason why an answer is empty; None for an answer that is not empty."""
     text = answer.reply.text
     if text and text.strip():
         return None
@@ -133,8 +133,8 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows with the benchmark's tag, or all rows if it has none. Raises UserError for a tag
-    that no row has."""
+    """The rows with the tag parameters.tag, or all rows if no tag is set; only the first `limit` of
+    them. Raises UserError for a tag that no row has."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
     selected = [row for row in rows if tag is None or row["primary_tag"] == tag]
@@ -145,8 +145,8 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def template(benchmark: BenchmarkConfig) -> str:
-    """The template in the file parameters.template, or the default template. UserError for a file
-    that cannot be read, or has other placeholders than `PLACEHOLDERS`."""
+    """The text of the file parameters.template, by default moe_lab's template. UserError for a file
+    that cannot be read, and for placeholders other than `PLACEHOLDERS`."""
     path = benchmark.parameters.get("template")
     file = Path(path).expanduser() if path else _DEFAULT_TEMPLATE
     setting = f"benchmark {benchmark.name}: parameters.template={file}"
@@ -166,8 +166,9 @@ def template(benchmark: BenchmarkConfig) -> str:
 def question(
     template: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]
 ) -> str:
-    """The prompt of the judge: the template with its placeholders filled in. Inserted texts are not
-    searched for placeholders."""
+    """The prompt of the judge: the template with its placeholders filled in. The model's `answer`
+    replies to the `conversation`, whose last message is the user's. Inserted texts are not searched
+    for placeholders."""
     *history, last = conversation
     turns = [f"{message['role'].upper()}: {message['content']}" for message in history]
     values = {
