@@ -190,6 +190,13 @@ def test_inspect_lists_what_is_known_of_a_model(capsys: pytest.CaptureFixture[st
     )
 
 
+def test_inspect_prints_rows_below_the_title(capsys: pytest.CaptureFixture[str]) -> None:
+    inspect.main(["model=pocket_olmoe"])
+    title, border, row, *_ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "pocket_olmoe: pocket:olmoe"
+    assert border.startswith("┌") and row.split() == ["│", "supported", "│", "yes", "│"]
+
+
 def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0

@@ -12,6 +12,7 @@ from moe_lab import __main__ as command
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.evaluation.engines import vllm
 from moe_lab.models import load
+from moe_lab.models.discover import routed_layers
 from moe_lab.recovery import apply
 from moe_lab.study.steps.files import Models
 
@@ -50,6 +51,11 @@ def test_another_model_replaces_the_first_and_its_copy(calls: list[str]) -> None
         models.load(model)
         models.recover(model, "a")
     assert calls == [f"{name}{plan}" for name in ("m", OTHER.name, "m") for plan in ("", "a")]
+
+
+def test_a_skeleton_has_the_top_k_override() -> None:
+    layers = routed_layers(Models().skeleton(OTHER))
+    assert {layer.top_k for layer in layers} == {OTHER.top_k}
 
 
 def test_an_engine_and_a_loaded_model_are_not_held_together(calls: list[str]) -> None:
