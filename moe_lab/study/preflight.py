@@ -125,8 +125,8 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each request: the smallest difference between the averages of two methods that
     the study would find with a power of 80 %. The test is a two-sided t-test. Its level is 5 %,
     divided by the number of pairs of methods that have several seeds. The variance of a difference
-    is the sum of two variances: over seeds and over items. A request gets no sentence if no benchmark
-    has a known size, or if there are fewer than two methods."""
+    is the sum of two variances: over seeds and over items. A request gets no sentence if no
+    benchmark has a known size, or if there are fewer than two methods."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:

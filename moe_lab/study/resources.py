@@ -51,7 +51,8 @@ and again among the samples."""
 WEIGHTS_TO_RUN = ("layers", "model", "server")
 """Values of `Resources.weights` for steps that run the model."""
 Check = tuple[Any, ...]
-"""A function that raises UserError or returns sentences about problems, then its arguments."""
+"""A function, which raises UserError or returns sentences about problems, followed by its
+arguments."""
 Bytes = Callable[[Size], float]
 """Size of a model -> bytes."""
 
@@ -63,12 +64,12 @@ class Resources(NamedTuple):
     model: ModelConfig | None = None
     """The model whose files the step reads."""
     weights: Literal["none", "files", "layers", "model", "server"] = "none"
-    """Which weights of the model are in memory. none; files: a piece of the files at a time;
-    layers: a decoder layer at a time, to run the model; model: all, to run the model; server: all,
-    in a server that the step starts."""
+    """Which weights of the model are in memory. none: no weights. files: a piece of the files at a
+    time. layers: a decoder layer at a time, to run the model. model: all weights, to run the model.
+    server: all weights, in a server that the step starts."""
     memory: float | None = PROCESS
-    """Peak in bytes, weights included, of GPU memory if `on_gpu`, else of main memory; None for a
-    model of unknown size."""
+    """Peak memory in bytes, weights included; None for a model of unknown size. It is memory of
+    GPUs if `on_gpu`, otherwise main memory."""
     on_gpu: bool = False
     """Whether the step uses GPUs; True also if the size of its model is unknown."""
     gpu_counts: Sequence[int] = GPU_COUNTS
@@ -86,9 +87,10 @@ class Resources(NamedTuple):
     job: str | None = None
     """Kind of the Slurm jobs that this step is part of; None for its own kind."""
     steps_per_job: Literal["one", "short", "cells", "models"] = "one"
-    """Which steps share a Slurm job. one: none; short: many, as each takes seconds; cells:
-    `launcher.cells_per_job` steps; models: all steps of `launcher.cells_per_job` pruned models of
-    one model, whose weights are loaded once."""
+    """Which steps share a Slurm job. one: each step has its own job. short: many steps share a job,
+    as each takes seconds. cells: `launcher.cells_per_job` steps share a job. models: all steps of
+    `launcher.cells_per_job` pruned models share a job. These are pruned from one model, whose
+    weights are loaded once."""
     conditions: Sequence[Check] = ()
     """Checks on the machine where the study is started, such as of permissions."""
     programs: Sequence[Check] = ()
@@ -101,7 +103,8 @@ class Resources(NamedTuple):
         return self.weights in WEIGHTS_TO_RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
-        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step; a tenth of each is unusable."""
+        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step. A tenth of the memory of each GPU
+        is unusable. True for a step on the CPU, and for a step of unknown memory."""
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
@@ -121,12 +124,13 @@ def on_gpu(model: ModelConfig, size: Size) -> bool:
 
 
 def loaded_weights(size: Size) -> Resources:
-    """Resources for the weights of a model of this size on GPUs."""
+    """Resources of a step that only holds the weights of a model of this size on GPUs."""
     return Resources(memory=OVERHEAD * size.bytes, on_gpu=True)
 
 
 def expert_weights(size: Size) -> float:
-    """Bytes of the weights, or of their gradients, of all experts of a layer in fp32."""
+    """Bytes of the weights of all experts of a layer in fp32, or of the gradients of these
+    weights."""
     return 4.0 * size.experts * size.expert
 
 
@@ -138,8 +142,8 @@ def channel_products(size: Size) -> float:
 def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources of a step, with `memory` and `disk` computed from the size of the model. Without a
-    known size, memory is None and disk is 0. `fields`: other fields of `Resources`."""
+    """Resources of a step, with `memory` and `disk` computed from the size of the model. If this
+    size is unknown, memory is None and disk is 0. `fields`: other fields of `Resources`."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
@@ -160,12 +164,13 @@ def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
 
 
 def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that adds up the sums of the shares of a pass: it holds two sets of sums
-    and the file that it writes."""
+    """Resources of a step that adds up the sums of the shares of a pass. Memory holds two sets of
+    sums, and the file that is written."""
 
     def memory(size: Size) -> float:
         layer_sums = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
-        return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums  # fp64
+        # two sets and the file, of 8 bytes (fp64) for each number
+        return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums
 
     return _resources_of_model(model, memory, units=float(text.tokens), pace=pace)
 
@@ -184,7 +189,8 @@ def text_pass(
 ) -> Resources:
     """Resources of a step that runs a model over a text.
 
-    rows: (first row, end) of the share of the text that the step reads; None for the whole text.
+    rows: the first row of the share of the text that the step reads, and the row after its last
+    row; None for the whole text.
     engine: used instead of `text.engine`. backward: whether gradients flow back through the layers.
     copies: number of copies of the weights in memory. per_layer: bytes, besides the weights, for
     every layer whose weights are in memory. extra_bytes: further bytes, once for all layers.
@@ -197,18 +203,25 @@ def text_pass(
         return size.hidden_states(tokens, backward=backward) if is_layered else 0.0
 
     def memory(size: Size) -> float:
-        layer = per_layer(size) if per_layer else 0.0
+        layer_bytes = per_layer(size) if per_layer else 0.0
         fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
         if is_layered:
-            base_bytes = PROCESS + size.layer_weights() + layer + batch_tokens * size.activations()
+            batch_bytes = batch_tokens * size.activations()
+            base_bytes = PROCESS + size.layer_weights() + layer_bytes + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
                 # hidden states take at most half of the main memory; the rest is on the disk
                 state_bytes = min(base_bytes, disk(size))
             return base_bytes + state_bytes + fixed_bytes
-        batch = batch_tokens * (size.logits + size.activations(size.moe_layers if backward else 1))
+        # gradients need the activations of all layers
+        activations = size.activations(size.moe_layers if backward else 1)
+        batch_bytes = batch_tokens * (size.logits + activations)
         return (
-            PROCESS + OVERHEAD * size.bytes * copies + size.moe_layers * layer + batch + fixed_bytes
+            PROCESS
+            + OVERHEAD * size.bytes * copies
+            + size.moe_layers * layer_bytes
+            + batch_bytes
+            + fixed_bytes
         )
 
     return _resources_of_model(
@@ -230,10 +243,12 @@ def finetuning(
     *,
     copies: int,
 ) -> Resources:
-    """Resources of a step that fine-tunes a model on a text, or fits merged experts. A fit gathers
-    sums (I, I) and (I, H) in fp64 for each merged expert; it is assumed that the merged experts are
-    half as many as the experts. `copies`: number of copies of the weights."""
+    """Resources of a step that fine-tunes a model on a text, or fits merged experts. A fit
+    gathers sums (I, I) and (I, H) in fp64 for each merged expert, and writes them to the disk. The
+    number of merged experts is assumed to be half the number of experts. `copies`: number of copies
+    of the weights in memory."""
     is_fit = recovery.fit is not None
+    is_distilled = recovery.distill is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
 
     def sum_bytes(size: Size) -> float:
@@ -242,10 +257,10 @@ def finetuning(
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def extra_bytes(size: Size) -> float:
-        teacher = DISTILLED * batch_tokens * size.logits if recovery.distill is not None else 0.0
-        return teacher + sum_bytes(size)
+        teacher_bytes = DISTILLED * batch_tokens * size.logits if is_distilled else 0.0
+        return teacher_bytes + sum_bytes(size)
 
-    passes = text_pass(
+    text_resources = text_pass(
         model,
         text,
         pace,
@@ -255,10 +270,10 @@ def finetuning(
         extra_bytes=extra_bytes,
     )
     size = size_of(model)
-    return passes._replace(
+    return text_resources._replace(
         disk=sum_bytes(size) if size else 0.0,
-        units=passes.units * (1 if is_fit else recovery.epochs),
-        pace=[*pace, recovery.train, recovery.distill is not None, is_fit],
+        units=text_resources.units * (1 if is_fit else recovery.epochs),
+        pace=[*pace, recovery.train, is_distilled, is_fit],
     )
 
 
@@ -266,8 +281,8 @@ def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
     """Resources of a step that writes a checkpoint. If weights are changed (`is_changed`), the disk
-    holds a further checkpoint, and another one if it is converted to GGUF (`is_converted`). In both
-    cases memory holds three times the fp32 weights of a decoder layer."""
+    holds a second checkpoint. If the checkpoint is converted to GGUF (`is_converted`), the disk
+    holds one more. In both cases memory holds three times the fp32 weights of a decoder layer."""
 
     def memory(size: Size) -> float:
         layer_bytes = (
@@ -278,6 +293,7 @@ def export(
         return 2 * PROCESS + layer_bytes
 
     def disk(size: Size) -> float:
+        # True counts as one checkpoint
         return float(size.bytes) * (1 + is_changed + is_converted)
 
     return _resources_of_model(model, memory, disk, weights="files", pace=pace)
@@ -304,8 +320,9 @@ def benchmark_run(
     programs: Sequence[Check] = (),
 ) -> Resources:
     """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
-    model reads and writes. Memory holds `copies` copies of the weights and, for each item of a
-    batch, the keys and values of a generated text, or else the logits of a prompt."""
+    model reads and writes. Memory holds `copies` copies of the weights. For each item of a batch
+    it also holds the keys and values of a generated text; if the benchmark generates no text, the
+    logits of a prompt. `model_id`: identity of the model, for `Resources.pace`."""
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
@@ -332,7 +349,7 @@ def answer_bytes(benchmark: BenchmarkConfig) -> float:
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
-    """Possible numbers of GPUs for vLLM: the product of its arguments named ..._parallel_size, or
-    else the numbers that divide the model's tensors."""
+    """Possible numbers of GPUs for vLLM: the product of the backend's arguments that are named
+    ..._parallel_size. Without such arguments, the numbers that divide the model's tensors."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(sizes)] if sizes else tensor_parallel(config_of(model))

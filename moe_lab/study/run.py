@@ -1,5 +1,5 @@
-"""Run a study: build the graph, run missing steps, write the record and the report. The launchers
-say where steps are computed."""
+"""Run a study: build the graph, run missing steps, write the record and the report. A launcher
+computes the steps, in this process, in worker processes or in Slurm jobs."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class RunResult(NamedTuple):
     """The exit code of a run, and its study."""
 
     code: int
-    """0: all steps are done; 2: steps failed, all by mistakes of the user; 1: other steps failed or
-    results are missing."""
+    """0: all steps are done or submitted, or the run was dry. 2: steps failed, and all failures are
+    mistakes of the user. 1: other steps failed, or results are missing."""
     study: Study
 
 
 def check_and_run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Check the settings of a study, and run it."""
+    """Check the settings of a study, and run the study, see `run`. Raises SettingsError with all
+    mistakes."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
     return run(config, requests, add=add, models=models)
@@ -58,12 +59,13 @@ def check_and_run(
 def run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name,
-    instead of replacing them. `models`: the models in memory that studies of this process share.
+    """Run a study whose settings are valid. `add`: add its cells to the recorded cells of the
+    study, instead of replacing these. `models`: models in memory that the studies of this process
+    share.
 
-    Before any step is run, and after the forecast of a dry run, raises UserError for requirements
-    that are missing on this machine. Raises Unavailable for models and texts that are not
-    available, always after a forecast.
+    Raises UserError for requirements that are missing on this machine, before any step is run; in
+    a dry run, after the forecast. Raises Unavailable for models and texts that are not available,
+    always after a forecast.
     """
     for remark in remarks(config, requests):
         inform(remark)
@@ -106,8 +108,9 @@ def _run(study: Study) -> int:
                 take_over(store, path, all_steps)
         steps, done = study.in_store()
         if config.tracker.name != "none" or config.objective:
+            # the run returns or logs these results, and so does not wait until a step reads them
             done -= _damaged_results(study, done)
-        if store.notices:
+        if store.notices:  # perhaps of a step that was set aside and is part of a report
             outdate_reports(store)
         print_notices(store)
         if len(steps) < len(all_steps):  # `steps` lacks the shares of finished passes
@@ -120,14 +123,15 @@ def _run(study: Study) -> int:
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         print_notices(store)
+        # False: the steps were only submitted, and their last job finishes the run
         if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, new_run):
             return 0
         return finish(study, schedule, new_run)
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of the damaged steps among the finished steps (`done`) whose results are read at the end
-    of the run. All files of these steps are hashed."""
+    """Ids of the steps in `done` that are damaged and whose results are read at the end of the run.
+    All files of these steps are hashed. `done`: ids of finished steps."""
     step_of = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
@@ -154,19 +158,23 @@ def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
     need one GPU run first, in a process for each GPU; then steps that need two, in a process for
     each pair; and so on."""
     processes = study.config.launcher.processes
-    resources = {name: step.resources() for name, step in schedule.waiting.items()}
-    known = {name: needed for name, needed in resources.items() if needed.memory is not None}
+    resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
+    # steps of unknown memory are left out here, and so are computed with the smallest sets of GPUs
+    known_resources = {
+        step_id: needed for step_id, needed in resources.items() if needed.memory is not None
+    }
     on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
-        largest = max((needed.memory or 0.0 for needed in known.values()), default=1.0)
+        largest = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
         count = processes or max(1, min(cores(), int(main_memory() // largest)))
         _compute(schedule, study.store, [{}] * count)
         return True
     gpu_memory = study.config.resources.gpu_memory
-    gpus_of = {name: needed.gpus(gpu_memory) or 1 for name, needed in known.items()}
+    gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
     for set_size in sorted(set(gpus_of.values())) or [1]:
-        larger = {name for name, gpus in gpus_of.items() if gpus > set_size}
+        larger_steps = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
+        # at least one set, even if this machine has fewer GPUs
         starts = range(0, max(1, len(devices) - set_size + 1), set_size)
         gpu_sets = [",".join(devices[start : start + set_size]) for start in starts]
         count = processes or len(gpu_sets)
@@ -175,7 +183,7 @@ def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
         environments = [
             {"CUDA_VISIBLE_DEVICES": gpu_sets[number % len(gpu_sets)]} for number in range(count)
         ]
-        _compute(schedule, study.store, environments, schedule.waiting_without(larger))
+        _compute(schedule, study.store, environments, schedule.waiting_without(larger_steps))
     return True
 
 

@@ -45,8 +45,8 @@ RECORD = "record"
 
 GC_CLAIM = "gc"
 """Claim that `gc` holds while it chooses steps to remove, and that a run holds while it begins.
-Otherwise a `gc` that had read the list of runs before could remove a step that the run has found
-finished."""
+Without this claim, `gc` could read the list of runs before the run is in it, and then remove a step
+that the run has found finished."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
 """Name of a run: its number and a random suffix."""
 
@@ -78,13 +78,14 @@ class Run:
 
     @property
     def jobs(self) -> list[SubmittedJob]:
-        """The submitted jobs, in order of submission; a job comes after the jobs that it needs. The
-        list is empty in a copy of the store, as jobs write only into the original."""
+        """The submitted jobs, in order of submission. A job comes after the jobs that it waits for.
+        In a copy of the store the list is empty, as jobs write only into the original."""
         file = self.folder / "jobs.json"
         document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
         path, inode = self._location()
         jobs = []
         for row in document["jobs"] if document else ():
+            # the inode 0 stands for an unknown inode
             if row["path"] == path or row["inode"] == inode != 0:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
@@ -96,9 +97,9 @@ class Run:
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _location(self) -> tuple[str, int]:
-        """Path and inode of the store. Another mount of the store differs in the path, a copy in
-        both. If the store is a mount point, the inode is 0, as mount points of different disks have
-        the same inode."""
+        """Path and inode of the store. Another mount of the store has another path; a copy has
+        another path and another inode. If the store is a mount point, 0 is returned as its inode,
+        as mount points of different disks have the same inode."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
@@ -151,20 +152,22 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, which is claimed until the block ends. Waits while `gc` chooses
-    steps to remove. Removes stale claims, and unfinished files of processes that were killed.
+    """Start a new run of the study, and yield it. The run is claimed until the block ends. Waits
+    while `gc` chooses steps to remove. Removes stale claims, and unfinished files of processes that
+    were killed. `steps`: all steps of the study.
 
     The name of a run is a number and a random suffix. The number is one more than that of the last
-    run, which does not depend on clocks. Runs that begin at the same time differ in the suffix."""
+    run, so that the order of runs does not depend on clocks. Runs that begin at the same time
+    differ in the suffix."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):
             earlier_runs = runs(store, study)
-            _check_documents(earlier_runs)
+            _set_damaged_aside(earlier_runs)
             folders = [run.folder for run in earlier_runs]
             number = 1 + max((int(path.name.partition("-")[0]) for path in folders), default=0)
-            recorded = tuple(path.name for path in folders if (path / RECORD_FILE).exists())
-            run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
+            recorded_names = tuple(path.name for path in folders if (path / RECORD_FILE).exists())
+            run = Run(store, study_folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded_names)
             store.make_folder(run.folder)
             claims.enter_context(run.claim())
             run.write_plan(steps)
@@ -179,10 +182,10 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
         yield run
 
 
-def _check_documents(earlier_runs: Sequence[Run]) -> None:
-    """Set damaged documents of earlier runs of a study aside. These are documents that `gc` and
-    `status` read: every jobs.json, but only the last run.json, as each can list millions of
-    steps."""
+def _set_damaged_aside(earlier_runs: Sequence[Run]) -> None:
+    """Set damaged documents of earlier runs of a study aside, as `gc` and `status` read these
+    documents. Every jobs.json is read, but only the last run.json, as a run.json can list millions
+    of steps."""
     for run in earlier_runs:
         _ = run.jobs  # reading a damaged document sets it aside
     for run in earlier_runs[-1:]:
@@ -200,6 +203,7 @@ def runs(store: Store, study: str) -> list[Run]:
 
 def active_runs(store: Store) -> set[str]:
     """Names of the runs that processes have claimed."""
+    # claims of runs are named run-RUN-SUFFIX; for other claims, the result names no run
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 
@@ -215,7 +219,7 @@ def steps_of_active_runs(store: Store) -> set[str]:
 
 
 def studies(store: Store) -> list[str]:
-    """Names of the studies that were ever run."""
+    """Names of the studies of which the store has runs, sorted."""
     return sorted(
         path.name
         for path in (store.root / "runs").glob("*")
