@@ -183,7 +183,7 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 def protocol(number: Printed) -> Protocol:
     """Calibration and search settings of the models behind this number."""
-    row = _most_specific("protocols", number, criterion=number.key[2])
+    row = _most_specific_row("protocols", number, criterion=number.key[2])
     tokens, seed, generations = (
         int(row[column]) if row.get(column) else None
         for column in ("tokens", "seed", "generations")
@@ -193,7 +193,7 @@ def protocol(number: Printed) -> Protocol:
 
 def split(number: Printed, benchmark: str) -> Split:
     """Items and settings with which the paper of this number measured a benchmark."""
-    row = _most_specific("splits", number, benchmark=benchmark)
+    row = _most_specific_row("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
 
@@ -208,7 +208,7 @@ def stands_for(axis: str, name: str) -> str:
     return stand_ins.get((axis, name), name)
 
 
-def _most_specific(file: str, number: Printed, **axes: str) -> dict[str, str]:
+def _most_specific_row(file: str, number: Printed, **axes: str) -> dict[str, str]:
     """The first row of FILE.csv whose axes match the paper, table and model of the number, and the
     values in `axes`; {} when no row matches.
 
@@ -341,7 +341,7 @@ def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) 
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
         paper = split(number, evaluation.benchmark)
-        items = _differing_items(evaluation, paper.items)
+        items = _items_difference(evaluation, paper.items)
         if items:
             differing["items"].append(f"{benchmark} ({items})")
         for key, description in EVALUATION_SETTINGS.items():
@@ -357,16 +357,16 @@ def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) 
             yield f"other {description}: {', '.join(benchmarks)}"
 
 
-def _differing_items(evaluation: Evaluation, published: int | None) -> str:
+def _items_difference(evaluation: Evaluation, published: int | None) -> str:
     """Text with the number of graded items here, and with the number in the paper (`published`) if
     the paper states one.
 
     "" if all items were graded here, and the paper has as many items or states no number.
     """
     items = evaluation.n if evaluation.split.items is None else evaluation.split.items
-    graded = evaluation.n >= LOWEST_GRADED_SHARE * items
-    if graded and published in (None, items):
+    is_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
+    if is_graded and published in (None, items):
         return ""
-    of_items = "" if graded else f" of {items:,}"
+    of_items = "" if is_graded else f" of {items:,}"
     comparison = "" if published is None else f", published on {published:,}"
     return f"{evaluation.n:,}{of_items}{comparison}"

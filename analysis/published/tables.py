@@ -148,7 +148,7 @@ Pairs = Iterator[tuple[Printed, Measured]]
 """Iterator over pairs of a published number and its measured counterpart."""
 
 
-def _scores(facts: Facts, comparison: Comparison, table: str) -> Pairs:
+def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     """Yield pairs of published and measured scores of benchmarks and displayed columns, and of
     averages over them.
 
@@ -165,12 +165,12 @@ def _scores(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
-                ends = (float(score[cell]), float(low[cell]), float(high[cell]))
-                yield number, facts.add_protocol(ends, sources, caveats)
+                average = (float(score[cell]), float(low[cell]), float(high[cell]))
+                yield number, facts.add_protocol(average, sources, caveats)
 
 
 def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
-    """Filter displayed columns and benchmarks: only those that the comparison has scores for."""
+    """The displayed columns and benchmarks among `columns` for which the comparison has scores."""
     return tuple(
         name
         for name in columns
@@ -195,29 +195,32 @@ def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
-def _ranks(facts: Facts, comparison: Comparison, table: str) -> Pairs:
+def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     """Yield pairs of published and measured average ranks. Measured ranks are among the methods
     that the papers rank.
 
     table: name of the table here whose published counterparts are compared. Rows with the
     calibration set MATCHED are ranked apart from all others.
     """
-    printed = {}
+    published_ranks = {}
     for key, row in counterparts(table).items():
         for number in row:
             if number.benchmark == RANK:
-                printed[key] = number
-    for matched in {key[-1] == MATCHED for key in printed}:
+                published_ranks[key] = number
+    # the last part of a key is the calibration set
+    for is_matched in {key[-1] == MATCHED for key in published_ranks}:
         numbers = {
-            key: number for key, number in printed.items() if (key[-1] == MATCHED) == matched
+            key: number
+            for key, number in published_ranks.items()
+            if (key[-1] == MATCHED) == is_matched
         }
         ranked = list(dict.fromkeys(criterion for _, _, criterion, *_ in numbers))
-        blocks = _task_ranks(comparison, ranked) if matched else _panel_ranks(comparison, ranked)
-        published_columns = _TASK_COLUMNS if matched else tuple(names.COLUMNS)
+        blocks = _task_ranks(comparison, ranked) if is_matched else _panel_ranks(comparison, ranked)
+        published_columns = _TASK_COLUMNS if is_matched else tuple(names.COLUMNS)
         for block in blocks:
             for cell_of_column, rank in block:
                 key = key_of(facts.cells[next(iter(cell_of_column.values()))])
-                published = numbers.get((*key[:5], MATCHED) if matched else key)
+                published = numbers.get((*key[:5], MATCHED) if is_matched else key)
                 if published is None:
                     continue
                 columns = list(cell_of_column)
@@ -299,7 +302,7 @@ def _rank(block: Numbers, row: int | str) -> Number:
     return value, low, high
 
 
-def _memory(study: Study, table: str) -> Pairs:
+def _memory_pairs(study: Study, table: str) -> Pairs:
     """Yield pairs of published and computed loading memory. The computed memory follows exactly
     from configurations and plans, so its interval is MEMORY_TOLERANCE on each side."""
     published = [
@@ -353,9 +356,9 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     compared with the published one for which it stands in, and the verdict names both.
     """
     study = facts.study
-    pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, name)]
-    pairs += [pair for comparison in comparisons for pair in _ranks(facts, comparison, name)]
-    pairs += _memory(study, name)
+    pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
+    pairs += [pair for comparison in comparisons for pair in _rank_pairs(facts, comparison, name)]
+    pairs += _memory_pairs(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
     counts = [f"{_tally(verdicts)}."] if rows else []
@@ -370,7 +373,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
         blocks=("Model", "Pruned", "Calibration"),
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
-        footnotes=[*counts, *_without_counterpart(study, name)],
+        footnotes=[*counts, *_footnotes_on_unmatched(study, name)],
     )
 
 
@@ -419,7 +422,7 @@ def _tally(verdicts: Sequence[str]) -> str:
     return names.listing(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
-def _without_counterpart(study: Study, table: str) -> Iterator[str]:
+def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
     """Yield a footnote that counts the pruned cells without a published row; nothing if every
     pruned cell has one, or if the published tables do not compare criteria."""
     published = counterparts(table)
@@ -473,6 +476,6 @@ def published_summary(tables: Sequence[Table]) -> list[str]:
             f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
         )
         unlisted = len(reasons) - MOST_REASONS
-        more = f"; and {unlisted} more, which the tables spell out" if unlisted > 0 else ""
-        sentences.append(f"Reasons why numbers cannot be compared: {listed}{more}.")
+        remainder = f"; and {unlisted} more, which the tables spell out" if unlisted > 0 else ""
+        sentences.append(f"Reasons why numbers cannot be compared: {listed}{remainder}.")
     return sentences

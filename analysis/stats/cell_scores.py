@@ -70,8 +70,8 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
     """The benchmarks among `benchmarks` whose mean is taken: those on which at least one of these
     cells was evaluated, in the direction that `Comparison.average_columns` chooses."""
-    run = comparison.benchmarks.loc[list(cells)].notna().any()
-    return comparison.average_columns(name for name in benchmarks if run.get(name, False))
+    was_run = comparison.benchmarks.loc[list(cells)].notna().any()
+    return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
@@ -91,12 +91,12 @@ def column_targets(
 
     columns: names of benchmarks, displayed columns or GROUPS, COMMON, or MEAN.
     """
-    run = comparison.benchmarks.loc[list(cells)].notna().any()
+    was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
         COMMON: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
-    for name in (*map(str, run.index[run]), *comparison.evaluated_columns(cells)):
+    for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
     mean = comparison.quantity(overall(comparison, cells)).mean_name
@@ -119,46 +119,52 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
     return numbers
 
 
-def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
+def differences(
+    comparison: Comparison, target: Target, reference_of_cell: Mapping[int, int]
+) -> pd.DataFrame:
     """Score of each cell minus the score of its reference cell, paired by seed and item.
 
-    against: cell -> its reference cell. Columns, in the unit of displayed scores: difference, and
-    low and high end of the 95 % interval; and p, two-sided and not corrected. Where outcomes are
-    missing, low, high and p are NaN.
+    Columns: difference, low and high (ends of the 95 % interval) in the unit of displayed scores;
+    p, two-sided and not corrected. Where outcomes are missing, low, high and p are NaN.
+
+    reference_of_cell: cell -> its reference cell.
     """
     score = comparison.score(target)
     quantity = comparison.quantity(target)
     rows = []
-    for cell, reference in against.items():
+    for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
         numbers = np.array([estimate.value, *estimate.interval])
         rows.append([*quantity.displayed_difference(score[reference], numbers), estimate.p])
     return pd.DataFrame(
-        rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float
+        rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
     )
 
 
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """(number of pairs, mean over pairs of the difference in score): score of a pair's first cell
-    minus that of the second, paired by seed and item.
+    """(number of pairs, mean over pairs of the difference in score).
 
-    groups: lists of pairs of cells; each list has the same weight in the mean. A pair with a
-    missing result is left out and not counted.
+    The difference of a pair is the score of its first cell minus the score of its second cell,
+    paired by seed and item. A pair with a missing result is left out and not counted.
+
+    groups: lists of pairs of cells; each list has the same weight in the mean.
     """
     score = comparison.score(target)
-    with_scores = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
-    with_scores = [pairs for pairs in with_scores if pairs]
-    if not with_scores:
+    scored_groups = [
+        [pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups
+    ]
+    scored_groups = [pairs for pairs in scored_groups if pairs]
+    if not scored_groups:
         return 0, Estimate(np.nan)
     weights: dict[int, float] = {}
-    for pairs in with_scores:
-        share = 1 / len(pairs) / len(with_scores)
+    for pairs in scored_groups:
+        share = 1 / len(pairs) / len(scored_groups)
         for cell, other in pairs:
             weights[cell] = weights.get(cell, 0.0) + share
             weights[other] = weights.get(other, 0.0) - share
-    return sum(map(len, with_scores)), comparison.estimate(target, weights)
+    return sum(map(len, scored_groups)), comparison.estimate(target, weights)
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:

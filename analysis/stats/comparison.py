@@ -27,7 +27,7 @@ Target = tuple[str, ...]
 
 Kind = tuple[str, str]
 """Granularity and recovery of a plan. Plans are compared with random plans of the same kind."""
-_NORMAL = 1.96
+_NORMAL_QUANTILE = 1.96
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 _REPLICATE_AXES = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Axes that replicates share: plans of one model with equal values on these axes are replicates."""
@@ -89,7 +89,7 @@ class Comparison:
     """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
 
     @cached_property
-    def _representative(self) -> pd.Series:
+    def _representatives(self) -> pd.Series:
         """Plan -> the plan with the lowest seed among its replicates, whose number is the number of
         their cell."""
         ordered = self.all_cells.sort_values("seed", kind="stable")
@@ -101,15 +101,17 @@ class Comparison:
     def cells(self) -> pd.DataFrame:
         """The cells that are compared, one for each group of replicates, without the column
         seed."""
-        return self.all_cells[self._representative == self.all_cells.index].drop(columns="seed")
+        return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
     def plans_by_seed(self) -> dict[int, dict[int, int]]:
         """Cell -> seed -> the cell's plan with this seed."""
+        # through str, because pandas' types allow any label in an index
         replicates: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
         for plan, cell, seed in zip(
-            self.all_cells.index, self._representative, self.all_cells["seed"], strict=True
+            self.all_cells.index, self._representatives, self.all_cells["seed"], strict=True
         ):
+            # through str, because pandas' types allow any label in an index
             replicates[int(cell)][int(seed)] = int(str(plan))
         return replicates
 
@@ -120,7 +122,7 @@ class Comparison:
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Average the rows of `frame`, which are plans, over the plans of each cell; missing
         numbers are skipped."""
-        return frame.groupby(self._representative, sort=False).mean().reindex(self.cells.index)
+        return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmarks(self) -> pd.DataFrame:
@@ -138,8 +140,8 @@ class Comparison:
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
-        run = self.columns.loc[list(cells)].notna().any()
-        return tuple(str(name) for name in run.index[run])
+        was_run = self.columns.loc[list(cells)].notna().any()
+        return tuple(str(name) for name in was_run.index[was_run])
 
     @cached_property
     def unpruned(self) -> int | None:
@@ -217,13 +219,13 @@ class Comparison:
         """Compute the ends that `interval` returns; those of scores are clipped to 0..1."""
         cells = list(self.plans_by_seed)
         from_items = [self._interval_from_items(target, cell) for cell in cells]
-        ends = pd.DataFrame(from_items, cells, dtype=float)
+        ends = pd.DataFrame(from_items, cells, dtype=float)  # columns 0 (low) and 1 (high)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
-        reach = _NORMAL * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
-        low = ends[0].fillna(score - reach)
-        high = ends[1].fillna(score + reach)
+        half_width = _NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
+        low = ends[0].fillna(score - half_width)
+        high = ends[1].fillna(score + half_width)
         if self.quantity(target).lower_is_better:
             return low, high
         return low.clip(lower=0), high.clip(upper=1)
@@ -231,15 +233,15 @@ class Comparison:
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
         """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
         answers = self._binary_outcomes(target)
-        plans = [self._row_number[plan] for plan in self.plans_by_seed[cell].values()]
+        plans = [self._row_numbers[plan] for plan in self.plans_by_seed[cell].values()]
         if answers is None or np.isnan(answers[plans]).all():
             return self.estimate(target, {cell: 1.0}).interval
         if len(plans) > 1:
             estimate = self.estimate(target, {cell: 1.0})
             if estimate.error != 0:
                 return estimate.interval
-        of_plan = answers[plans[0]]
-        low, high = uncertainty.wilson(np.nansum(of_plan), np.isfinite(of_plan).sum())
+        plan_answers = answers[plans[0]]
+        low, high = uncertainty.wilson(np.nansum(plan_answers), np.isfinite(plan_answers).sum())
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
@@ -268,7 +270,9 @@ class Comparison:
         has_score = self._has_score(target)
         rows_by_seed = []
         for cell in cells:
-            rows = {seed: self._row_number[plan] for seed, plan in self.plans_by_seed[cell].items()}
+            rows = {
+                seed: self._row_numbers[plan] for seed, plan in self.plans_by_seed[cell].items()
+            }
             rows_by_seed.append({seed: row for seed, row in rows.items() if has_score[row]})
         seeds_of_cells = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
@@ -278,14 +282,16 @@ class Comparison:
                 rows_of_cells.append([by_seed[seed] for seed in common_seeds])
             else:
                 rows_of_cells.append(list(by_seed.values()))
+        # cells with one plan take part in every row, so that they do not limit the number of rows
         count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
         repeated = [(rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells]
         return np.array(repeated, int).T
 
     @cached_property
-    def _row_number(self) -> dict[int, int]:
+    def _row_numbers(self) -> dict[int, int]:
         """Plan -> its row number in `all_cells`."""
-        return {int(str(cell)): row for row, cell in enumerate(self.all_cells.index)}
+        # through str, because pandas' types allow any label in an index
+        return {int(str(plan)): row for row, plan in enumerate(self.all_cells.index)}
 
     @cached_property
     def _has_score(self) -> Callable[[Target], np.ndarray]:
@@ -316,7 +322,7 @@ class Comparison:
                     stratum, contributions=strata[name].contributions + stratum.contributions
                 )
             elif name in strata:
-                name = benchmark
+                name = benchmark  # other items were asked, so the benchmark is its own stratum
             strata[name] = stratum
         return list(strata.values())
 
@@ -334,7 +340,7 @@ class Comparison:
             or np.isnan(estimate.error)
         ):
             return estimate
-        pair = answers[[self._row_number[cell], self._row_number[other]]]
+        pair = answers[[self._row_numbers[cell], self._row_numbers[other]]]
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
         return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
@@ -342,7 +348,7 @@ class Comparison:
         """The plans of a cell that have a score."""
         has_score = self._has_score(target)
         plans = self.plans_by_seed[cell].values()
-        return [plan for plan in plans if has_score[self._row_number[plan]]]
+        return [plan for plan in plans if has_score[self._row_numbers[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of `cells[0]`, which is the best of `cells`, minus the score of each other cell,
@@ -351,7 +357,7 @@ class Comparison:
         methods = []
         for number, cell in enumerate(cells):
             for plan in self.scored_plans(target, cell):
-                rows.append(self._row_number[plan])
+                rows.append(self._row_numbers[plan])
                 methods.append(number)
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
@@ -395,10 +401,10 @@ def compare(
     """
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
-        of_model = cells[cells["model"] == model]
-        results_of_model = results[results["cell"].isin(of_model.index)]
-        samples_of_model = samples[samples["cell"].isin(of_model.index)]
-        comparisons.append(_comparison(model, of_model, results_of_model, samples_of_model, reader))
+        model_cells = cells[cells["model"] == model]
+        model_results = results[results["cell"].isin(model_cells.index)]
+        model_samples = samples[samples["cell"].isin(model_cells.index)]
+        comparisons.append(_comparison(model, model_cells, model_results, model_samples, reader))
     return comparisons
 
 
@@ -466,8 +472,8 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name -> target, for those of the papers' averages on which these cells were evaluated: MC
-    Avg, Code, Math, WildBench, and last the mean over `overall`.
+    """Name -> target, for the papers' averages MC Avg, Code, Math and WildBench, and last for the
+    mean over `overall`. An average is left out if no cell was evaluated on one of its columns.
 
     Code and Math are each the mean of two displayed columns.
     """
@@ -503,13 +509,13 @@ def random_scores(
     that differ. If several cells of a kind are random, the cell with most seeds counts."""
     plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
-    random = cells[cells["criterion"].isin(RANDOM)]
-    for (granularity, recovery), of_kind in random.groupby(["granularity", "recovery"]):
+    random_cells = cells[cells["criterion"].isin(RANDOM)]
+    for (granularity, recovery), kind_cells in random_cells.groupby(["granularity", "recovery"]):
         scores_of_cells = [
             plan_scores[comparison.scored_plans(target, cell)].to_numpy(float)
-            for cell in of_kind.index
+            for cell in kind_cells.index
         ]
-        most = max(scores_of_cells, key=len)
-        if len(most) > 1 and np.ptp(most) > 0:  # equal scores do not tell how plans vary
-            scores[str(granularity), str(recovery)] = most
+        largest = max(scores_of_cells, key=len)
+        if len(largest) > 1 and np.ptp(largest) > 0:  # equal scores do not tell how plans vary
+            scores[str(granularity), str(recovery)] = largest
     return scores

@@ -92,6 +92,7 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
                 overlap = _mean_agreement(
                     [layer[variant] for layer in layers if variant in layer], ratio
                 )
+                # equal scores give the same bottom set by index, which is no agreement
                 if variant == DEGENERATE:
                     overlap |= {name: float("nan") for name in MEASURES}
                 rows.append(
@@ -160,8 +161,8 @@ def proxy_overlap(
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
     rows = []
-    models = {name: position for position, name in enumerate(pairs["model"].unique())}
-    pairs = pairs.assign(position=pairs["model"].map(models)).sort_values(
+    position_of_model = {name: number for number, name in enumerate(pairs["model"].unique())}
+    pairs = pairs.assign(position=pairs["model"].map(position_of_model)).sort_values(
         ["position", "layer", "expert"], kind="stable"
     )
     for key, frame in groups(pairs, ["model", "calibration"]):

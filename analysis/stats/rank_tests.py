@@ -68,25 +68,27 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         for key, cell in panel.cells.items()
         if criteria[cell] not in RANDOM
     }
-    plans = {key: of_method for key, of_method in plans.items() if len(of_method) > 1}
+    plans = {key: method_plans for key, method_plans in plans.items() if len(method_plans) > 1}
     seeds = min(map(len, plans.values()), default=0)
     scores = _block_scores(comparison, panel, over)
-    complete = [
+    complete_methods = [
         key
-        for key, of_method in plans.items()
-        if scores.loc[of_method[:seeds]].notna().all(axis=None)
+        for key, method_plans in plans.items()
+        if scores.loc[method_plans[:seeds]].notna().all(axis=None)
     ]
-    if min(len(complete), scores.shape[1]) < FEWEST:
+    if min(len(complete_methods), scores.shape[1]) < FEWEST:
         return None
     ranks_by_seed = []
     for seed in range(seeds):
-        of_seed = scores.loc[[plans[key][seed] for key in complete]]
+        seed_scores = scores.loc[[plans[key][seed] for key in complete_methods]]
         ranks_by_seed.append(
-            ranks.column_ranks(of_seed, lower_is_better=comparison.lower_is_better).to_numpy(float)
+            ranks.column_ranks(seed_scores, lower_is_better=comparison.lower_is_better).to_numpy(
+                float
+            )
         )
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
-    average = pd.Series(table.mean(axis=(0, 2)), complete).sort_values(kind="stable")
-    order = [complete.index(key) for key in average.index]
+    average = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
+    order = [complete_methods.index(key) for key in average.index]
     # With an own error of 0 for each pair, the critical difference is the same for all pairs.
     leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
@@ -97,7 +99,7 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         ranks=average,
         p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average.index),
         difference=leads[0].interval[1] - leads[0].value,
-        incomplete=tuple(str(key) for key in plans if key not in complete),
+        incomplete=tuple(str(key) for key in plans if key not in complete_methods),
     )
 
 
@@ -107,9 +109,9 @@ def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFra
     if over == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
-        run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
+        was_run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
         targets = {}
-        for name in map(str, run.index[run]):
+        for name in map(str, was_run.index[was_run]):
             block = names.SAME_ITEMS.get(name, name)
             targets[block] = (*targets.get(block, ()), name)
     return pd.DataFrame(

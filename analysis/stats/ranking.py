@@ -116,8 +116,8 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
     """A ranking for each model, ratio and gate, then a ranking over models for each ratio and
     gate."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
-    of_models = [_ranking(group, groups) for group in groups]
-    return [*of_models, *_rankings_over_models(of_models)]
+    model_rankings = [_ranking(group, groups) for group in groups]
+    return [*model_rankings, *_rankings_over_models(model_rankings)]
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
@@ -204,7 +204,8 @@ def _add_verdicts(
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
-        # gap_to_best is positive for a method that is worse than the best, even if less is better.
+        # gap_to_best is positive for a method that is worse than the best, even if less is better;
+        # a lead that is 0 up to rounding counts as 0.
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
@@ -274,61 +275,66 @@ def _compare_with_chance(
 
     "" for a random plan, for a plan without a score, and for a kind without random plans.
     """
-    of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
+    chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))
-    if of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
+    if chance_of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
         return ""
-    lead = quantity.sign * (score - of_kind.mean)
-    margin = of_kind.margin(plans_tested)
+    lead = quantity.sign * (score - chance_of_kind.mean)
+    margin = chance_of_kind.margin(plans_tested)
     if lead > margin:
         return ABOVE
     return BELOW if lead < -margin else WITHIN
 
 
-def _rankings_over_models(of_models: Sequence[Ranking]) -> Iterator[Ranking]:
+def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
     """Yield a ranking by the mean over models, with models as random effects, for each ratio and
     gate that several models have.
 
     The ranking contains the plans that all these models have. There is no ranking of a ratio and
     gate for which models have different quantities, or fewer than two common plans.
+
+    rankings: the rankings of single models.
     """
-    models = {ranking.model for ranking in of_models}
-    for request in dict.fromkeys(ranking.request for ranking in of_models):
-        pooled = [ranking for ranking in of_models if ranking.request == request]
-        if len(pooled) < 2 or len({ranking.quantity for ranking in pooled}) > 1:
+    models = {ranking.model for ranking in rankings}
+    for request in dict.fromkeys(ranking.request for ranking in rankings):
+        model_rankings = [ranking for ranking in rankings if ranking.request == request]
+        if len(model_rankings) < 2 or len({ranking.quantity for ranking in model_rankings}) > 1:
             continue
         plans = [
-            ranking.scored.set_index(["criterion", "method", "calibration"]) for ranking in pooled
+            ranking.scored.set_index(["criterion", "method", "calibration"])
+            for ranking in model_rankings
         ]
-        scores = pd.concat([of_model["score"] for of_model in plans], axis=1, join="inner")
-        seeds = pd.concat([of_model["seeds"] for of_model in plans], axis=1, join="inner")
+        scores = pd.concat([rows["score"] for rows in plans], axis=1, join="inner")
+        seeds = pd.concat([rows["seeds"] for rows in plans], axis=1, join="inner")
         if len(scores) > 1:
             label = ALL_MODELS
-            if len(pooled) < len(models):
-                label = names.listing(ranking.model for ranking in pooled)
-            computed = pooled[0].quantity.computed(scores)
-            yield _ranking_over_models(pooled, computed, seeds.min(axis=1), label)
+            if len(model_rankings) < len(models):
+                label = names.listing(ranking.model for ranking in model_rankings)
+            computed = model_rankings[0].quantity.computed(scores)
+            yield _ranking_over_models(model_rankings, computed, seeds.min(axis=1), label)
 
 
 def _ranking_over_models(
-    pooled: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
+    model_rankings: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
 ) -> Ranking:
     """The ranking of plans by the mean of their scores over models.
 
-    pooled: rankings of the models; table: computed scores (plans, models); seeds: for each plan,
-    the smallest number of seeds in a model; label: name of the models together.
+    model_rankings: one ranking per model; table: computed scores (plans, models); seeds: for
+    each plan, the smallest number of seeds in a model; label: name of the models together.
     """
-    quantity = pooled[0].quantity
+    quantity = model_rankings[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
     unpruned = float(
-        quantity.displayed(np.mean([quantity.computed(ranking.unpruned) for ranking in pooled]))
+        quantity.displayed(
+            np.mean([quantity.computed(ranking.unpruned) for ranking in model_rankings])
+        )
     )
     scores = table.to_numpy(float)
     means = [uncertainty.mean_estimate(row) for row in scores]
     low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         seeds=seeds[table.index].to_numpy(),
-        over=names.count(len(pooled), "model"),
+        over=names.count(len(model_rankings), "model"),
         score=[mean.value for mean in means],
         low=low,
         high=high,
@@ -341,10 +347,11 @@ def _ranking_over_models(
     pairs = [
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
+    # (1, methods, models): the scores of each model are one block, without replicates
     leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
     rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
-    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in pooled))
-    return Ranking(label, pooled[0].request, pruned, quantity, rows, unpruned)
+    pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in model_rankings))
+    return Ranking(label, model_rankings[0].request, pruned, quantity, rows, unpruned)
 
 
 def plan_name(row: Mapping[str, object]) -> str:
@@ -371,16 +378,19 @@ def headlines(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """Sentences on all rankings together: the number of models on which some plan is above chance,
-    and that methods with one seed get no verdict, if there are such methods."""
+    """At most two sentences on all rankings together. The first states on how many models a plan is
+    above chance, if there are random plans. The second states that methods with one seed get no
+    verdict, if there are such methods."""
     models = {ranking.model for ranking in rankings if ranking.chance}
-    above = {ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()}
+    models_above_chance = {
+        ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()
+    }
     sentences = []
     if models:
         subject = "No plan is"
-        if above:
+        if models_above_chance:
             subject = (
-                f"On {len(above)} of {len(models)} models some plan is"
+                f"On {len(models_above_chance)} of {len(models)} models some plan is"
                 if len(models) > 1
                 else "Some plan is"
             )
@@ -402,15 +412,16 @@ def headline(ranking: Ranking) -> str:
         if ranking.quantity.lower_is_better
         else "highest average"
     )
-    first = records(ranking.scored[ranking.scored["rank"] == 1])
-    best = first[0]
-    verb = "have" if len(first) > 1 else "has"
+    best_plans = records(ranking.scored[ranking.scored["rank"] == 1])
+    best = best_plans[0]
+    verb = "have" if len(best_plans) > 1 else "has"
     share = (
         "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
     )
     sentence = (
-        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(first)} {verb} the {extreme}, "
-        f"{best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over {best['over']}){share}."
+        f"{ranking.model}, {ranking.pruned} removed: {_plan_names(best_plans)} {verb} the "
+        f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f} over "
+        f"{best['over']}){share}."
     )
     return " ".join([sentence, *remarks(ranking)])
 

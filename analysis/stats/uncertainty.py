@@ -151,9 +151,10 @@ def best_of_many(
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
     counts = np.bincount(methods)
-    average = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
-    means = average @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    variances, freedom = _pooled_variances(strata, methods, average)
+    # (methods, plans): weights of plans in the mean score of each method
+    plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
+    means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
+    variances, freedom = _pooled_variances(strata, methods, plan_weights)
     errors = np.sqrt(variances[0] + variances[1:])
     return [
         Estimate(
@@ -176,20 +177,20 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
 
 
 def _pooled_variances(
-    strata: Sequence[Stratum], methods: np.ndarray, average: np.ndarray
+    strata: Sequence[Stratum], methods: np.ndarray, plan_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """(variances, degrees of freedom) of the methods' mean scores, from terms that are pooled over
     all methods.
 
     Similar to `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item).
-    methods: the number of each plan's method (plans,); average: weights of plans in the mean score
-    of each method (methods, plans). variances has shape (methods,).
+    methods: the number of each plan's method (plans,); plan_weights: weights of plans in the mean
+    score of each method (methods, plans). variances has shape (methods,).
     """
-    method_freedom = len(average) - 1
-    seed_freedom = len(methods) - len(average)
-    shares = (average**2).sum(axis=1)  # (methods,) 1 / number of seeds
+    method_freedom = len(plan_weights) - 1
+    seed_freedom = len(methods) - len(plan_weights)
+    shares = (plan_weights**2).sum(axis=1)  # (methods,) 1 / number of seeds
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    deviations = scores - (average @ scores)[methods]
+    deviations = scores - (plan_weights @ scores)[methods]
     seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * shares
     item_variance = 0.0
     residual = 0.0
@@ -200,7 +201,7 @@ def _pooled_variances(
         scale = items / (items - 1)
         totals = stratum.contributions.sum(axis=1)[:, None]
         centred = stratum.contributions - totals * stratum.shares
-        means = average @ centred
+        means = plan_weights @ centred
         part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
         item_variance += part
         squares += part**2 / method_freedom / (items - 1)
@@ -243,9 +244,9 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
     its derivatives vanish at both ends.
     """
     if np.isinf(freedom):
-        # For each deviate: probability that another deviate lies below it, by at most `values`.
-        within = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
-        return np.asarray(1 - methods * (_WEIGHTS * within ** (methods - 1)).sum(axis=-1))
+        # For each deviate: probability that another deviate is lower by at most `values`.
+        probabilities = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
+        return np.asarray(1 - methods * (_WEIGHTS * probabilities ** (methods - 1)).sum(axis=-1))
     half = freedom / 2
     low, high = np.log(gammaincinv(half, [1e-10, 1 - 1e-13]) / half) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation

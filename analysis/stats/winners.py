@@ -29,8 +29,17 @@ SETTINGS = ["model", "ratio", "gate"]
 """Axes that identify a map. The rows of a map are displayed columns, its columns are calibration
 sets."""
 
-_BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
-"""Columns of `winner_map` that `_best` computes."""
+_WINNER_COLUMNS = (
+    "winners",
+    "score",
+    "runner_up",
+    "runner_up_score",
+    "lead",
+    "lead_low",
+    "lead_high",
+    "p",
+)
+"""Columns of `winner_map` that `_winner_columns` computes."""
 
 
 def winner_map(
@@ -48,12 +57,18 @@ def winner_map(
     - p_holm: p with Holm's correction; proved: whether p_holm is below LEVEL
     """
     rows = [
-        {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
+        {
+            **_settings(panel),
+            "column": column,
+            **_winner_columns(comparison, panel, column, criteria),
+        }
         for comparison in comparisons
         for panel in comparison.panels
         for column in panel.columns(comparison)
     ]
-    winners = pd.DataFrame(rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_BEST])
+    winners = pd.DataFrame(
+        rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_WINNER_COLUMNS]
+    )
     if winners.empty:
         return winners
     winners["p_holm"] = np.nan
@@ -68,10 +83,10 @@ def _settings(panel: Panel) -> dict[str, object]:
     return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
 
-def _best(
+def _winner_columns(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """The columns _BEST of one cell of the map: one displayed column in one panel."""
+    """The columns _WINNER_COLUMNS of one cell of the map: one displayed column in one panel."""
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
     competing = [name for name in panel.cells if criteria is None or name in criteria]
@@ -87,11 +102,11 @@ def _best(
     losers = displayed[~is_best]
     if losers.empty:
         return best
-    second = str(losers.index[0])
-    lead = comparison.difference((column,), cells[winners[0]], cells[second])
+    runner_up = str(losers.index[0])
+    lead = comparison.difference((column,), cells[winners[0]], cells[runner_up])
     numbers = np.array([lead.value, *lead.interval])
-    numbers = quantity.displayed_difference(scores[cells[second]], numbers)
-    best |= {"runner_up": second, "runner_up_score": losers.iloc[0]}
+    numbers = quantity.displayed_difference(scores[cells[runner_up]], numbers)
+    best |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
     best |= dict(zip(("lead", "lead_low", "lead_high"), numbers, strict=True))
     if len(winners) == 1:
         best["p"] = _p_of_winner(
@@ -106,6 +121,7 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
+    # the first comparison finds a random winner, which is not in `methods`
     if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
         return np.nan
     leads = comparison.leads((column,), methods)
@@ -132,13 +148,17 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 def study_of_losses(study: Study) -> Study:
     """The study with losses on right answers in place of scores, in `results` and `samples`;
     benchmarks for which no such losses were measured are left out."""
-    with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
-    samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
+    samples_with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(
+        ["cell", "benchmark", "item"]
+    )
+    samples = samples_with_loss.assign(outcome=samples_with_loss[METRIC], units=np.nan)
     summary = (
         samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
     )
-    described = study.results.drop(columns=["metric", "score", "scale", "unit", "stderr", "n"])
-    results = described.merge(summary, on=["cell", "benchmark"]).assign(
+    results_without_scores = study.results.drop(
+        columns=["metric", "score", "scale", "unit", "stderr", "n"]
+    )
+    results = results_without_scores.merge(summary, on=["cell", "benchmark"]).assign(
         metric=METRIC, scale="loss", unit="bits per byte"
     )
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[
