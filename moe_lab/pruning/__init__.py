@@ -37,10 +37,11 @@ class LayerForm:
     dropped: frozenset[int] = frozenset()
     """Ids among `experts` that are zeros, and which the router never chooses."""
     width: int | None = None
-    """Channels of all stored experts; None: as many as before, or packed."""
+    """Channels of each stored expert, if all have the same number; None: as many as before, or
+    packed experts."""
     widths: tuple[int, ...] | None = None
-    """Channels of each stored expert where they are packed one after the other, each with its own
-    number."""
+    """Channels of each stored expert, for packed experts: they are stored one after the other, each
+    with its own number of channels. None: the experts are stacked, not packed."""
     owners: tuple[int, ...] | None = None
     """(E',) for packed experts: the position of each expert's owner, with whose weights it is
     computed; None: each expert is its own owner."""
@@ -58,9 +59,9 @@ Form: TypeAlias = dict[int, LayerForm]
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises
-    UserError for an unknown shape, and for shapes other than natural if tokens are routed to
-    experts that are constants or are computed with the weights of others."""
+    """How `plan` is stored in the shape `shape`. A weight takes `element_size` bytes. UserError for
+    an unknown shape. UserError also for shapes other than natural, if dropped experts are replaced
+    by constants, or if experts are computed with the weights of other experts."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise replacement_error(shape)
@@ -77,19 +78,19 @@ def replacement_error(shape: str) -> UserError:
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned
-    rows. A weight takes `element_size` bytes."""
+    """Whether a family's own module can hold experts of these `widths`: the widths are equal and
+    not 0, and rows of weights are aligned. A weight takes `element_size` bytes."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
-def _natural(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form natural: a stack if the family's own module can hold the retained channels,
+def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
+    """The form natural: stacked experts if the family's own module can hold the retained channels,
     otherwise packed experts."""
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:
-        return _stacked(layer, layer.width)
+        return _stacked_form(layer, layer.width)
     if is_stock(widths, element_size):
-        return _stacked(layer, widths[0])
+        return _stacked_form(layer, widths[0])
     stored = tuple(
         layer.stored_expert(expert, width)
         for expert, width in zip(layer.retained, widths, strict=True)
@@ -103,32 +104,33 @@ def _natural(layer: LayerPlan, element_size: int) -> LayerForm:
     )
 
 
-def _masked(layer: LayerPlan, element_size: int) -> LayerForm:
+def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The form masked: all experts in the original shape, with zeros for what is dropped."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
 
 
-def _padded(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form padded: retained experts, all with the channels of the widest, in aligned rows."""
+def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
+    """The form padded: all retained experts, with as many channels as the widest of them, rounded
+    up so that rows are aligned."""
     if layer.width is None:
-        return _stacked(layer, None)
+        return _stacked_form(layer, None)
     step = max(1, KERNEL_BYTES // element_size)
     aligned = step * ceil(max(1, *layer.widths) / step)
-    return _stacked(layer, min(layer.width, aligned))
+    return _stacked_form(layer, min(layer.width, aligned))
 
 
-def _stacked(layer: LayerPlan, width: int | None) -> LayerForm:
-    """A form in which all experts have `width` channels (None: as many as before)."""
+def _stacked_form(layer: LayerPlan, width: int | None) -> LayerForm:
+    """A form in which all retained experts have `width` channels; None: as many as before."""
     stored = tuple(layer.stored_expert(expert, width) for expert in layer.retained)
     return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 
 
 FORMS: dict[str, Callable[[LayerPlan, int], LayerForm]] = {
-    "natural": _natural,
-    "masked": _masked,
-    "padded": _padded,
+    "natural": _natural_form,
+    "masked": _masked_form,
+    "padded": _padded_form,
 }
 """Shape -> function that makes the form of a layer; its second argument is the bytes of a
 weight."""

@@ -1,6 +1,6 @@
-"""Match the channels of merged experts before their weights are added, by an optimal assignment
-(Hungarian method) for each expert and its owner. The order of its channels does not change what an
-expert computes, but it changes the sum of two experts' weights."""
+"""Match the channels of merged experts before the weights of the experts are added, by an optimal
+assignment (Hungarian method) for each expert and its owner. The order of its channels does not
+change what an expert computes, but it changes the sum of two experts' weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """Match the channels of the experts that `plan` merges by their weights, as in M-SMoE (arXiv
-    2310.01334); returns the aligned plan. The order p of an expert m that is merged into an expert
-    o maximises the sum over channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> +
-    <down_o[:, i], down_m[:, p(i)]>. `layers`: the model's MoE layers; the weights of each are read
-    before the next layer is requested."""
+    """The aligned plan: the channels of the experts that `plan` merges are matched by the weights
+    of the channels, as in M-SMoE (arXiv 2310.01334).
+
+    The order p of an expert m that is merged into an expert o maximises the sum over channels i of
+    <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`:
+    the model's MoE layers. The weights of a layer are read before the next layer is requested.
+    """
     alignments = {}
     for layer in layers:
         layer_plan = plan.layers[layer.index]
@@ -41,12 +43,13 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
 
 
 def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
-    """(I, I) negative inner products of the weights of two experts' channels."""
+    """(I, I): the negative inner product of the weights of each channel of `owner` (row) and each
+    channel of `member` (column)."""
     return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """A copy of `plan` that has the `alignments` of its layers and is marked as aligned."""
+    """A copy of `plan` with the `alignments` (layer -> alignment), which is marked as aligned."""
     layers = {
         number: replace(plan.layers[number], alignment=order)
         for number, order in alignments.items()
@@ -57,9 +60,10 @@ def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
 def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
-    """(M, I): for each merged expert of a layer, the assignment of its channels with the least
-    total cost. `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of expert m to
-    channel i of expert o."""
+    """(M, I): for each expert of a layer that is merged into another one, and each channel of the
+    owner, the channel of the merged expert that is added. The assignment has the least total cost.
+    `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of expert m to channel i of
+    expert o."""
     orders = []
     for member in plan.merged_away:
         matrix = cost(plan.owners[member], member).double().cpu().numpy()
@@ -84,7 +88,8 @@ class AlignmentHook(StatisticsHook):
     are the activations of the two channels over all tokens, each divided by its norm. v and w are
     the weights of the two channels, in COMPONENTS principal components of the normalised weights of
     all channels of the layer. Each component is multiplied by its singular value, and v and w are
-    divided by their norms. All members of groups run on all tokens. The `result` is order (M, I).
+    divided by their norms. All members of groups run on all tokens. `result` returns the alignment
+    under the name "order".
     """
 
     kind = "alignment"
@@ -130,12 +135,14 @@ class AlignmentHook(StatisticsHook):
 
 
 def alignment_hook(plan: Plan) -> type[AlignmentHook]:
-    """An `AlignmentHook` for the merged experts of `plan`."""
+    """A subclass of `AlignmentHook` for the merged experts of `plan`."""
+    # a class, because an observer makes the hooks itself, one per layer
     return type("AlignmentHook", (AlignmentHook,), {"plan": plan})
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """`plan`, aligned by the results of an `AlignmentHook`: `sums`, by layer."""
+    """The aligned plan, from `plan` and the results of an `AlignmentHook`: `sums`, layer ->
+    {"order": (M, I)}."""
     return with_alignments(
         plan,
         {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
@@ -143,9 +150,10 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
-    """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels,
-    in R principal components times their singular values. R is COMPONENTS, or less in small models.
-    The randomised decomposition has a fixed seed."""
+    """(E, I, R): the weights of each channel of a layer in R principal components, each multiplied
+    by its singular value. Before this the weights are normalised for each channel, and centred over
+    all channels. R is COMPONENTS, or less in small models. The randomised decomposition has a fixed
+    seed."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
     # filled expert by expert, so that there is only one copy of the weights of all experts
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
@@ -162,9 +170,9 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
 def normalised_distance(
     products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and their
-    squares `first` (I,) and `second` (I,). A vector of zeros has distance 1 to normalised
-    vectors."""
+    """(I, I) Euclidean distances of each two vectors after normalisation. `products` (I, I): their
+    inner products. `first` (I,) and `second` (I,): the squared norms of the vectors in rows and in
+    columns. A vector of zeros has distance 1 to normalised vectors."""
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )

@@ -38,31 +38,32 @@ def cost(
     routing: Routing,
     **options: Any,
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of `pruned`, made from `model` (or `model` itself), as JSON data:
-    the fields of `size`, and
+    """Parameters, bytes and FLOPs of `pruned`, as JSON data: the fields of `size`, and
 
-    flops_per_token                  with the routing of the masked model
-    flops_by_part                    flops_per_token by part, see PARTS
-    flops_per_token_unpruned         of the unpruned model in a row of the same length
-    flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
+    flops_per_token           FLOPs per token of `pruned`, with the routing `routing`
+    flops_by_part             flops_per_token by part, see PARTS
+    flops_per_token_unpruned  FLOPs per token of `model` in a row of the same length
+    flops_ratio               flops_per_token / flops_per_token_unpruned
+    flops_saving              1 - flops_ratio
 
-    `row` and `routing` as in `flops_per_token`; `options`: further arguments of `size`.
+    `pruned` is made from `model`, or is `model` itself. `row` and `routing`: as in
+    `flops_per_token`. `options`: further arguments of `size`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), row, routing)
     total = sum(parts.values())
-    before = total
+    unpruned_total = total
     if pruned is not model:
         unpruned = even_routing(layers)
         assert unpruned is not None  # experts of unequal width cannot be pruned
-        before = sum(flops_per_token(layers, layers, row, unpruned).values())
+        unpruned_total = sum(flops_per_token(layers, layers, row, unpruned).values())
     return {
         **size(model, pruned, **options),
         "flops_per_token": total,
         "flops_by_part": parts,
-        "flops_per_token_unpruned": before,
-        "flops_ratio": total / before,
-        "flops_saving": 1 - total / before,
+        "flops_per_token_unpruned": unpruned_total,
+        "flops_ratio": total / unpruned_total,
+        "flops_saving": 1 - total / unpruned_total,
     }
 
 
@@ -71,11 +72,13 @@ def size(
 ) -> dict[str, Any]:
     """Parameters and bytes of `pruned`, made from `model`; both may be on the meta device.
 
-    parameters, parameters_unpruned  after and before pruning
-    parameters_kept                  share of all parameters
-    routed_kept                      share of the parameters of routed experts
-    storage_bytes                    retained parameters in bf16; with bits=4 `modules` in NF4
-    loading_bytes                    retained parameters in bf16: loading memory in the papers
+    parameters           number of parameters of `pruned`
+    parameters_unpruned  number of parameters of `model`
+    parameters_kept      parameters / parameters_unpruned
+    routed_kept          the same share of the parameters of routed experts
+    bits                 the argument `bits`: 16, or 4 if the matrices of `modules` are in NF4
+    storage_bytes        bytes of `pruned` in bf16, or partly in NF4
+    loading_bytes        bytes of `pruned` in bf16: loading memory in the papers
     """
     parameters = _count(pruned)
     unpruned = _count(model)
@@ -92,7 +95,7 @@ def size(
 
 
 def _count(module: nn.Module) -> int:
-    """Number of parameters."""
+    """Number of parameters of a module."""
     return sum(weight.numel() for weight in module.parameters())
 
 
@@ -102,9 +105,9 @@ def _routed_count(model: PreTrainedModel) -> int:
 
 
 def nf4_bytes(weights: int) -> int:
-    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation: 4 bits per weight in
-    whole blocks of 64, 8 bits for the scale of a block, 32 bits for the scale of 256 scales, and 32
-    bits for the mean of all scales."""
+    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation. Weights take 4 bits
+    each, in whole blocks of 64. Each block has a scale of 8 bits, each 256 scales share a scale of
+    32 bits, and the mean of all scales takes 32 bits."""
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
@@ -115,6 +118,7 @@ def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
+                # gate and up are one matrix, down is another
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
     for part in sorted(set(modules) - {"experts"}):
@@ -154,12 +158,12 @@ class Routing:
 
     tokens: int
     channels: Mapping[int, int]
-    """Layer -> channels of its experts, an expert's channels counted once for every token routed to
-    it."""
+    """Layer -> number of channels that the tokens use: the width of each expert, summed over the
+    tokens that are routed to it."""
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without
+    """Part (PARTS) -> FLOPs per token of the unpruned `model` in a row of `length` tokens; 0 for
     routed experts. On the meta device the model runs without computing anything."""
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
@@ -168,7 +172,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     # and tensors on the meta device have none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
-        for layer in layers:
+        for layer in layers:  # routed experts put out 0, so that no FLOPs of theirs are counted
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
@@ -190,9 +194,9 @@ def flops_per_token(
     row: Mapping[str, float],
     routing: Routing,
 ) -> dict[str, float]:
-    """FLOPs per token by part, for a model with `unpruned_layers` that is pruned to
-    `pruned_layers`. `row` is from `row_flops`. The FLOPs of experts are the mean over the tokens of
-    `routing`."""
+    """Part -> FLOPs per token, for a model whose `unpruned_layers` are pruned to `pruned_layers`.
+    `row`: the result of `row_flops` for the unpruned model. The FLOPs of experts are the mean over
+    the tokens of `routing`."""
     experts = 0
     for layer in pruned_layers:
         experts += 2 * channel_parameters(layer) * routing.channels[layer.index]
@@ -202,14 +206,14 @@ def flops_per_token(
 
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:
-    """Number of weights of the routers' linear maps."""
+    """Number of weights of the routers' linear maps in all `layers`."""
     routing = [part for layer in layers for part in layer.routing]
     return sum(part.tensor.numel() for part in routing if part.name == "weight")
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of any one token; None if experts of a layer have several widths, so that the
-    number of channels depends on the token."""
+    """The routing of a single token, if all experts of a layer have the same width. Otherwise None,
+    because the number of channels depends on the token."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -220,8 +224,8 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadHook(StatisticsHook):
-    """Counts the valid tokens that are routed to each expert, tokens (E,); also under a plan of
-    channels."""
+    """Counts the valid tokens that are routed to each expert: tokens (E,). The hook also works
+    under a plan of channels."""
 
     kind = "load"
     computes = False
@@ -239,8 +243,8 @@ class LoadHook(StatisticsHook):
 def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
-    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward
-    pass. `pruned`: the layers of the pruned model."""
+    """The routing of the valid tokens of `batches` in `model` under `plan` (None: unpruned),
+    measured in one forward pass. `pruned`: the layers of the pruned model."""
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),
@@ -258,8 +262,8 @@ def layered_routing(
     batches: Sequence[Batch],
     **options: Any,
 ) -> Routing:
-    """Measure the routing of a `StreamedModel`, like `measured_routing`, with one decoder layer of
-    the checkpoint in memory. `options`: further arguments of `stream`."""
+    """The result of `measured_routing` for `streamed`, a `StreamedModel`, with one decoder layer of
+    the checkpoint in memory at a time. `options`: further arguments of `stream`."""
     from moe_lab.statistics.streaming import stream  # imported late, as few costs need it
 
     if plan is not None:
@@ -272,11 +276,12 @@ def layered_routing(
 def _routing(
     plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
 ) -> Routing:
-    """The channels used by the valid tokens of `batches`, from the sums `load` of a `LoadHook`."""
+    """The routing of the valid tokens of `batches`, from `load`, the sums of a `LoadHook`.
+    `pruned`: the layers of the pruned model."""
     channels = {}
     for layer in pruned:
         tokens = load[layer.index]["tokens"]
-        if plan is not None:
+        if plan is not None:  # the sums are of all experts, `layer` has the retained ones
             tokens = tokens[list(plan.layers[layer.index].retained)]
         channels[layer.index] = int((tokens * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
@@ -292,8 +297,8 @@ def channel_parameters(layer: MoELayer) -> int:
 
 
 def computed_widths(layer: MoELayer) -> torch.Tensor:
-    """(E,) int64: the number of channels with which each expert is computed, which is that of its
-    owner if the expert is merged into another one."""
+    """(E,) int64: the number of channels with which each expert is computed. An expert that is
+    merged into another one is computed with the channels of its owner."""
     widths = torch.tensor(layer.widths)
     owners = getattr(layer.experts, "owners", None)  # only packed experts have them
     return widths if owners is None else widths[list(owners)]
@@ -302,27 +307,31 @@ def computed_widths(layer: MoELayer) -> torch.Tensor:
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """FLOPs by part, from torch's `counts` (path of a module -> operation -> FLOPs), without
-    experts and vocabulary head. A decoder layer has a child that is the MoE block, or the dense
-    block in layers without experts; its other children mix tokens."""
+    """Part -> FLOPs, without routed experts and vocabulary head. `counts`: path of a module ->
+    operation -> FLOPs, from torch.
+
+    In layers with experts one child of the decoder layer is the MoE block. In other layers the
+    child of the same name is the dense block. All other children mix tokens.
+    """
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
     container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
     block = experts.partition(".")[0]
-    numbers = {str(layer.index) for layer in layers}  # of decoder layers with routed experts
+    moe_numbers = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
         if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
             continue
         if child == block or f"{child}." in DISK_SHARED:
-            by_part["shared_experts" if number in numbers else "dense"] += sum(operations.values())
+            part = "shared_experts" if number in moe_numbers else "dense"
+            by_part[part] += sum(operations.values())
             continue
         for operation, flops in operations.items():
             by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops
     routers = sum(sum(counts.get(paths[layer.router], {}).values()) for layer in layers)
     by_part["router"] = routers
-    by_part["shared_experts"] -= routers
+    by_part["shared_experts"] -= routers  # routers are in the MoE block
     by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
     return by_part
 

@@ -50,7 +50,7 @@ class StoredExpert(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Number of channels of zeros that only fill the shape."""
+        """Number of stored channels that are zeros and only fill the shape."""
         channels = self.members[0].channels if self.members else None
         return 0 if channels is None else int((channels < 0).sum())
 
@@ -62,9 +62,10 @@ class StoredExpert(NamedTuple):
     ) -> Any:
         """One projection (W, H) of the stored expert, which must have members.
 
-        `read(expert)`: the projection of a source expert (I, H), channels as rows, as a torch
-        tensor or as the bits in a file. `widen` converts such a projection to numbers that can be
-        added: fp32, or fp64 for fp64. `narrow(sum, values)` rounds the sum to the type of `values`.
+        `read(expert)`: the projection of a source expert (I, H), with channels as rows. It is a
+        torch tensor, or an array of the bits in a file. `widen` converts such a projection to
+        numbers that can be added: fp32, or fp64 for fp64. `narrow(sum, values)` rounds the sum to
+        the type of `values`.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -76,7 +77,7 @@ class StoredExpert(NamedTuple):
 
 
 def _select_rows(values: Any, channels: Channels | None) -> Any:
-    """The rows `channels` of `values`, with zeros for -1."""
+    """The rows `channels` of `values`, with zeros for -1; all of `values` if `channels` is None."""
     if channels is None:
         return values
     rows = values[channels.clip(0)]
@@ -101,13 +102,13 @@ class LayerPlan:
     constants: Constants | None = None
     """Constant outputs of the null experts; None: 0."""
     merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    """Owner -> {expert: weight} of all members of its group, including the owner. The owner gets
-    the weighted sum of the members' weights and keeps its channels; the other members have no
-    channels. Tokens that are routed to any retained member are computed with the owner, and the
-    gates add up. No token is routed to a member that is not retained."""
+    """Owner -> {expert: weight} for all members of the owner's group, including the owner. The
+    owner gets the weighted sum of the members' weights and keeps its channels; the other members
+    have no channels. Tokens that are routed to any retained member are computed with the owner, and
+    the gates add up. No token is routed to a member that is not retained."""
     alignment: Alignment | None = None
-    """For each of `merged_away`, the channel that is added to each channel of its owner; None:
-    channel i to channel i."""
+    """For each expert of `merged_away`, the channel that is added to each channel of its owner.
+    None: channel i is added to channel i."""
 
     @property
     def dropped(self) -> list[int]:
@@ -168,8 +169,8 @@ class LayerPlan:
         return is_whole and expert in self.retained and expert not in self.merged
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
-        """The stored form of an expert, with `width` channels (None: all): its retained channels,
-        then zeros."""
+        """The stored form of an expert with `width` channels: first the retained channels of the
+        expert, then zeros. If `width` is None, the expert has all its channels."""
         if expert in self.merged:  # owners have all their channels
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
@@ -182,7 +183,8 @@ class LayerPlan:
         return StoredExpert((Member(expert, None, channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
-        """The members of a group, with the order in which their channels are added."""
+        """The members of the group of `owner`, by ascending id, each with the order in which its
+        channels are added."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:

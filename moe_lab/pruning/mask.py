@@ -48,8 +48,8 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """Mask `layers` only, for models whose other layers are not in memory. Does not check that the
-    plan fits."""
+    """A context in which only `layers` are masked, for models whose other layers are not in memory.
+    Whether the plan fits is not checked."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
@@ -58,7 +58,8 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
-    """Mask one layer. RuntimeError when its experts are replaced already."""
+    """A context in which one layer is masked. RuntimeError when its experts are replaced already
+    and `plan` has channels."""
     with ExitStack() as undo:
         if plan.channels is not None:
             if are_replaced(layer):
@@ -78,22 +79,22 @@ def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     retain all channels give the bits of the eager forward; models that use grouped_mm still use it,
     except in layers with merged experts."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
-        function = _all_at_once(layer, _dropped_channels(layer, plan))
+        function = _grouped_experts(layer, _dropped_channels(layer, plan))
     else:
-        function = _one_by_one(layer, plan)
+        function = _sequential_experts(layer, plan)
     if plan.constants is None:
         return function
-    return _with_constants(function, layer, plan)
+    return _add_constants(function, layer, plan)
 
 
 def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
-    """(E, I) bool: dropped channels, on the device of the router."""
+    """(E, I) bool: whether each channel is dropped, on the device of the router."""
     return torch.from_numpy(~cast(Mask, plan.channels)).to(layer.routing[0].tensor.device)
 
 
-def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes one expert after the other, without its dropped channels, and merged
-    experts with the weights of their group."""
+def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+    """A function that computes one expert after the other. Dropped channels are 0, and merged
+    experts are computed with the weights of their group."""
     dropped = _dropped_channels(layer, plan)
     owners = plan.owners
     widths = cast(Mask, plan.channels).sum(1).tolist()
@@ -118,7 +119,7 @@ def _one_by_one(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     return compute
 
 
-def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
+def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     """A function that adds the constants of null experts to the output of `function`, in which null
     experts put out 0."""
     weights = cast(torch.Tensor, layer.experts.down_proj)
@@ -133,18 +134,19 @@ def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan)
     return compute
 
 
-def _all_at_once(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """A function that computes all experts at once, by transformers' grouped matrix products, with
-    0 for the channels `dropped` (E, I): every row is masked with its expert's channels right after
-    the activation."""
+def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
+    """A function that computes all experts at once, by transformers' grouped matrix products. Right
+    after the activation, the channels that `dropped` (E, I) marks for a row's expert are set to
+    0."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activate = activation(experts)
-        expert = index.reshape(-1).sort().values  # the order in which grouped_mm processes rows
+        # the expert of each row, in the order in which grouped_mm processes rows
+        row_experts = index.reshape(-1).sort().values
 
         def masked_activation(gate_up: torch.Tensor) -> torch.Tensor:
-            return activate(gate_up).masked_fill(dropped[expert], 0)
+            return activate(gate_up).masked_fill(dropped[row_experts], 0)
 
         with with_activation(experts, masked_activation):
             output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
@@ -157,9 +159,9 @@ def _all_at_once(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 
 @contextmanager
 def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """A context in which the router of `layer` has the rows and biases of the experts `retained`
-    (ascending ids) only, and returns positions in `retained`. Yields `id()` of each original tensor
-    -> its slice, for blocks that pass biases to their router."""
+    """A context in which the router of `layer` only has the rows and biases of the experts
+    `retained` (ascending ids). It then returns positions in `retained` instead of ids. Yields
+    `id()` of each original tensor -> its slice, because some blocks pass biases to their router."""
     check_in_memory(layer)
     ids = torch.tensor(retained)
     slices = {}
@@ -178,22 +180,25 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
 
 @contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
-    """A context in which the router of `layer` chooses among the experts `retained` only, and
+    """A context in which the router of `layer` only chooses among the experts `retained`, and
     returns their original ids. RuntimeError when the experts are called with other ids than the
     router returned, for example by a block that does not call its router."""
     ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
-    issued: list[torch.Tensor] = []  # the ids that the router returned last
+    last_ids: list[torch.Tensor] = []  # the ids that the router returned last, as the only item
 
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         logits, gates, chosen = output
-        issued[:] = [ids[chosen]]
-        return logits, gates, issued[0]
+        last_ids[:] = [ids[chosen]]
+        return logits, gates, last_ids[0]
 
-    def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        _, index, _ = (*inputs, *named.values())
-        if not issued or index is not issued[0]:
+    def before_experts(
+        experts: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        # hidden states, ids and gates, by position or by keyword
+        _, index, _ = (*inputs, *keywords.values())
+        if not last_ids or index is not last_ids[0]:
             raise RuntimeError(
                 f"the mask has no effect: {layer.name} got a routing that its masked router did "
                 "not return"

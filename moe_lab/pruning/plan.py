@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 Routers = Mapping[int, Mapping[str, Any]]
-"""Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see
-`fewest_experts`. `protected`, if given, are ids of experts that a plan must retain with all their
-channels."""
+"""Layer -> facts. The facts top_k, n_group and topk_group say how many experts the router needs;
+see `fewest_experts`. The fact `protected`, if present, has the ids of experts that a plan must
+retain with all their channels."""
 ROUNDED = 5e-4
 """Largest difference between the ratio and the removed share that is not reported."""
 
@@ -43,7 +43,7 @@ class Plan:
     model are equal."""
 
     layers: Mapping[int, LayerPlan]
-    """Number of the decoder layer -> what it retains."""
+    """Number of a decoder layer -> what the layer retains."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Where the plan comes from: model, criterion, calibration, ratio and so on; not part of the
     digest."""
@@ -141,16 +141,16 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
-        """Raise UserError, with the nearest feasible number, unless routers work with the retained
-        experts, all groups of a group-limited router retain equally many, and protected experts are
-        retained whole."""
+        """Raise UserError unless the routers work with the retained experts, all groups of a
+        group-limited router retain equally many, and protected experts are retained whole. The
+        message has the nearest feasible number of experts."""
         self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
-        """Raise UserError unless the plan is for exactly these layers, the dropped experts and
-        channels can be removed, and routers work with the retained experts."""
+        """Raise UserError unless the plan has exactly these layers in their shapes, its channels
+        can be removed, and the routers work with the retained experts."""
         routers = {layer.index: vars(layer) for layer in layers}
         self._check_layer_numbers(routers)
         for layer in layers:
@@ -177,15 +177,18 @@ class Plan:
     def check_origin(
         self, identity: Iterable[tuple[str, Callable[[], str]]], model: object
     ) -> None:
-        """Raise UserError if the plan was made for another model than this one, which messages call
-        `model`. `identity`: (name, function that computes the value) of each digest of this model,
-        as by `models.identity`; the first name that is also in the provenance decides. Warns if the
-        provenance has no such name, because only layers and counts are compared then."""
+        """Raise UserError if the plan was made for another model than the present one.
+
+        `identity`: (name, function that computes the value) of each digest of the present model, as
+        in `models.identity`. The first name that is also in the provenance decides. If no name is
+        in the provenance, warn that only layers and counts are compared. `model`: how messages call
+        the present model.
+        """
         for name, compute in identity:
-            stated = self.provenance.get(name)
-            if not stated:
+            expected = self.provenance.get(name)
+            if not expected:
                 continue
-            if (value := compute()) != stated:
+            if (value := compute()) != expected:
                 raise self._origin_error(name, f"{model} has {value[:12]}")
             return
         if self.provenance.get("model_sha256"):
@@ -197,8 +200,8 @@ class Plan:
         )
 
     def _origin_error(self, name: str, actual: str) -> UserError:
-        """The error for a model whose digest `name` differs from that in the provenance; `actual`
-        says what the model has."""
+        """The error for a model whose digest `name` differs from the digest in the provenance.
+        `actual`: a clause that says what the model has."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -229,14 +232,16 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan. UserError when the plan is missing, damaged or of another schema."""
+        """Read the plan in the file `path`, and its arrays in the .npz file beside it. UserError
+        when the plan is missing, damaged or of another schema."""
         files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
         return cls.read(lambda ending: files[ending].read_bytes(), str(path))
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
-        """Read a plan, as `load` does, from the contents of its files. `read` returns the content
-        of the file with the suffix .json or .npz. `path`: the plan's name in errors."""
+        """Read a plan from the contents of its files. `read(suffix)` returns the content of the
+        file with the suffix ".json" or ".npz". `path`: the plan's name in errors, which are those
+        of `load`."""
         try:
             content = json.loads(read(".json"))
             if content["schema"] != SCHEMA:
@@ -275,7 +280,8 @@ class Plan:
 def _read_layers(
     documents: Mapping[str, Any], read: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
-    """The layers of plan.json, with their arrays from plan.npz."""
+    """Layer number -> layer, from `documents`, the field `layers` of plan.json, and the arrays of
+    plan.npz, which is only read if a layer has arrays. `read`: as in `Plan.read`."""
     layers = {}
     with ExitStack() as stack:
         file: Any = None
@@ -314,19 +320,19 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless a router works with the retained experts, and protected experts are
-    retained whole."""
+    """Raise UserError unless a router works with the retained experts, its groups retain equally
+    many, and protected experts are unchanged."""
     retained = layer.retained
     count = layer.n_experts
     fewest = fewest_experts(router)
     n_group = router["n_group"]
     if len(retained) < fewest:
-        needs = f"top_k={router['top_k']}"
+        settings = f"top_k={router['top_k']}"
         if n_group > 1:
-            needs += f", n_group={n_group}"
+            settings += f", n_group={n_group}"
         raise UserError(
             f"plan: layer {number} retains {len(retained)} of {count} experts, but its router "
-            f"needs at least {fewest} ({needs}): retain {fewest} or more"
+            f"needs at least {fewest} ({settings}): retain {fewest} or more"
         )
     groups = numpy.bincount(numpy.array(retained) // (count // n_group), minlength=n_group).tolist()
     if len(set(groups)) > 1:
@@ -345,16 +351,17 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
 
 
 def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
-    """Raise UserError unless `plan` has the shape of `layer`, and the family of the layer allows
-    the removal of channels if the plan has any."""
+    """Raise UserError unless `plan` has the sizes of `layer`. If the plan has channels, raise
+    UserError also unless the layer's family allows the removal of channels."""
     width = layer.width if plan.width is None else plan.width
     hidden = layer.hidden if plan.constants is None else plan.constants.shape[1]
-    stated = (plan.n_experts, width, hidden)
-    actual = (layer.n_experts, layer.width, layer.hidden)
-    if stated != actual:
+    # a plan without channels or constants fits any width or hidden size
+    plan_sizes = (plan.n_experts, width, hidden)
+    model_sizes = (layer.n_experts, layer.width, layer.hidden)
+    if plan_sizes != model_sizes:
         raise UserError(
             "plan is for another model: experts, channels of each and hidden size of layer "
-            f"{layer.index} are {stated} in the plan, and {actual} in this model"
+            f"{layer.index} are {plan_sizes} in the plan, and {model_sizes} in this model"
         )
     if plan.channels is not None and layer.family.unfit:
         raise UserError(

@@ -24,10 +24,10 @@ from moe_lab.statistics.observe import Batch
 def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
-    """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned)
-    over `batches`. Takes one forward pass and, with a plan, another one of the unpruned model for
-    the output losses. Raises UserError when the plan does not fit, and when hidden states are not
-    finite (naming the layer)."""
+    """Rows of `results.PROFILES`, one per decoder layer, for `model` under `plan` (None: unpruned)
+    over `batches`. This takes one forward pass. With a plan, a second pass, of the unpruned model,
+    measures the output losses, which are NaN without a plan. UserError when the plan does not fit,
+    and when hidden states are not finite (naming the layer)."""
     routed = {layer.index: layer for layer in routed_layers(model)}
     modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
     layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]
@@ -42,8 +42,8 @@ def profile(
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """MoE layer -> its output_loss (see `results.PROFILES`) if `plan` is applied to no other
-    layer."""
+    """MoE layer -> its output_loss (see `results.PROFILES`) if `plan` is applied to this layer
+    alone."""
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:
@@ -60,8 +60,8 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
-    """Run the model on each batch. Before this, `valid` (B * S,) of each observer is set: which
-    tokens of the batch count."""
+    """Run the model on each batch. Before each run, set the attribute `valid` (B * S,) of every
+    observer, which says which tokens of the batch count."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -76,8 +76,9 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """Runs the MoE block of one layer a second time under the mask, and sums the relative squared
-    error of the routed output over tokens."""
+    """The output loss of one layer, which is masked by `plan` alone. Hooks run the MoE block a
+    second time under the mask, and sum the relative squared error of the routed output over
+    tokens."""
 
     valid: torch.Tensor
     total = 0.0
@@ -92,11 +93,12 @@ class _Loss:
         """Record the routed output (T, H)."""
         self.routed = _hidden(output)
 
-    def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
+    def after_block(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         """Run the block again on the same input under the mask, and compare the routed outputs."""
         unmasked = self.routed
         with mask_layers([self.layer], self.plan):
-            module.forward(*inputs, **named)  # not module(), which would call this hook again
+            # sets `routed` again; module() instead of forward() would call this hook again
+            module.forward(*inputs, **keywords)
         self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -154,7 +156,7 @@ class _Sums:
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
-        if self.moe is None:  # no routing, so no entropies
+        if self.moe is None:  # no routing, so no entropies, and 0 experts
             return (self.index, variance, *(float("nan"),) * 3, 0)
         load_entropy = _entropy(_shares(self.load.double())[None])
         return (

@@ -25,14 +25,14 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 
 
 def prune(model: Model, plan: Plan) -> Model:
-    """A smaller copy of `model` with only the experts and channels `plan` retains; both models
-    share all other weights.
+    """A smaller copy of `model` that only has the experts and channels that `plan` retains. The
+    two models share all other weights.
 
-    Layers whose experts retain equal numbers of channels have the family's module, others
+    A layer whose experts retain equal numbers of channels has the family's module, another layer
     RaggedExperts. If all layers retain equally many whole experts, the configuration has this
-    number, and `save_pretrained` writes a stock checkpoint; other models are written by `export`.
-    The copy of a model on the meta device is on the meta device, too. UserError when the plan does
-    not fit the model or still has to be aligned, and when weights are offloaded.
+    number, and `save_pretrained` writes a stock checkpoint. All other models are written by
+    `export`. The copy of a model on the meta device is on the meta device, too. UserError when the
+    plan does not fit the model or still has to be aligned, and when weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -56,8 +56,9 @@ def prune(model: Model, plan: Plan) -> Model:
 
 def _update_config(pruned: Any) -> None:
     """Write the number of experts into the configuration of a pruned model, if all layers have the
-    same number. If the configuration still does not describe the model, `save_pretrained` raises
-    UserError, because its checkpoint would be loaded with random experts."""
+    same number. If the configuration then does not describe the model, replace the model's
+    `save_pretrained` by a function that raises UserError, because the checkpoint would be loaded
+    with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
@@ -67,11 +68,12 @@ def _update_config(pruned: Any) -> None:
             for field in COUNT_FIELDS:
                 if isinstance(vars(holder).get(field), int):
                     setattr(holder, field, count)
-    stated = [
+    config_widths = [
         vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)
     ]
     widths = {width for layer in layers for width in layer.widths}
-    if len(counts) == 1 and widths == set(stated[:1]):
+    # of the width fields, the first one present counts
+    if len(counts) == 1 and widths == set(config_widths[:1]):
         vars(pruned).pop("save_pretrained", None)  # set if the model was pruned before
     else:
         pruned.save_pretrained = _refuse_to_save
@@ -90,7 +92,7 @@ def install(layer: MoELayer, form: LayerForm) -> None:
         return
     experts: Any = layer.experts
     stacks: dict[str, torch.Tensor]
-    if form.changed:
+    if form.changed:  # weights are computed, or channels are dropped
         stacks = {name: _restack(layer, form, name) for name in layer.family.stacks}
     else:  # slice all parameters, also those that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
@@ -107,16 +109,16 @@ def install(layer: MoELayer, form: LayerForm) -> None:
 
 
 def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
-    """The stack `name` of the experts of `form`."""
+    """The stack `name` of the experts module, with the stored experts of `form`."""
     stack = getattr(layer.experts, name)
     axes = layer.family.stacks[name]
     shape = [len(form.stored), *stack.shape[1:]]
     if form.width is not None and axes.channels is not None:
         shape[axes.channels] = form.width * len(axes.roles)
-    changed = stack.detach().new_empty(shape)
-    for tensor, expert in zip(changed, form.stored, strict=True):
+    new_stack = stack.detach().new_empty(shape)
+    for tensor, expert in zip(new_stack, form.stored, strict=True):
         fill(split(tensor, axes), expert, layer)
-    return nn.Parameter(changed, stack.requires_grad)
+    return nn.Parameter(new_stack, stack.requires_grad)
 
 
 def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
@@ -134,8 +136,8 @@ def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
 
 
 def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELayer) -> None:
-    """Write the projections `views` (role -> (W, H), channels as rows) of one stored expert of
-    `layer`."""
+    """Write the weights of one stored expert into `views`: role -> view (W, H) with channels as
+    rows. `layer`: the layer of the source experts."""
     sources = {member.expert: layer.projections(member.expert) for member in stored.members}
     for role, view in views.items():
         projections = {expert: roles[role].detach() for expert, roles in sources.items()}
@@ -147,15 +149,15 @@ def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELaye
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """The replacement of save_pretrained, which only raises UserError."""
+    """Raise UserError in place of save_pretrained."""
     raise UserError(
         "a model whose layers differ in shape cannot be saved by save_pretrained: export its plan"
     )
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Owner of a group of merged experts -> name of a stack -> merged tensor, in the shape of one
-    expert."""
+    """Owner of each group of merged experts -> name of a stack -> the merged tensor, in the shape
+    of one expert."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:

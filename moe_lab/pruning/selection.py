@@ -26,13 +26,13 @@ def plan_from_scores(
     *,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan that drops the experts, or the channels, with the lowest scores, as many as an
-    allocation decides.
+    """The plan that drops the experts, or the channels, with the lowest scores. The allocation in
+    `settings` decides how many.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for
-    channels. `layers`: facts of the layers to prune, with `protected` experts. `evidence`: what
-    `allocation.needs` names. Raises UserError as `allocation.allocate` does, and for routers that a
-    grouping cannot compare.
+    channels. `layers`: layer -> facts, with the ids of `protected` experts. `evidence`: each name
+    in `allocation.needs(settings)` -> layer -> arrays by name. UserError as from
+    `allocation.allocate`, and for routers that a grouping cannot compare.
     """
     amounts = allocation.allocate(settings, layers, scores, evidence)
     if allocation.granularity_of(scores) == "channel":
@@ -53,15 +53,15 @@ def make_plan(
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
-    `scores`: layer -> (E,), higher means retain; of equal scores, that of the lower id is dropped
-    first, and protected experts (`Routers`) last. Layers of group-limited routers (`n_group` > 1)
-    lose the same number in each group. UserError for scores that are not finite, and for plans that
-    `Plan.check` rejects.
+    `scores`: layer -> (E,), higher means retain. Of experts with equal scores, the lower id is
+    dropped first. Protected experts (`Routers`) are dropped last. Layers of group-limited routers
+    (`n_group` > 1) lose the same number in each group. UserError for scores that are not finite,
+    and for plans that `Plan.check` rejects.
     """
     layers = {}
     for number in sorted(scores):
         values = _competing_scores(number, scores[number], routers[number])
-        retained = _survivors(values, remove[number], routers[number]["n_group"])
+        retained = _retained_ids(values, remove[number], routers[number]["n_group"])
         layers[number] = LayerPlan(len(values), retained)
     plan = Plan(layers, dict(provenance))
     plan.check(routers)
@@ -78,10 +78,10 @@ def make_channel_plan(
 ) -> Plan:
     """The plan that retains, of each expert, the `keep[layer][expert]` channels of highest score.
 
-    `scores`: layer -> (E, I), higher means retain; of equal scores, that of the lower channel is
-    dropped first. `keep`: layer -> (E,) numbers from 0 to I. An expert without channels stays as a
-    null expert (`zero_expert` keep_null) or is dropped with its router row (drop). UserError as for
-    `make_plan`.
+    `scores`: layer -> (E, I), higher means retain. Of channels with equal scores, the lower number
+    is dropped first. `keep`: layer -> (E,) numbers from 0 to I. `zero_expert`: "keep_null" if an
+    expert without channels stays as a null expert, "drop" if it is dropped with its router row.
+    UserError if all channels would be dropped; other errors are those of `make_plan`.
     """
     masks: dict[int, Mask] = {}
     for number in sorted(scores):
@@ -102,9 +102,9 @@ def make_channel_plan(
     return plan
 
 
-def _survivors(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
-    """Ids that remain after dropping the lowest `remove` of `scores`, an equal share from each
-    group."""
+def _retained_ids(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
+    """Ids of the experts that remain, ascending, if `remove` experts with the lowest `scores` (E,)
+    are dropped, equally many from each of `n_group` groups."""
     ids = numpy.arange(len(scores)).reshape(n_group, -1)
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
     retained = numpy.take_along_axis(ids, order, axis=1)[:, remove // n_group :]
@@ -118,13 +118,14 @@ def replace_dropped(
     evidence: Evidence,
     layers: Routers,
 ) -> Plan:
-    """Replace the dropped experts of `plan`, which retains whole experts, as
-    settings["replacement"] says; other arguments as in `plan_from_scores`. UserError for routers
-    that a grouping cannot compare."""
+    """The plan in which the dropped experts of `plan` are replaced as settings["replacement"] says:
+    by constants, or by merging. `plan` retains whole experts, and is returned itself for "none".
+    Other arguments are as in `plan_from_scores`. UserError for routers that a grouping cannot
+    compare."""
     name = settings.get("replacement", "none")
     if name == "none":
         return plan
-    rule = grouping.GROUPINGS.get(name)
+    rule = grouping.GROUPINGS.get(name)  # None for mean_output, which merges nothing
     replaced = {}
     for number, layer in plan.layers.items():
         width = int(layers[number]["width"])
@@ -145,10 +146,10 @@ def replace_dropped(
 def replace_by_constants(
     layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
 ) -> LayerPlan:
-    """Replace the experts that `layer`, a plan of whole experts, drops by constants. The router
-    still selects them, and a token that is routed to a replaced expert j with gate g_j gets g_j
-    c_j. `outputs` (E, H): the constant c_j of each expert j; its mean output in MoNE (arXiv
-    2507.00390). `width`: channels of an expert."""
+    """The plan of a layer in which constants replace the experts that `layer`, a plan of whole
+    experts, drops. The router still selects replaced experts. A token that is routed to a replaced
+    expert j with gate g_j gets g_j c_j. `outputs` (E, H): the constant c_j of each expert j, which
+    is its mean output in MoNE (arXiv 2507.00390). `width`: channels of an expert."""
     channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
     channels[list(layer.retained)] = True
     constants = None
@@ -179,9 +180,9 @@ def merge_experts(
 
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
-    """Layer -> number of experts, or channels, that have the same score as another one with the
-    opposite decision, so that their ids decided. Layers without ties are omitted; arguments are as
-    for `make_plan` and `make_channel_plan`."""
+    """Layer -> number of experts, or channels, whose ids decided whether they are retained, because
+    a retained and a dropped one have the same score. Layers without such ties are left out.
+    Arguments are as in `make_plan` and `make_channel_plan`."""
     counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])
@@ -205,6 +206,7 @@ def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
     for replaced experts."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
+    # replaced experts have no channels
     return layer.channels if scores.ndim == 2 else layer.channels.sum(axis=1) > 0
 
 
