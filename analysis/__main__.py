@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ),
     )
     request = parser.parse_args(
-        ["--help"] if help_wanted else [_dashed(argument) for argument in arguments]
+        ["--help"] if help_wanted else [_add_dashes(argument) for argument in arguments]
     )
     if request.compare not in ("true", "false"):
         raise UserError(f"compare={request.compare}: expected true or false")
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return request
 
 
-def _dashed(argument: str) -> str:
+def _add_dashes(argument: str) -> str:
     """Rewrite an option `store=x` as `--store=x`, as argparse expects; names stay as they are.
 
     Raises UserError for an unknown option or an option without value.
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def _unwritable(out: Path, error: OSError) -> Exception:
+def _error_of_writing(out: Path, error: OSError) -> Exception:
     """The exception to raise in place of an OSError from writing to the folder `out`: a UserError
     that says what to do, or the error itself if stdout was closed."""
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away, `out` is fine
@@ -146,7 +146,7 @@ def _unwritable(out: Path, error: OSError) -> Exception:
     return UserError(f"out={out} cannot be written ({error.strerror}): {advice}")
 
 
-def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
+def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> bool:
     """Write NAME.published for every requested table NAME that has published numbers, and print
     the files' paths.
 
@@ -158,12 +158,12 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
     study = publisher.results.study
     comparisons = publisher.results.comparisons
     tables: dict[str, Table] = {}
-    for name in _comparable(request.names):
+    for name in _comparable_tables(request.names):
         compare = partial(published_tables, study, comparisons, [name])
         tables |= publisher.attempt(f"{name}.published", compare) or {}
     publisher.log_failures()
-    with_rows = [table for table in tables.values() if len(table.frame)]
-    for path in write_files(with_rows, publisher.out):
+    tables_with_rows = [table for table in tables.values() if len(table.frame)]
+    for path in write_files(tables_with_rows, publisher.out):
         print(path)
     missing = [name for name in request.names if name in tables and tables[name].frame.empty]
     for name in missing:
@@ -174,7 +174,7 @@ def _compare(request: argparse.Namespace, publisher: Publisher) -> bool:
     return not missing
 
 
-def _comparable(requested: Sequence[str]) -> list[str]:
+def _comparable_tables(requested: Sequence[str]) -> list[str]:
     """The requested tables that have published numbers. Raises UserError when there are none."""
     from analysis.published.numbers import TABLES
 
@@ -197,7 +197,7 @@ def _check_names(request: argparse.Namespace) -> None:
         for name in names:
             find(name)
     if request.compare:
-        _comparable(request.names)
+        _comparable_tables(request.names)
 
 
 def _run(request: argparse.Namespace) -> int:
@@ -217,9 +217,9 @@ def _run(request: argparse.Namespace) -> int:
     try:
         complete = _write(request.names, publisher)
         if request.compare:
-            complete = _compare(request, publisher) and complete
+            complete = _write_comparisons(request, publisher) and complete
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _error_of_writing(out, error) from None
     for note in study.notes:
         print(f"analysis: {note}", file=sys.stderr)
     for gap in study.gaps:
@@ -257,10 +257,10 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    without_data = ", ".join(name for name in empty if name != GAPS)
-    if "all" in requested and without_data:
+    names_without_data = ", ".join(name for name in empty if name != GAPS)
+    if "all" in requested and names_without_data:
         print(
-            f"analysis: no data for these (name one to see what it needs): {without_data}",
+            f"analysis: no data for these (name one to see what it needs): {names_without_data}",
             file=sys.stderr,
         )
     return not missing

@@ -338,7 +338,7 @@ def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
     """Sort calibration sets as the papers list them: general, code, math, then other names."""
-    rank = {"general": 0, "code": 1, "math": 2, None: 3}
+    rank = {"general": 0, "code": 1, "math": 2, None: 3}  # None: a name without domain
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 
 

@@ -131,11 +131,11 @@ class Output:
     def items(self, results: Results) -> list[Item]:
         """Make the tables and figures of the output; tables without rows are left out."""
         with style.look():
-            items = _listed(self.make(results, self.name))
+            items = _as_list(self.make(results, self.name))
             return [item for item in items if isinstance(item, Figure) or len(item.frame)]
 
 
-def _listed(items: Item | Iterable[Item | None] | None) -> list[Item]:
+def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
     """The return value of a Maker as a list of tables and figures, without None."""
     if items is None or isinstance(items, Table | Figure):
         items = [items]
@@ -147,8 +147,9 @@ def per_model(
 ) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
     """Decorator that turns a function for one model into a Maker for all models of a study.
 
-    models: the property of `Results` with the comparisons of these models. For each comparison,
-    the function is called with the name of its item: NAME, or NAME.MODEL when there are several.
+    models: the property of `Results` that has the comparisons of these models. The function is
+    called once for each comparison, with the name of the item: NAME for a single comparison, or
+    NAME.MODEL for one of several.
     """
 
     def decorate(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
@@ -158,7 +159,7 @@ def per_model(
             items: list[Item] = []
             for comparison in comparisons:
                 item_name = f"{name}.{comparison.model}" if len(comparisons) > 1 else name
-                items += _listed(make(results, comparison, item_name))
+                items += _as_list(make(results, comparison, item_name))
             return items
 
         return make_all
@@ -223,7 +224,7 @@ def find(name: str) -> Output:
     output_of_alias = aliases()
     output = output_of.get(output_of_alias.get(name, name))
     if output is None:
-        close = nearest(name, [*output_of, *output_of_alias, "all", "report"])
-        hint = f": did you mean {close}?" if close else ""
+        suggestion = nearest(name, [*output_of, *output_of_alias, "all", "report"])
+        hint = f": did you mean {suggestion}?" if suggestion else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return output

@@ -51,8 +51,9 @@ class Publisher:
         """Name of an output -> the traceback of its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
-        """Call `make` for the output `name` and return its result. If `make` raises, record a gap
-        and return None; but raise errors with a number in UNWRITABLE, which concern all outputs."""
+        """Call `make` for the output `name` and return its result. If `make` raises an error,
+        record a gap and return None. An error with a number in UNWRITABLE is raised, because all
+        outputs would fail with this error."""
         self.attempted.setdefault(name, None)
         try:
             return make()
@@ -93,8 +94,8 @@ class Publisher:
         return items_by_output, paths
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for every failed output, and remove the logs that earlier runs
-        left of outputs which now succeeded."""
+        """Write OUT/failed/NAME.log for every failed output, and remove this log of an earlier run
+        for every output that now succeeded."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -167,14 +168,14 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
     if published:
         sections.append(published)
     gap_items, _ = publisher.publish([GAPS])
-    text = [completeness(study), *study.notes, *_without_data(items_by_output)]
+    text = [completeness(study), *study.notes, *_sentence_on_empty(items_by_output)]
     sections.append(Section(GAPS, "Gaps", "Missing results", text, gap_items[GAPS]))
     return [*sections, _provenance(study, items_by_output)]
 
 
-def _without_data(items_by_output: ItemsByOutput) -> list[str]:
+def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
     """A list with one sentence, which names the page's outputs that have no data in this study;
-    empty when all have data."""
+    empty when all outputs have data."""
     empty = [name for name, items in items_by_output.items() if not items and find(name).chapter]
     sentence = (
         f"This study has nothing for {names.listing(empty)} (`python -m analysis NAME` says what "
@@ -293,13 +294,15 @@ def _facts(study: Study) -> list[tuple[str, str]]:
     facts = [
         ("Study", study.name),
         ("Store", str(study.store.resolve())),
-        ("moe_lab", _several(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
-        ("Commit", _several(study, "commit")),
+        ("moe_lab", _distinct_values(study, "moe_lab") or str(study.document.get("moe_lab", ""))),
+        ("Commit", _distinct_values(study, "commit")),
         (
             "Computed on",
-            "; ".join(filter(None, (_several(study, "host"), _several(study, "machine")))),
+            "; ".join(
+                filter(None, (_distinct_values(study, "host"), _distinct_values(study, "machine")))
+            ),
         ),
-        ("Python", _several(study, "python")),
+        ("Python", _distinct_values(study, "python")),
         (
             "Libraries",
             ", ".join(
@@ -312,19 +315,19 @@ def _facts(study: Study) -> list[tuple[str, str]]:
             f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
         ),
         *(
-            (f"Calibration {key.replace('@', ' of ')}", _calibration(report))
+            (f"Calibration {key.replace('@', ' of ')}", _pass_in_words(report))
             for key, report in study.calibrations.items()
         ),
     ]
     return [(key, value) for key, value in facts if value]
 
 
-def _several(study: Study, column: str) -> str:
+def _distinct_values(study: Study, column: str) -> str:
     """The different values in a column of `Study.origins`, separated by commas."""
     return ", ".join(dict.fromkeys(str(value) for value in study.origins[column].dropna()))
 
 
-def _calibration(report: Mapping[str, Any]) -> str:
+def _pass_in_words(report: Mapping[str, Any]) -> str:
     """Text on a calibration pass: tokens of each source, number and length of rows, and the first
     160 characters of the text."""
     parts = [
@@ -348,8 +351,8 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 
 def what_was_run(study: Study) -> str:
-    """Two or three sentences on the models, criteria, allocations, calibration sets, ratios,
-    recoveries, benchmarks and numbers of items of a study."""
+    """Two or three sentences that name a study's criteria, allocations, models, ratios, calibration
+    sets and recoveries, and count its pruned models, benchmarks and items."""
     pruned = study.cells[study.cells["criterion"] != "none"]
     sizes = study.results["n"]
     items = "no"
@@ -359,13 +362,14 @@ def what_was_run(study: Study) -> str:
     models = names.listing(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
-        f"{_who_chose(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
-        f"({_how_much(pruned)}).{_recovered(pruned)} That gave {count(len(pruned), kind)}, each "
-        f"evaluated like the unpruned one on {benchmarks} of {items} items."
+        f"{_choosers_in_words(pruned)} chose which {removed_noun(pruned)} of {models} to remove "
+        f"({_shares_in_words(pruned)}).{_recovery_sentence(pruned)} That gave "
+        f"{count(len(pruned), kind)}, each evaluated like the unpruned one on {benchmarks} of "
+        f"{items} items."
     )
 
 
-def _who_chose(pruned: pd.DataFrame) -> str:
+def _choosers_in_words(pruned: pd.DataFrame) -> str:
     """Text with the numbers of criteria and allocations: `two criteria and three allocations`."""
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     allocations = pruned["allocation"].nunique()
@@ -376,7 +380,7 @@ MOST_RATIOS = 6
 """Largest number of ratios that a sentence lists."""
 
 
-def _how_much(pruned: pd.DataFrame) -> str:
+def _shares_in_words(pruned: pd.DataFrame) -> str:
     """Text with the removed shares, their scope (each layer, or the whole model) and the
     calibration sets: `25 % and 50 % of each layer, with code calibration`."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
@@ -385,14 +389,15 @@ def _how_much(pruned: pd.DataFrame) -> str:
     if len(ratios) > MOST_RATIOS:
         text = f"{len(ratios)} ratios from {ratios[0]} to {ratios[-1]}"
     scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
-    return f"{text} {scope}{_with_calibration(pruned)}"
+    return f"{text} {scope}{_calibration_in_words(pruned)}"
 
 
-def _with_calibration(pruned: pd.DataFrame) -> str:
-    """Text with the calibration sets: `, with code and math calibration`.
-
-    If models have different sets, the text names the models of each list of sets. "" if no cell is
+def _calibration_in_words(pruned: pd.DataFrame) -> str:
+    """Text with the calibration sets: `, with code and math calibration`; "" if no cell is
     calibrated.
+
+    If models have different sets, the text lists the sets of each group of models, with the names
+    of the models.
     """
     models_by_sets: dict[str, list[str]] = {}
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
@@ -406,7 +411,7 @@ def _with_calibration(pruned: pd.DataFrame) -> str:
     return f", with {names.listing(texts)}" if texts else ""
 
 
-def _recovered(pruned: pd.DataFrame) -> str:
+def _recovery_sentence(pruned: pd.DataFrame) -> str:
     """A sentence on the recoveries (quantisation, fine-tuning) of the pruned models; "" when no
     model is recovered."""
     recoveries = names.in_order(pruned["recovery"], names.RECOVERIES)

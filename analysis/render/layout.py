@@ -116,7 +116,7 @@ class _Panel:
         if legend is not None:
             distance = legend.get_bbox_to_anchor().x0 - axes.bbox.x1
             if distance > 0:  # to the right of the panel, not inside it
-                self._need("right", distance / figure.dpi + measure(legend)[0])
+                self._reserve("right", distance / figure.dpi + measure(legend)[0])
 
     def overhang(self, width: float) -> tuple[float, float]:
         """Inches by which labels of the x axis reach beyond a panel of `width` inches, on the left
@@ -125,7 +125,7 @@ class _Panel:
         right = max((half - (1 - share) * width for share, half in self.ends), default=0.0)
         return left, right
 
-    def _need(self, side: Side, inches: float) -> None:
+    def _reserve(self, side: Side, inches: float) -> None:
         """Reserve at least `inches` for texts on a side of the panel."""
         self.room[side] = max(self.room[side], inches)
 
@@ -137,20 +137,20 @@ class _Panel:
         side: Side,
         **look: Any,
     ) -> Text:
-        """Add a text to the figure at `position`, aligned as on a side of the panel. It is not
-        added to the axes, because texts of the axes count as content of the panel."""
+        """Add a text to the figure at `position`, aligned as on a side of the panel. The text is
+        not added to the axes, because texts of the axes count as content of the panel."""
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
 
-    def _shifted(self, transform: Transform, right: float, up: float) -> Transform:
+    def _shift(self, transform: Transform, right: float, up: float) -> Transform:
         """The transform followed by a shift to the right and up, in inches."""
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
-    def _outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
+    def _shift_outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
         """The transform followed by a shift in inches, away from the panel on a side."""
         right, up = _OUTWARDS[side]
-        return self._shifted(transform, inches * right, inches * up)
+        return self._shift(transform, inches * right, inches * up)
 
     def _draw_grid(self, lines: Sequence[Any], transform: Transform) -> None:
         """Draw grid lines, each a sequence of points in the coordinates of `transform`."""
@@ -181,7 +181,7 @@ class _Panel:
                 for key, name in _TEXT_PARAMETERS.items()
                 if name in parameters
             }
-            transform = self._outwards(along_axis, side, TICK_PAD)
+            transform = self._shift_outwards(along_axis, side, TICK_PAD)
             end = sides.index(side)
             texts = [
                 self._add_text(
@@ -189,7 +189,10 @@ class _Panel:
                 )
                 for tick in labelled_ticks
             ]
-            self._need(side, TICK_PAD + max(self.measure(text)[is_x] for text in _largest(texts)))
+            # measure()[is_x]: the height for an x axis, the width for a y axis
+            self._reserve(
+                side, TICK_PAD + max(self.measure(text)[is_x] for text in _largest_texts(texts))
+            )
             if is_x:
                 self.ends = [
                     (labelled_ticks[index].share, self.measure(texts[index])[0] / 2)
@@ -206,13 +209,13 @@ class _Panel:
         if not power:
             return
         if isinstance(axis, XAxis):
-            below = self._outwards(self.axes.transAxes, "bottom", self.room["bottom"])
+            below = self._shift_outwards(self.axes.transAxes, "bottom", self.room["bottom"])
             text = self._add_text(power, (1, 0), below, "bottom", ha="right", **look)
             self.room["bottom"] += self.measure(text)[1]
         else:
-            above = self._outwards(self.axes.transAxes, "top", TICK_PAD)
+            above = self._shift_outwards(self.axes.transAxes, "top", TICK_PAD)
             text = self._add_text(power, (float(side == "right"), 1), above, "top", ha=side, **look)
-            self._need("top", TICK_PAD + self.measure(text)[1])
+            self._reserve("top", TICK_PAD + self.measure(text)[1])
 
     def _draw_label(self, axis: Axis) -> None:
         """Write the label of an axis outside its tick labels."""
@@ -223,8 +226,9 @@ class _Panel:
             distance = self.room[side] + LABEL_PAD
             look = {"fontsize": axis.label.get_fontsize(), "rotation": 0 if is_x else 90}
             position = _point(is_x, 0.5, float(side in ("right", "top")))
-            transform = self._outwards(self.axes.transAxes, side, distance)
+            transform = self._shift_outwards(self.axes.transAxes, side, distance)
             text = self._add_text(label, position, transform, side, **look)
+            # the height of the text for an x axis, its width for a y axis
             self.room[side] = distance + self.measure(text)[is_x]
 
     def _move_title(self) -> None:
@@ -242,7 +246,7 @@ class _Panel:
                     if self.room["top"] <= SMALLEST_MARGIN
                     else self.room["top"] + LABEL_PAD
                 )
-                title.set_transform(self._outwards(self.axes.transAxes, "top", above))
+                title.set_transform(self._shift_outwards(self.axes.transAxes, "top", above))
                 self.room["top"] = above + self.measure(title)[1]
 
     def _draw_polar(self, axes: PolarAxes) -> None:
@@ -264,10 +268,10 @@ class _Panel:
             side: Side = "top" if up > 0 else "bottom"
             if right:
                 side = "right" if right > 0 else "left"
-            transform = self._shifted(axes.transData, TICK_PAD * right, TICK_PAD * up)
+            transform = self._shift(axes.transData, TICK_PAD * right, TICK_PAD * up)
             size = axes.xaxis.get_tick_params().get("labelsize")
             texts.append(self._add_text(label, (angle, rim), transform, side, fontsize=size))
-        width, height = map(max, *(self.measure(text) for text in _largest(texts)))
+        width, height = map(max, *(self.measure(text) for text in _largest_texts(texts)))
         self.room |= {"left": TICK_PAD + width, "right": TICK_PAD + width}
         self.room |= {"bottom": TICK_PAD + height, "top": TICK_PAD + height}
 
@@ -301,7 +305,7 @@ def _ticks(axis: Axis) -> list[_Tick]:
     ]
 
 
-def _largest(texts: Sequence[Text]) -> list[Text]:
+def _largest_texts(texts: Sequence[Text]) -> list[Text]:
     """The text with the widest line, and the text with the most lines; only these two must be
     measured to find the largest width and height."""
     widest = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
@@ -330,11 +334,11 @@ def _position_below(figure: Figure, measure: Measure) -> float:
     return height + GAP / 2
 
 
-def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> None:
+def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: float) -> None:
     """Set the positions of panels. All panels in a row of the grid get the same upper and lower
     end, and all panels in a column the same left and right end.
 
-    below: inches at the bottom of the figure that legends and texts take.
+    height_below: inches at the bottom of the figure that legends and texts take.
     """
     width, height = figure.get_size_inches()
     grid = panels[0].grid_cell.get_gridspec()
@@ -348,6 +352,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> 
         right[columns.stop - 1] = max(right[columns.stop - 1], panel.room["right"])
         top[rows.start] = max(top[rows.start], panel.room["top"])
         bottom[rows.stop - 1] = max(bottom[rows.stop - 1], panel.room["bottom"])
+    # first without overhangs, which depend on the widths of the panels
     _, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
@@ -356,7 +361,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> 
         left[first] = max(left[first], left_overhang)
         right[last] = max(right[last], right_overhang)
     starts, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
-    uppers, heights = _divide(height - EDGE - below, top, bottom, grid.get_height_ratios())
+    uppers, heights = _divide(height - EDGE - height_below, top, bottom, grid.get_height_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
         last = panel.grid_cell.colspan.stop - 1
@@ -368,15 +373,16 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], below: float) -> 
 
 
 def _divide(
-    total: float, before: np.ndarray, after: np.ndarray, ratios: Any
+    total: float, room_before: np.ndarray, room_after: np.ndarray, ratios: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of adjacent panels that fill `total` inches with their texts, in inches.
+    """(starts, lengths) of adjacent panels, in inches. Panels and their texts together fill `total`
+    inches.
 
-    before, after: inches of the texts before and after each panel; ratios: proportions of the
-    lengths.
+    room_before, room_after: inches of the texts before and after each panel; ratios: proportions of
+    the lengths.
     """
-    free = total - before.sum() - after.sum() - GAP * (len(before) - 1)
+    free = total - room_before.sum() - room_after.sum() - GAP * (len(room_before) - 1)
     assert free > 0, "texts leave no room for the panels"
     lengths = free * np.asarray(ratios, float) / np.sum(ratios)
-    ends = np.cumsum(before + lengths + after + GAP)
-    return ends - GAP - after - lengths, lengths
+    ends = np.cumsum(room_before + lengths + room_after + GAP)
+    return ends - GAP - room_after - lengths, lengths

@@ -73,9 +73,9 @@ def html(page: Page) -> str:
         kicker=page.kicker,
         lead=_bind_percent_signs(page.lead),
         tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
-        sections=[_context(section) for section in page.chapters if not section.empty],
-        css=_raw("page.css"),
-        script=_raw("page.js"),
+        sections=[_section_variables(section) for section in page.chapters if not section.empty],
+        css=_read_raw("page.css"),
+        script=_read_raw("page.js"),
         footer=page.footer,
         figure_format=page.figure_format,
     )
@@ -87,12 +87,12 @@ def _bind_percent_signs(sentence: str) -> str:
     return sentence.replace(" %", "\u00a0%")
 
 
-def _raw(file: str) -> Markup:
+def _read_raw(file: str) -> Markup:
     """The content of a file in the folder of templates, marked as HTML that is not escaped."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
-def _context(section: Section) -> dict[str, Any]:
+def _section_variables(section: Section) -> dict[str, Any]:
     """Template variables of a chapter."""
     return {
         "anchor": section.anchor,
@@ -102,16 +102,18 @@ def _context(section: Section) -> dict[str, Any]:
         "collapsed": section.folded,
         "facts": section.facts,
         "details": section.details,
-        "figures": [_figure(output) for output in section.outputs if isinstance(output, Figure)],
+        "figures": [
+            _figure_variables(output) for output in section.outputs if isinstance(output, Figure)
+        ],
         "tables": [
-            _table(output, section.filters.get(output.name, ""))
+            _table_variables(output, section.filters.get(output.name, ""))
             for output in section.outputs
             if isinstance(output, Table)
         ],
     }
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _figure_variables(figure: Figure) -> dict[str, Any]:
     """Template variables of a figure."""
     return {
         "name": figure.name,
@@ -121,7 +123,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
     }
 
 
-def _table(table: Table, filters: str) -> dict[str, Any]:
+def _table_variables(table: Table, filters: str) -> dict[str, Any]:
     """Template variables of a table.
 
     filters: the value of `Section.filters` for this table.
@@ -144,7 +146,7 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
         "title": table.title,
         "caption": table.caption,
         "footnotes": tables.footnotes(table),
-        "html": Markup(_html(table)),
+        "html": Markup(_table_html(table)),
         "intervals": table.low is not None,
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
@@ -153,7 +155,7 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
     }
 
 
-def _html(table: Table) -> str:
+def _table_html(table: Table) -> str:
     """The table as HTML. If all rows are about the same model, the column Model is left out,
     because the top of the page names the model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:

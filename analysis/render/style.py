@@ -252,11 +252,11 @@ def panels(
     """
     columns = min(columns, count)
     rows = -(-count // columns)
-    empty = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
-    grid = empty.subplots(rows, columns, squeeze=False, **options)
+    empty_drawing = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
+    grid = empty_drawing.subplots(rows, columns, squeeze=False, **options)
     for axes in grid.flat[count:]:
         axes.remove()
-    return empty, list(grid.flat[:count])
+    return empty_drawing, list(grid.flat[:count])
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
@@ -361,16 +361,16 @@ def draw_square(
     """Draw a unit square with its corner at (x, y), darker for a higher `share` (0..1), with `text`
     in its middle and the smaller text `below` under this text."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
-    centred: Any = {
+    text_style: Any = {
         "ha": "center",
         "va": "center",
         "color": "#000000" if share < DARK else "#ffffff",
     }
     axes.text(
-        x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **centred
+        x + 0.5, y + (0.36 if below else 0.5), text, fontsize=size, fontweight="bold", **text_style
     )
     if below:
-        axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **centred)
+        axes.text(x + 0.5, y + 0.74, below, fontsize=5.8, **text_style)
 
 
 def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:

@@ -116,9 +116,9 @@ def format_number(value: object, form: str) -> str:
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
     """Whether the row lacks its number in `column`, and should have one. Numbers in optional
     columns may be missing, and so may the rank of the unpruned model, which is not ranked."""
-    unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
-    needed = not unranked and column not in table.optional
-    return needed and format_number(row[column], "{}") == GAP
+    is_unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
+    is_needed = not is_unranked and column not in table.optional
+    return is_needed and format_number(row[column], "{}") == GAP
 
 
 @lru_cache(maxsize=128)
@@ -236,24 +236,25 @@ def latex(table: Table) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _lines(table: Table, strong: str, escaped: Callable[[object], str]) -> list[list[str]]:
+def _lines(table: Table, bold: str, escape_value: Callable[[object], str]) -> list[list[str]]:
     """Rows of the table as lists of formatted texts.
 
-    strong: format of the best number of each block; escaped: function that converts a value to text
-    and escapes special characters.
+    bold: format of the best number of each block; escape_value: function that converts a value to
+    text and escapes special characters.
     """
     lines = []
     for row, marks in zip(text(table).to_numpy(), best(table).to_numpy(), strict=True):
-        cells = list(map(escaped, row))
+        cells = list(map(escape_value, row))
         lines.append(
-            [strong.format(cell) if mark else cell for cell, mark in zip(cells, marks, strict=True)]
+            [bold.format(cell) if mark else cell for cell, mark in zip(cells, marks, strict=True)]
         )
     return lines
 
 
 _TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
-    c: f"\\{c}" for c in "&%$#_{}"
+    character: f"\\{character}" for character in "&%$#_{}"
 }
+"""Special character -> its LaTeX."""
 
 
 def _tex(value: object) -> str:
@@ -268,7 +269,7 @@ def html(table: Table) -> str:
     marks = best(table).to_numpy()
     texts = text(table).to_numpy()
     starts = _block_starts(table)
-    ends = _ends(table)
+    ends = _interval_ends(table)
     rows = []
     for row, record in enumerate(table.frame.to_dict("records")):
         classes = ["first"] if starts[row] else []
@@ -303,12 +304,12 @@ def _head(table: Table, column: str) -> str:
     )
 
 
-def _cell(table: Table, column: str, value: object, printed: str, strong: bool) -> str:
+def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool) -> str:
     """An HTML cell without its closing tag, because an interval may follow.
 
-    value: value in the frame; printed: text of the value; strong: whether the text is bold.
+    value: value in the frame; printed: text of the value; is_bold: whether the text is bold.
     """
-    inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
+    inner = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
@@ -325,7 +326,7 @@ def _cell(table: Table, column: str, value: object, printed: str, strong: bool) 
     return f'<td class=number data-key="{number:.9g}"{bar}>{inner}'
 
 
-def _ends(table: Table) -> dict[str, list[tuple[float, float]]]:
+def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
     """Column with intervals -> the low and high end of each row's interval."""
     ends: dict[str, list[tuple[float, float]]] = {}
     if table.low is None or table.high is None:
@@ -352,6 +353,7 @@ def _block_starts(table: Table) -> list[bool]:
     if not table.blocks or table.frame.empty:
         return [False] * len(table.frame)
     keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
+    # strict=False, because the key of the last row precedes no row
     return [key != previous for key, previous in zip(keys, [None, *keys], strict=False)]
 
 

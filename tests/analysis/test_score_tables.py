@@ -595,7 +595,7 @@ def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
 def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked: bool) -> None:
     frame = pd.DataFrame(0.5, index=[0], columns=[f"B{number}" for number in range(width)])
     table = Table("t", "", "", frame, dict.fromkeys(frame, "{:.3f}"), low=frame, high=frame)
-    assert page._table(table, "")["open_intervals"] == is_checked
+    assert page._table_variables(table, "")["open_intervals"] == is_checked
 
 
 def test_html_escapes_names(table: Table) -> None:
