@@ -30,8 +30,8 @@ from moe_lab.paths import local_path
 
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """(share of the tokens, settings) of each set of a mixture, or of the one set, with the share
-    1. A set of a mixture that has no seed gets the seed of the mixture."""
+    """(share of the tokens, settings) of each set of a mixture. A set without a seed gets the seed
+    of the mixture. If `settings` are no mixture, the only entry is (1, settings)."""
     sets = []
     for source in settings.sources:
         if part := source.settings:
@@ -41,8 +41,8 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with a conversation and the model is in a local folder and
-    has no chat template that reads the whole conversation."""
+    """Raise UserError when a set begins with a conversation, and the model has no chat template
+    that reads the whole conversation. Only models in local folders are checked."""
     alternatives = ", or a set of plain texts, or of instructions and outputs"
     for _, part in shares_and_sets(settings):
         for document in first_record(part):
@@ -83,9 +83,9 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError when a file of plain texts has too few tokens to fill the rows of
     calibration.tokens.
 
-    Tokens are counted by the tokenizer.json of a model in a local folder, until they are enough.
-    Nothing is checked for other models, for mixtures, and for sources other than local files of
-    plain texts.
+    Tokens are counted by the model's tokenizer.json, until enough are counted. Nothing is checked
+    for models without a local tokenizer.json, for mixtures, and for sources other than local files
+    of plain texts.
     """
     file = None if settings.sources else locate(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
@@ -101,9 +101,9 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
         if rows >= settings.rows or not isinstance(document, Text):
             return
         ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
-        tokens = len(ids) + (settings.gap != "none")
+        tokens = len(ids) + (settings.gap != "none")  # with the gap after the document
         rows += 1 if settings.packing == "none" else tokens / settings.length
-    filled = int(rows + 1e-9)
+    filled = int(rows + 1e-9)  # the sum may be rounded to a little less than a whole number
     if filled < settings.rows:
         expected = "a longer text"
         if filled:
@@ -116,9 +116,9 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """(first row, row after the last) of each of the calibration.parts parts of the rows; [] if one
-    pass reads all rows. Parts consist of whole batches of such a pass, so that each batch gives the
-    same numbers."""
+    """(first row, row after the last row) of each part, where the rows are divided into
+    calibration.parts parts. [] if one pass reads all rows. A part consists of whole batches of a
+    single pass over all rows, so that each batch gives the same numbers as in that pass."""
     if settings.parts in (None, 1):
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
@@ -141,11 +141,11 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set whose identity consists of all that determines the documents and batches.
+    """A calibration set whose identity has everything that determines the documents and batches.
 
-    The content of the path counts instead of the path, the number of rows instead of the number of
-    tokens, and the seed only where documents are shuffled. A mixture has the shares and identities
-    of its sets.
+    The identity has the content of the path in place of the path, and the number of rows in place
+    of the number of tokens. The seed is part of it only if documents are shuffled. The identity of
+    a mixture has the shares and identities of its sets.
     """
 
     @cached_property
@@ -168,8 +168,9 @@ def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """The hash of the content of a path, which names a local file, a file on the hub or a data set
-    on the hub; the path itself if the hub cannot be reached."""
+    """Fields that identify the content of a path, which names a local file, a file on the hub or a
+    data set on the hub. They have the hash and the format of a file, or the hashes of a data set.
+    If the hub cannot be reached, {UNRESOLVED: path}."""
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):

@@ -32,23 +32,23 @@ from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
 
 GAP = -1
-"""Position that stands for the filler token in rows of positions."""
+"""Stands for the filler token in rows of positions, where other numbers are indices of tokens."""
 TOLERANCE = 0.01
 """Largest allowed difference between the share of a set in the tokens of a mixture and the share in
 the settings."""
 
 
-# Packing: a stream of documents, lists of token ids that are not empty, becomes a stream of rows
-# of exactly `length` ids, of which some may be a filler. A row is yielded as soon as it is full, so
-# that no more documents are read than the rows need.
+# Packing: a stream of documents becomes a stream of rows. A document is a list of token ids that is
+# not empty. A row has exactly `length` ids, some of which may be the filler. A row is yielded as
+# soon as it is full, so that no more documents are read than the rows need.
 
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Pack documents like the code of REAP and EvoESAP: a document that does not fit into the rest
-    of a row is cut at the end of the row, and its remainder is dropped.
+    """Pack documents like the code of REAP and EvoESAP. A document that does not fit into the rest
+    of a row is cut at the end of the row, and the remainder of the document is dropped.
 
-    A document that leaves room in its row is followed by one `gap` token, unless `gap` is None. A
-    last row that the documents do not fill is dropped.
+    If a document leaves room in its row, one `gap` token follows, unless `gap` is None. A last row
+    that the documents do not fill is dropped.
     """
     row: list[int] = []
     for document in documents:
@@ -61,8 +61,8 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
-    """Join all documents and cut the stream every `length` tokens. A `gap` token follows each
-    document, unless `gap` is None. Only the last tokens, which fill no row, are lost."""
+    """Join all documents, and cut the stream of tokens every `length` tokens. A `gap` token follows
+    each document, unless `gap` is None. Only the last tokens, which fill no row, are dropped."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -76,8 +76,8 @@ def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Itera
 
 
 def one_per_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
-    """Pack one document per row: documents that are longer than `length` are cut, shorter documents
-    are padded on the right."""
+    """Pack one document into each row. Documents that are longer than `length` are cut; shorter
+    documents are padded on the right with the token `padding`."""
     for document in documents:
         yield document[:length] + [padding] * (length - len(document))
 
@@ -95,8 +95,8 @@ class Calibration:
     """The batches of a calibration set, and a report about them."""
 
     rows: list[tuple[torch.Tensor, torch.Tensor]]
-    """Batches (ids, valid): token ids (B, S) int64, and valid (B, S) bool, False at gaps and
-    padding, which no statistic counts. The last batch may have fewer rows."""
+    """Batches (ids, valid): token ids (B, S) int64, and valid (B, S) bool. valid is False at gaps
+    and padding, which no statistic counts. The last batch may have fewer rows."""
     report: dict[str, Any]
     """Report on the sources and rows, see `_report`; the content of `calibration.json` of a
     statistics step."""
@@ -114,8 +114,8 @@ class Source:
     tokens_used: int = 0
     """Number of tokens of these documents."""
     tokens_assigned: int = 0
-    """Number of tokens that are in rows or wait for the next row, without those that were cut off;
-    decides which set the next document is from."""
+    """Number of tokens that are in rows or wait for the next row. Tokens that were cut off do not
+    count. This number decides which set the next document is from."""
     tokens_retained: int = 0
     """Number of tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
@@ -127,10 +127,10 @@ class Source:
 class PackedRows:
     """Rows of a calibration set, or of a mixture of sets, as positions in one list of tokens.
 
-    Positions, unlike ids, still tell after packing which set a token is from, and whether the token
-    belongs to an answer. The next document always comes from the set that is furthest behind its
-    share of the tokens assigned so far, or the first listed of several such sets. So the order of
-    documents depends only on the settings and the tokenizer.
+    Unlike an id, a position still tells after packing which set a token is from, and whether the
+    token belongs to an answer. The next document always comes from the set that is furthest behind
+    its share of the tokens assigned so far; of several such sets, from the set that is listed
+    first. So the order of documents depends only on the settings and the tokenizer.
     """
 
     def __init__(
@@ -143,7 +143,9 @@ class PackedRows:
         """Read and pack the set.
 
         read: function that returns the documents of a set; encode: function (document, whether to
-        add special tokens) that returns a document's token ids, and for each id a mark.
+        add special tokens) that returns a document's token ids, and for each id a mark. UserError
+        for a source that cannot be read or is too short, and if the sets of a mixture miss their
+        shares.
         """
         # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
@@ -162,7 +164,7 @@ class PackedRows:
         self.marks: list[bool] = []
         self._sources_of_positions: list[Source] = []
         self._exhausted_source: Source | None = None
-        self.gap = _filler_id(settings, tokenizer)
+        self.filler_id = _filler_id(settings, tokenizer)
         self.rows = self._pack()
         if len(self.rows) < settings.rows:
             raise self._too_short_error()
@@ -175,30 +177,32 @@ class PackedRows:
         for start in range(0, len(self.rows), self.settings.batch_size):
             positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
             valid = positions != GAP
-            yield ids[positions].masked_fill(~valid, self.gap or 0), valid, marks[positions] & valid
+            # without a filler id all positions are valid, and the 0 is not used
+            batch = ids[positions].masked_fill(~valid, self.filler_id or 0)
+            yield batch, valid, marks[positions] & valid
 
     def _pack(self) -> list[list[int]]:
-        """Pack documents into rows of positions: as many rows as the settings want, or fewer when a
-        set has no more documents."""
+        """Pack documents into rows of positions. There are as many rows as the settings require, or
+        fewer if a set has no more documents when its turn comes."""
         packing = PACKINGS[self.settings.packing]
-        gap = None if self.gap is None else GAP
+        filler = None if self.filler_id is None else GAP
         rows = []
         for row in islice(
-            packing(self._documents(), self.settings.length, gap), self.settings.rows
+            packing(self._documents(), self.settings.length, filler), self.settings.rows
         ):
             rows.append(row)
             for position in row:
                 if position != GAP:
                     self._sources_of_positions[position].tokens_retained += 1
-            # With packing=chunk nothing is cut off: tokens beyond this row go into the next row.
+            # With packing=chunk no tokens are cut off: tokens beyond this row go into the next row.
             if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.tokens_assigned = source.tokens_retained
         return rows
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the positions of each document's tokens, for documents of all sets in the order of
-        packing; end when the set whose turn it is has no more documents."""
+        """Yield the positions of the tokens of each document, in the order in which the documents
+        of all sets are packed. Ends when the set whose turn it is has no more documents."""
         streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
             source = min(self.sources, key=lambda source: source.tokens_assigned / source.share)
@@ -296,8 +300,9 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """JSON-ready report on a packed set: its sources with digests, numbers of documents and tokens,
-    how documents were rendered, and the text of the first row as the model reads it."""
+    """JSON-ready report on a packed set. It has the sources with digests, numbers of documents and
+    tokens, the ways in which documents were rendered, and the text of the first row as the model
+    reads it."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
@@ -307,7 +312,9 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     first_row = packed.rows[0]
     while first_row[-1] == GAP:
         first_row = first_row[:-1]
-    ids = [packed.gap or 0 if position == GAP else packed.ids[position] for position in first_row]
+    ids = [
+        packed.filler_id or 0 if position == GAP else packed.ids[position] for position in first_row
+    ]
     shares = [
         {
             "name": source.settings.name,
@@ -338,7 +345,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
 
 
 def _digest(source: Source) -> str:
-    """sha256 of the source's local file, or, for a set on the hub, of its documents."""
+    """sha256 of the source's local file or, for a set on the hub, over its documents."""
     if (file := locate(source.settings.path)) is not None:
         return sha256_of(file)
     total = hashlib.sha256()
@@ -361,10 +368,12 @@ def answer_batches(
 
     An answer is the output, answer or completion of a record, or a turn of the assistant. A token
     belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
-    not the positions that predict them. With `header`, marks include the text that the chat
-    template writes around an answer (the name of the speaker and the end of the turn), or the blank
-    line before the answer of a plain pair, like in the released code of EvoESAP. UserError as for
-    `batches`, and for a set without answers.
+    not the positions that predict them.
+
+    With `header`, also the text that the chat template writes around an answer is marked (the name
+    of the speaker and the end of the turn), as in the released code of EvoESAP. For a pair that is
+    read without a chat template, this text is the blank line before the answer. Raises the errors
+    of `batches`, and UserError for a set without answers.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -384,7 +393,8 @@ def answer_batches(
 def encode_with_answers(
     document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
 ) -> tuple[list[int], list[bool]]:
-    """The token ids that `tokenize` returns, and for each id whether it belongs to an answer."""
+    """The token ids that `tokenize` returns, and for each id whether it belongs to an answer.
+    header: see `answer_batches`."""
     text, adds_special = document_text(document, tokenizer, special_tokens)
     encoded = tokenizer(
         text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
@@ -400,7 +410,7 @@ def encode_with_answers(
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each answer of a document in its text, in characters.
+    """Yield (start, end) of each answer of a document: indices of characters in `text`.
 
     text: the document as the model reads it; header: see `answer_batches`.
     """
@@ -416,9 +426,9 @@ def _turn_spans(
 ) -> Iterator[tuple[int, int]]:
     """Yield the `_answer_spans` of a conversation that a chat template rendered to `text`.
 
-    The turn of a message begins where `text` first differs from the text to which the template
-    renders only the messages before. So it does not matter what the template writes after the last
-    message.
+    The template also renders the messages before a message alone. The turn of the message begins
+    where `text` first differs from that rendering. So it does not matter what the template writes
+    after the last message. UserError if the tokens of an answer cannot be found without `header`.
     """
     turns = document.messages
     for number, message in enumerate(turns):
@@ -453,5 +463,5 @@ def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any)
     rendered = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )
-    is_equal = map(operator.eq, rendered, text)  # character by character
-    return sum(takewhile(bool, is_equal))
+    is_equal = map(operator.eq, rendered, text)  # for each character
+    return sum(takewhile(bool, is_equal))  # number of characters before the first difference

@@ -23,7 +23,7 @@ BLANK_LINE = "\n\n"
 """Text between the halves of a pair for a model without a chat template, and between the rows of a
 joined set."""
 _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
-"""Beginning of messages as JSON text, which data sets that were stored as CSV have in a column."""
+"""Beginning of messages as JSON text. Data sets that were stored as CSV have such texts."""
 _ONE_WORD = re.compile(r"[!-~]*")
 """A text in ASCII without white space, such as an id, a source or an empty list in JSON."""
 
@@ -51,7 +51,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and those other fields of its record that a chat template may read."""
+    """A conversation, and the other fields of its record that a chat template may read."""
 
     messages: tuple[Mapping[str, Any], ...]
     """Messages with a role, a content and all other keys. Arguments of `tool_calls` are objects,
@@ -94,12 +94,13 @@ def document(
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
     `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
-    answer it. A chat template may read further fields of the record. UserError for a record of an
-    instruction, question or prompt with further fields of content that the document lacks.
+    answer it. A chat template may read further fields of the record. No template reads further
+    fields of a record with an instruction, question or prompt; UserError if they have content that
+    the document lacks.
 
-    template: a text with names of fields in braces; the document is this text, with the fields
-    filled in. ignored: keys of the record and of its messages that are not read. A key whose value
-    is null counts as missing.
+    template: a text with names of fields in braces. The document is then this text with the fields
+    filled in, and `field` does not count. ignored: keys of the record and of its messages that are
+    not read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
@@ -119,8 +120,8 @@ def document(
 
 
 def _without_null(value: Any) -> Any:
-    """The JSON value without keys of objects whose value is null. Arrow gives every object of a
-    column the keys of all objects in the column, with null for keys that the object lacks."""
+    """The JSON value without keys that have the value null. Arrow gives every object of a column
+    the keys of all objects in the column, with null for keys that the object lacks."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
@@ -134,7 +135,8 @@ def _without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str,
 def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in the first of the standard fields that the record has, see `document`."""
+    """The document in the first of the standard fields that the record has, see `document`.
+    UserError for a record without standard fields."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -206,8 +208,8 @@ def _unread_error(source: str, key: str, value: Any) -> UserError:
 def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in one field, which holds a string, or a list of chat messages, or such a list
-    as JSON text."""
+    """The document in one field, which holds a string, a list of chat messages, or the JSON text of
+    such a list."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
@@ -223,7 +225,7 @@ def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapp
 
 
 def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) -> dict[str, Any]:
-    """The fields of a record as arguments of a chat template, without those of `keys`."""
+    """The fields of a record, except the `keys`, as arguments of a chat template."""
     arguments = _without_keys(record, [*keys, "tools"])
     # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
@@ -234,8 +236,8 @@ def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) 
 
 
 def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
-    """The string in a field of a record. UserError when the field is missing or holds no string;
-    the message says which `setting` names the field."""
+    """The string in a field of a record. UserError when the field is missing or holds no string.
+    `setting`: the setting that names the field, for the message."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
@@ -250,8 +252,8 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """A chat message with all its keys except `ignored` ones, and with calls as `_tool_call` gives
-    them. UserError without a role or content, except that a call needs no content."""
+    """The chat message `entry` without `ignored` keys, and with calls in the form of `_tool_call`.
+    UserError for a message without a role, and for a message with neither content nor calls."""
     error = UserError(
         f"{location}: expected messages with a role and a content that are strings, found "
         f"{entry!r:.80}"
@@ -271,7 +273,9 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call of a function in the form of chat templates, with its arguments as an object."""
+    """A call of a function in the form of chat templates, with its arguments as an object.
+    UserError for a call without a name."""
+    # a data set may omit the outer object of that form, or have it already
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
@@ -288,8 +292,8 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def _tools(value: Any, location: str) -> Tools:
-    """The functions in the field `tools`, a list or its JSON text, in the form of chat
-    templates."""
+    """The functions in `value`, a list or its JSON text, in the form of chat templates. UserError
+    for a function without a name."""
     tools = []
     for tool in _decode(value or [], f"{location}: tools", list):
         entry = (
@@ -352,8 +356,8 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record's texts of one word that a model does not read: they are not in the
-    document's text, and the chat template does not read them.
+    """Keys of the record's texts of one word that a model does not read. Such a text is not in the
+    document's text, and the chat template does not read its key.
 
     tokenizer: the tokenizer with the chat template; None to assume that there is no template.
     """
@@ -377,10 +381,11 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
 
 def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
     """(text of a document as the model reads it, whether the tokenizer must add special tokens).
+    special_tokens: see `tokenize`.
 
-    Chat templates write special tokens themselves, and the tokenizer would repeat the first one.
-    UserError when the chat template leaves out content of the document, or when there is no chat
-    template and the document needs one.
+    Chat templates write special tokens themselves, and the tokenizer would repeat the first of
+    them. UserError when the chat template leaves out content of the document, or when there is no
+    chat template and the document needs one.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         source = f"{document.location} holds conversations with"
@@ -400,8 +405,8 @@ def from_template(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template. The template gets `options` and those of
-    the `arguments` that it reads, and writes the date of `_date` as today's. UserError when the
+    """Render messages with the tokenizer's chat template. The template gets the `options`, and the
+    `arguments` that are among its variables. It writes `_date` as today's date. UserError when the
     template raises an error for these messages."""
     from jinja2 import TemplateError
 
@@ -428,8 +433,8 @@ def from_template(
 
 
 def _date(tokenizer: Any) -> str:
-    """The date that a chat template writes as today's: the tokenizer's, if `load_tokenizer` has set
-    one, or else the default of `ModelConfig`."""
+    """The date that a chat template writes as today's date: the tokenizer's date, if
+    `load_tokenizer` has set it, or else the default of `ModelConfig`."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
@@ -463,9 +468,9 @@ def render_whole(
     all of the conversation.
 
     Templates ignore fields that they do not know, such as tools, documents or the role of a
-    message, and some leave out the thoughts in earlier answers. UserError, with a message that
-    begins with `source`, for content that the text lacks, and for content without which the
-    template renders the same text.
+    message. Some templates omit the thoughts in earlier answers. UserError for content that the
+    rendered text lacks, and for content without which the template renders the same text. The
+    message of the error begins with `source`. arguments, options: see `from_template`.
     """
     from moe_lab.models.transformers_private import template_variables
 

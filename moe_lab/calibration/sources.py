@@ -1,7 +1,7 @@
-"""Read documents from a text file, a file of JSON lines or a JSON list, each of which may be
-gzipped, or from a data set on the hub.
+"""Read documents from a text file, from a file with JSON lines or a JSON list, or from a data set
+on the hub. Files may be gzipped.
 
-Only data formats are read, nothing is unpickled. This module needs neither torch nor transformers.
+Only data formats are read; nothing is unpickled. This module needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ANSWER_FIELDS = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
-"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read by
-such a path, because its split has 300 GB and one file has 0.3 GB."""
+"""Prefix of paths that name a single file on the hub: hf://datasets/OWNER/NAME/FILE. By such a
+path, one file of C4 with 0.3 GB is read in place of its split of 300 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
@@ -76,7 +76,7 @@ def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source, see `read`. UserError also when no document has an answer."""
+    """All documents of the source, as in `read`. UserError if no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
         raise UserError(
@@ -94,8 +94,8 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 def locate(path: str) -> Path | None:
     """The local file that `path` names; None if `path` names a data set on the hub or a file of
-    such a data set. UserError for a missing file (with the nearest name in its folder), a folder,
-    an empty file, and a format that is not read."""
+    such a data set. UserError for a folder, an empty file, a format that is not read, and a missing
+    file; then the message has the nearest name in its folder."""
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
@@ -115,8 +115,8 @@ def locate(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether a path, which is no local file, looks like NAME or OWNER/NAME on the hub, and not
-    like the mistyped path of a file."""
+    """Whether `path`, which is no local file, may be NAME or OWNER/NAME of a data set on the hub.
+    Paths that look like a mistyped path of a file are not."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
@@ -140,7 +140,8 @@ def _missing_error(path: str, file: Path) -> UserError:
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
     """Format of a file by its suffix, ignoring .gz: "document" (the whole text is one document) or
-    "json" (one document in each record). UserError for any other suffix."""
+    "json" (each record has one document). UserError for any other suffix; its message has `path`,
+    the value of the `setting`."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
@@ -160,7 +161,8 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
 
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
-    """The documents of a local file, before joining."""
+    """The documents of a local file. With calibration.joined, the lines of a text file are separate
+    documents, which the caller joins."""
     if file_format(str(file), file) == "json":
         return _documents(records(file, "calibration.path"), settings)
     text = text_of(file, "calibration.path").replace("\r\n", "\n")
@@ -177,7 +179,7 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 def lines(text: str) -> list[str]:
     """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", any
-    other line keeps its line end."""
+    other line keeps its line end. A last line without a line end is dropped."""
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
@@ -194,9 +196,10 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
 
 
 def whole_text(file: Path, setting: str) -> str:
-    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank
-    lines. UserError for conversations, which only a model's chat template can turn into text, and
-    for files without text."""
+    """Read a file as one text. A text file is read as it is; the documents of a JSON file are
+    joined by blank lines. `setting`: name of the setting that names the file. UserError for
+    conversations, which only a model's chat template can turn into text, and for files that
+    `text_of` cannot read."""
     if file_format(str(file), file, setting) == "document":
         return text_of(file, setting).replace("\r\n", "\n")
     texts = [document(record, None, location).plain for location, record in records(file, setting)]
@@ -208,8 +211,8 @@ def whole_text(file: Path, setting: str) -> str:
 
 
 def text_of(file: Path, setting: str) -> str:
-    """Read a UTF-8 text file, which may be gzipped. UserError, with the line, for any other file.
-    setting: name of the setting that names the file."""
+    """Read a UTF-8 text file, which may be gzipped. UserError for any other file, with the line
+    that is not text. setting: name of the setting that names the file."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -231,8 +234,8 @@ def text_of(file: Path, setting: str) -> str:
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each record of a file with a JSON list or JSON lines. UserError,
-    with the line, for any other file. setting: name of the setting that names the file."""
+    """Yield (location, record) for each record of a file with a JSON list or JSON lines. UserError
+    for any other file, with the damaged line. setting: name of the setting that names the file."""
     text = text_of(file, setting)
     number = 1
     try:
@@ -249,6 +252,7 @@ def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
                 yield f"{file} line {number}", json.loads(line)
     except (ValueError, RecursionError) as error:
         # The JSON is damaged, or has a number of too many digits or too many nested brackets.
+        # lineno counts from 1 within the text that was decoded: one line, or a list from line 1 on
         line_of_error = number + getattr(error, "lineno", 1) - 1
         raise UserError(
             f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"

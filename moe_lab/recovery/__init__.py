@@ -16,8 +16,8 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery with the name none that changes the model, and for a required
-    package that is not installed."""
+    """Raise UserError for a recovery that has the name none but changes the model, and for a
+    required package that is not installed."""
     setting = "bits" if settings.bits == 4 else settings.text_role
     if settings.name == "none" and setting is not None:
         raise UserError(
@@ -35,7 +35,7 @@ def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
 
 
 def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio: float) -> None:
-    """Raise UserError if the recovery fits merged experts, and the allocation and ratio of the cell
+    """Raise UserError if the recovery fits merged experts, but the allocation and ratio of the cell
     merge no experts."""
     if settings.fit is None:
         return

@@ -30,12 +30,12 @@ REPORT = "finetune.json"
 def recovered(
     model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None
 ) -> Any:
-    """A copy of `model` to which a recovery was applied: it is pruned by `plan`, gets the tensors
-    of a fine-tuning or fit, and is quantised, in this order.
+    """A copy of `model` to which a recovery was applied. The copy is pruned by `plan`, then gets
+    the tensors of a fine-tuning or fit, and then is quantised.
 
-    plan: None to prune nothing; tuned: output folder of the fine-tuning or fit, None without;
-    bits: 4 to store the weights of `modules` as NF4. `model` is not changed, and shares with the
-    copy the tensors that stay the same.
+    plan: None to prune nothing; tuned: output folder of the fine-tuning or fit, None if there was
+    none; bits: 4 to store the weights of `modules` as NF4. `model` is not changed. Both models
+    share the tensors that stay the same.
     """
     result = pruned(model, plan)
     if tuned is not None:
@@ -62,8 +62,8 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
 
 
 def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
-    """Replace parameters of `model` by the tensors of the same names in `file`; returns the names.
-    Tensors whose names do not begin with `prefix` are not read."""
+    """Replace parameters of `model` by the tensors of the same names in `file`. Returns the names.
+    Only tensors whose names begin with `prefix` are read."""
     with safe_open(file, framework="pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118
         for name in names:
@@ -78,7 +78,7 @@ def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
     return names
 
 
-# Below: weights in NF4 with double quantisation, where a matrix is dequantised when it is used.
+# Below: weights in NF4 with double quantisation. A matrix is dequantised each time it is used.
 
 
 def storage(model: nn.Module) -> dict[str, int]:
@@ -97,10 +97,10 @@ def storage(model: nn.Module) -> dict[str, int]:
 def quantize(model: Any, modules: Iterable[str]) -> None:
     """Store the weights of some parts of `model` as NF4 with double quantisation, in place.
 
-    modules: names of the parts (experts, shared_experts, attention). Each matrix is dequantised to
-    its original dtype when it is used, one matrix at a time. So experts run one after another,
-    because grouped kernels need the matrices of all experts at once. Tensors are replaced rather
-    than overwritten, because other models may share them. UserError when bitsandbytes is missing.
+    modules: names of the parts (experts, shared_experts, attention). A matrix is dequantised to its
+    original dtype when it is used. Experts run one after another, because grouped kernels would
+    need the matrices of all experts at once. Tensors are replaced and not overwritten, because
+    other models may share them. UserError when bitsandbytes is missing.
     """
     for part in modules:
         if part == "experts":
@@ -126,14 +126,14 @@ def _quantize_experts(model: Any) -> None:
 def _ragged_weights(
     gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dequantised weights (gate and up, down) of an expert, in place of
+    """The dequantised weights (gate and up, down) of an expert. This function takes the place of
     `RaggedExperts.weights`."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of a stack of weights in an experts module -> matrices of the experts, with rows and
-    columns as they are stored in memory."""
+    """Name of a stack of weights in an experts module -> the matrix of each expert, with the rows
+    and columns of the stack."""
     if is_ragged(experts):
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
@@ -146,8 +146,8 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
 
 
 def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
-    """Name of a stack of weights in an experts module -> the stack with the numbers to which
-    `quantize` rounds its weights."""
+    """Name of a stack of weights in an experts module -> a stack of the same shape with the numbers
+    to which `quantize` rounds the weights."""
     return {
         name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
         for name, matrices in _matrices(experts).items()
@@ -161,9 +161,9 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Suffix of the weight's name -> tensor, for the tensors that store a weight (rows, columns) in
-    the NF4 format of bitsandbytes. They encode the numbers of `rounded` if the number of columns is
-    a multiple of NF4_BLOCK."""
+    """Suffix of the weight's name -> tensor, for the tensors by which bitsandbytes stores `weight`
+    (rows, columns) in NF4. These tensors encode the numbers of `rounded` if the number of columns
+    is a multiple of NF4_BLOCK."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -177,14 +177,14 @@ class FourBitMatrix(nn.Module):
 
     The matrix is cut row by row into blocks of 64 weights; the last block is padded with zeros. The
     scale of a block is the largest magnitude of its weights. A weight takes 4 bits, which name one
-    of 16 quantiles of the normal distribution, to be multiplied by the scale. A scale takes 8 bits:
-    the mean of all scales is subtracted from it, and the difference is stored relative to the
+    of 16 quantiles of the normal distribution; the quantile times the scale is the rounded weight.
+    A scale takes 8 bits, which store its difference from the mean of all scales, relative to the
     largest of 256 differences. This makes 4.127 bits per weight.
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1), with two weights in a byte. Further buffers: `scales` of the blocks,
-    the scales `nested` of the scales, and the `mean` of the scales."""
+    """uint8 (blocks * 32, 1), with two weights in a byte. Further buffers: `scales` has the scales
+    of the blocks, `nested` the scales of these scales, and `mean` the mean of the scales."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
@@ -195,7 +195,7 @@ class FourBitMatrix(nn.Module):
         # inside a block wrongly.
         packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
-            self.state.offset.zero_()  # in place of NaN, the mean over no scales
+            self.state.offset.zero_()  # the mean of no scales would be NaN
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
         self.register_buffer("nested", self.state.state2.absmax)
@@ -210,9 +210,11 @@ class FourBitMatrix(nn.Module):
 
 
 class FourBitMatrices(nn.ModuleList):
-    """A stack of matrices in NF4, which replaces the stack in an experts module. `matrices[e]`,
-    where e is a number or a tensor with one number, dequantises matrix e. So the eager forward of
-    the experts module dequantises one expert after another."""
+    """A stack of matrices in NF4 that replaces a stack of weights in an experts module.
+
+    `matrices[e]` dequantises matrix e, where e is a number or a tensor with one number. So the
+    eager forward of the experts module dequantises one expert after another.
+    """
 
     def __getitem__(self, expert: Any) -> Any:
         """The dequantised matrix (rows, columns) of an expert."""
@@ -220,8 +222,8 @@ class FourBitMatrices(nn.ModuleList):
 
 
 class FourBitLinear(nn.Module):
-    """A linear map whose weight is stored in 4 bits, which replaces `original`. The bias is that of
-    `original`."""
+    """A linear map that replaces `original` and stores the weight in 4 bits. Both share the
+    bias."""
 
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ class Dora(nn.Module):
     A||, where the norm is that of each row.
 
     A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the constant
-    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm, and dropout in
-    training acts only on the input of the terms that are added to the output of W.
+    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm. In training,
+    the output is that of W plus further terms, and dropout acts only on the input of these terms.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Dora(nn.Module):
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """W' (out, in), in the dtype of `weight`, where `weight` is W."""
+        """W' (out, in), in the dtype of `weight`, which is W."""
         adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
@@ -61,6 +61,7 @@ class Dora(nn.Module):
             wide_rows = dropout(wide_rows, self.dropout)
             plain_output = linear(wide_rows, wide_weight)
         factor = self._factor((wide_weight + self.scaling * (self.b @ self.a)).detach())
+        # W' x - W x, where W' = factor (W + s B A)
         addition = (factor - 1) * plain_output + factor * self.scaling * linear(
             linear(wide_rows, self.a), self.b
         )
@@ -79,7 +80,7 @@ class DoraLinear(nn.Module):
     """A linear map with an adapter, which replaces the map `plain`."""
 
     plain: nn.Linear
-    """The map without adapter. It is frozen, and therefore no submodule."""
+    """The map without adapter. It is no submodule, because it is frozen."""
 
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -93,8 +94,8 @@ class DoraLinear(nn.Module):
 
 
 class DoraWeight(nn.Module):
-    """Parametrisation that replaces a router's weight by the adapted weight, so that it works for
-    all formulas of routers."""
+    """Parametrisation that replaces a router's weight by the adapted weight. So the adapter works
+    for all formulas of routers."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -106,8 +107,8 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """The experts of a layer with adapters, which replaces the layer's experts module; the original
-    module is not changed. `adapters[e]` has the adapters gate, up and down of expert e."""
+    """The experts of a layer with adapters. This module replaces the layer's experts module, which
+    is not changed. `adapters[e]` has the adapters gate, up and down of expert e."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -128,7 +129,8 @@ class DoraExperts(nn.Module):
         `top_k_weights` (T, K)."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            """The output of one expert; None for an expert without channels."""
+            """The output of one expert; None for an expert without channels, and so without
+            adapters."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
@@ -167,11 +169,11 @@ with a DoraWeight for routers, a DoraLinear for shared_experts."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
-    """Put adapters on all routed and shared experts of `model`, in place, and on its routers unless
-    recovery.router_rank=0; returns the modules with adapters.
+    """Put adapters on all routed and shared experts of `model`, in place. Routers get adapters
+    unless recovery.router_rank=0. Returns the modules with adapters.
 
-    Adapters are in training mode, everything else in the model is frozen. `seed` determines the
-    random A with which each adapter begins.
+    Adapters are in training mode; all other parameters of the model are frozen. `seed` determines
+    the random A with which each adapter begins.
     """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
@@ -214,8 +216,8 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules, with these tensors, back
-    into `model`. Returns name in the model's state dict -> new tensor. UserError for a tensor that
+    """Merge the adapters into new tensors, and put the original modules back into `model`, with
+    these tensors. Returns name in the model's state dict -> new tensor. UserError for a tensor that
     is not finite."""
     merged: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
@@ -240,9 +242,9 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
 
 
 def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
-    """Merge the adapters of a layer's experts, and put new stacks of weights into the layer's
-    original experts module. Returns name -> new stack. The old stacks, which other models may
-    share, are not changed."""
+    """Merge the adapters of a layer's experts into new stacks of weights, and put these stacks into
+    the layer's original experts module. Returns name -> new stack. The old stacks are not changed,
+    because other models may share them."""
     module = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -259,9 +261,9 @@ def linear_maps(
     layer: MoELayer, expert: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """The linear maps of one expert: name (gate, up or down) -> (weight (out, in), bias (out,) or
-    None); {} for an expert without channels. Weights and biases are views, so writing to them
-    changes the experts module."""
-    views = layer.projections(expert)
+    None). {} for an expert without channels. Weights and biases are views, so writing to these
+    tensors changes the experts module."""
+    views = layer.projections(expert)  # with channels as rows
     maps: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in ("gate", "up", "down"):
         if name in views and len(views[name]):

@@ -1,5 +1,5 @@
-"""Put a recovery into an exported checkpoint: fine-tuned or fitted tensors, and weights in NF4 if
-transformers can load such weights."""
+"""Put a recovery into an exported checkpoint: fine-tuned or fitted tensors, and rounded weights.
+Rounded weights are stored in NF4 if transformers can load them so."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def recovery_changes(
     `apply.recovered`.
 
     tuned, bits, modules: arguments of `apply.recovered`; sentence: description of the training for
-    the model card; dtype: the one in which the model was evaluated. Weights are rounded on the CPU
-    in `dtype`. With `bits` 4, linear maps that bitsandbytes can use on every machine are stored in
-    its NF4 format. Other rounded weights are stored as plain numbers, such as those of routed
-    experts, because transformers has no 4-bit form for stacked experts.
+    the model card, or ""; dtype: the dtype in which the model was evaluated. Weights are rounded on
+    the CPU in `dtype`. With `bits` 4, linear maps that bitsandbytes can use on every machine are
+    stored in the NF4 format of bitsandbytes. Other rounded weights are stored as plain numbers in
+    `dtype`. Routed experts are among these, because transformers has no 4-bit form for stacked
+    experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
@@ -60,15 +61,16 @@ def recovery_changes(
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if the experts of a layer are stacked in `dtype` and packed in the precision
-    of the files in `source`, or the other way round.
+    """Raise UserError if the experts of a layer fit the kernels for stacked experts in only one of
+    two precisions: in `dtype`, or in the precision of the files in `source`.
 
     A model that `plan` prunes is recovered in `dtype`, but exported with modules for the precision
-    of the files. A width of experts may fit the kernels for stacked experts in one of them only.
+    of the files. Experts that fit the kernels are stacked, other experts are packed, and both
+    models must do the same.
     """
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
-        if layer.width is None or min(layer.widths) == layer.width:
+        if layer.width is None or min(layer.widths) == layer.width:  # retains all channels
             continue
         if is_stock(layer.widths, stored_bytes) != is_stock(layer.widths, dtype.itemsize):
             name = str(dtype).removeprefix("torch.")
@@ -91,6 +93,7 @@ class _RecoveredTensors:
         self.dtype = dtype
         self.modules = modules
         self.tuned = tuned
+        # one layer is cached, as the tensors of a layer are mostly written one after another
         self.tensors_of_layer = lru_cache(maxsize=1)(self._tensors_of_layer)
         self.nf4_names: dict[str, str] = {}
         """Path of each linear map that is stored in 4 bits -> name of its weight in the
@@ -107,14 +110,14 @@ class _RecoveredTensors:
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Name -> tensor, for the tensors that are written in place of the tensor `name` of the
-        checkpoint."""
+        checkpoint. {name: tensor} if the recovery does not change the tensor."""
         return self.tensors_of_layer(self.streamed.layer_of.get(name, OUTSIDE)).get(
             name, {name: tensor}
         )
 
     def config(self) -> dict[str, Any]:
-        """The field `quantization_config` for config.json, whose list of skipped modules has all
-        linear maps that are not stored in 4 bits."""
+        """{"quantization_config": field of config.json}. Its list of skipped modules has all linear
+        maps that are not stored in 4 bits."""
         from transformers import BitsAndBytesConfig
 
         maps = [
@@ -132,8 +135,8 @@ class _RecoveredTensors:
         return {"quantization_config": quantization.to_dict()}
 
     def _maps_to_round(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
-        """Yield (path, module) of each linear map whose weight is to be rounded and whose path
-        begins with `prefix`, without routed experts."""
+        """Yield (path, module) of each linear map that is outside of routed experts, has a weight
+        to round, and has a path that begins with `prefix`."""
         for part in self.modules:
             if part != "experts":
                 for path, module in linears(self.streamed.model, part):
@@ -142,8 +145,9 @@ class _RecoveredTensors:
 
     @torch.no_grad()
     def _tensors_of_layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Name of a changed tensor of a decoder layer in the checkpoint -> the tensors that are
-        written in place of this tensor, as name -> tensor."""
+        """The changed tensors of decoder layer `number`: name of a tensor in the checkpoint -> name
+        -> tensor, for the tensors that are written in its place. Tensors outside of decoder layers
+        do not change."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
@@ -163,8 +167,10 @@ class _RecoveredTensors:
                     name = self.nf4_names[path]
                     tensors = nf4_tensors(module.weight)
                     nf4_by_name[name] = {f"{name}{end}": tensors[end] for end in tensors}
+                    # a fine-tuned weight is written only in 4 bits
                     new_tensors.pop(f"{path}.weight", None)
                 else:
                     new_tensors[f"{path}.weight"] = rounded(module.weight)
             stored = to_checkpoint(model, new_tensors)
+            # copies, since tensors may be views of weights that are freed with the layer
             return {name: {name: tensor.clone()} for name, tensor in stored.items()} | nf4_by_name

@@ -44,7 +44,7 @@ RATES = {
 }
 """Part of the model -> name of the setting with the part's peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(ids (S,) int64, valid (S,) bool, learnt (S,) bool): valid is False at gaps and padding, learnt
+"""(ids (S,) int64, valid (S,) bool, learnt (S,) bool). valid is False at gaps and padding. learnt
 is True at the tokens that the model learns to predict."""
 Groups = dict[str, dict[str, nn.Parameter]]
 """Part of the model (experts, routers, shared_experts) -> name -> parameter to train. Names are the
@@ -56,7 +56,8 @@ WARMUP = 0.1
 """Share of the steps, at the beginning, in which learning rates rise from 0 to their peak, because
 AdamW has seen too few gradients to scale them."""
 CLIP = 0.5
-"""Norm to which larger gradients of a step are scaled down, so that no single step undoes many."""
+"""Gradients of a step with a larger norm are scaled down to this norm, so that no single step
+undoes many steps."""
 SAVE_EVERY = 50
 """Number of steps between two checkpoints. A killed run then loses a few minutes, and writing
 checkpoints takes a few percent of a run's time."""
@@ -74,8 +75,8 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Train a copy of `model`, pruned by `plan` (not pruned if None): either DoRA adapters on its
-    MoE blocks, or its routers.
+    """Train a copy of `model`, which is pruned by `plan` (not pruned if `plan` is None). Either
+    DoRA adapters on the MoE blocks of the copy are trained, or its routers.
 
     The copy learns the answers of `text` or, with recovery.distill, the predictions of the unpruned
     `model` on `text`. `model` is not changed. The folder `out` gets two files, from which
@@ -109,7 +110,8 @@ def finetune(
             part: sum(map(torch.numel, named.values()))
             for part, named in learner.parameters.items()
         }
-        changed = learner.finish()
+        tuned_tensors = learner.finish()
+    # the first token of a row has no prediction
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     report = {
         "trained_parameters": counts,
@@ -119,7 +121,7 @@ def finetune(
         "seconds": round(time.monotonic() - started, 1),
         "loss": losses,
     }
-    save_tuned(out, changed, report)
+    save_tuned(out, tuned_tensors, report)
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
@@ -134,6 +136,7 @@ def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     UserError when there are no such tokens."""
     marked_batches = []
     for ids, valid in batches(text, tokenizer).rows:
+        # the value of the first column does not matter, since first tokens are never learnt
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))
     return _rows_to_learn(
@@ -144,8 +147,8 @@ def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
 def _rows_to_learn(
     marked_batches: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
 ) -> list[Row]:
-    """The rows of batches (ids, valid, learnt) that have a learnt token after their first token.
-    UserError, which gives the `reason`, when there are no such rows."""
+    """The rows of the batches (ids, valid, learnt) that have a learnt token after their first
+    token. UserError, which gives the `reason`, when there are no such rows."""
     rows: list[Row] = []
     for batch in marked_batches:
         for ids, valid, learnt in zip(*batch, strict=True):
@@ -167,13 +170,14 @@ def train(
     partial: Path,
     seed: int,
 ) -> list[float]:
-    """Train the parameters `groups` of `model` on `rows`, by AdamW without weight decay; returns
+    """Train the parameters `groups` of `model` on `rows`, by AdamW without weight decay. Returns
     the loss of each step, in nats per learnt token.
 
-    A step reads `settings.rows_per_step` rows, of which a forward pass reads `rows_at_once`. The
+    A step reads `settings.rows_per_step` rows, with `rows_at_once` rows in each forward pass. The
     loss of the step is the mean over all learnt tokens of its rows. All random numbers of a step
-    are drawn from (seed, step), so a training that resumes from the checkpoint in `partial` gives
-    exactly the weights of an uninterrupted training.
+    are drawn from (seed, step). So a training that resumes from the checkpoint in the folder
+    `partial` gives exactly the weights of an uninterrupted training. UserError for a loss that is
+    not finite.
     """
     parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
@@ -181,9 +185,9 @@ def train(
         [{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0
     )
     steps = step_count(settings, len(rows))
-    content = digest(tensor for row in rows for tensor in row)
+    rows_digest = digest(tensor for row in rows for tensor in row)
     identity = json.dumps(
-        {"settings": settings.identity, "seed": seed, "rows": content}, sort_keys=True
+        {"settings": settings.identity, "seed": seed, "rows": rows_digest}, sort_keys=True
     )
     losses = load_progress(partial, identity, parameters, optimizer)
     for step in range(len(losses), steps):
@@ -217,9 +221,9 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Learning rate in `step`, counted from 0, of `steps`, as a share of the peak. It rises
-    linearly in the first share WARMUP of the steps, and then falls as half a cosine, which would be
-    0 in the step after the last."""
+    """The learning rate in step number `step` (from 0) of `steps` steps, as a share of the peak.
+    The rate rises linearly in the first share WARMUP of the steps. Then it falls as half a cosine,
+    which would be 0 in the step after the last."""
     warmup = math.ceil(WARMUP * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -239,8 +243,8 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) -> float:
-    """Compute the mean loss over the learnt tokens of `rows`, add its gradients to the gradients of
-    the parameters, and return the loss. A forward pass reads `rows_at_once` rows."""
+    """The mean loss over the learnt tokens of `rows`. Its gradients are added to the gradients of
+    the parameters. A forward pass reads `rows_at_once` rows."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     total = 0.0
     for start in range(0, len(rows), rows_at_once):
@@ -285,8 +289,8 @@ def distillation_loss(
 def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
-    """The logits (N, V) that predict the N tokens that `learnt` (B, S) marks, without the first
-    token of each row."""
+    """Logits (N, V): the predictions of the N tokens that `learnt` (B, S) marks. The first token of
+    a row does not count, because nothing predicts it."""
     targets = learnt[:, 1:]
     # Logits are computed in all rows for each column that has a target in at least one row.
     columns = targets.any(0).nonzero()[:, 0]
@@ -306,14 +310,14 @@ def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor
 
 
 def _derive_seed(seed: int, step: int) -> int:
-    """Derive the seed of a step from the seed of the training; a negative `step` stands for a pass
-    over all rows. Seeds are hashes, so those of different steps are unrelated."""
+    """Derive the seed of a step from the seed of the training. A negative `step` stands for a pass
+    over all rows. Seeds are hashes, so the seeds of different steps are unrelated."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
 def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write a checkpoint with the `content` that `load_progress` reads; the file is replaced
-    atomically."""
+    """Write a checkpoint with `content` to `folder`, where `load_progress` reads it. The file is
+    replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary_file = folder / f"{PROGRESS_FILE}.part"
     torch.save(content, temporary_file)
@@ -327,8 +331,8 @@ def load_progress(
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
     """Restore the parameters and the state of the optimiser from the checkpoint in `folder`, and
-    return the losses of the finished steps. If the checkpoint is missing, damaged, or of a training
-    with another `identity`, change nothing and return []."""
+    return the losses of the finished steps. If the checkpoint is missing or damaged, or if its
+    training had another `identity`, change nothing and return []."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -349,7 +353,7 @@ def load_progress(
 
 @dataclass(frozen=True)
 class Student:
-    """A pruned model, and those of its parameters that are trained."""
+    """A pruned model, and the parameters to train."""
 
     model: Any
     parameters: Groups
@@ -362,8 +366,9 @@ class Student:
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
 ) -> Iterator[Student]:
-    """A context with a copy of `model`, pruned by `plan` (not pruned if None), and the parameters
-    that `settings` select for training. `model` is not changed."""
+    """A context with a copy of `model` that is pruned by `plan` (not pruned if `plan` is None), and
+    the parameters of the copy that `settings` select for training. `seed`: see `attach`. `model` is
+    not changed."""
     if settings.train == "routers":
         with trained_routers(model, plan) as learner:
             yield learner
@@ -380,23 +385,23 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
 
     The copy shares all other tensors with `model`, so that the teacher needs no further memory.
     Only the rows of retained experts are trained; biases of routers and correction biases are
-    frozen. Weights of 16 bits are trained as fp32 copies, because rounding would lose small steps;
-    each forward pass rounds the copies as the evaluation does.
+    frozen. Weights of 16 bits are trained as fp32 copies, because rounding would lose small steps.
+    Each forward pass rounds the copies as the evaluation does.
     """
     masked = share_copy(model)
     masked.requires_grad_(False)
     owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
     paths = {module: path for path, module in masked.named_modules()}
-    with ExitStack() as undo:
+    with ExitStack() as stack:
         if plan is not None:
-            undo.enter_context(mask(masked, plan))
+            stack.enter_context(mask(masked, plan))
         weights = {}
         for layer, owner in owners.items():
             weights[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
             parametrize.register_parametrization(owner, "weight", weights[layer], unsafe=True)
-            # This is undone before the mask, which then puts the whole weight back in place of the
-            # rows of retained experts.
-            undo.callback(
+            # This callback runs before the mask ends. The mask then puts the whole weight back in
+            # place of the rows of retained experts.
+            stack.callback(
                 parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False
             )
 

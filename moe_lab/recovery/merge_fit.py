@@ -23,8 +23,8 @@ from moe_lab.statistics.observe import StatisticsHook, gather
 
 RIDGE = 1e-6
 """Weight of the penalty on differences from the average of the members' projections, as a share of
-the mean square of the inputs. It is large enough to keep the average for channels that are never
-active, and too small to matter for other channels."""
+the mean square of the inputs. The weight is large enough to keep the average for channels that are
+never active, and too small to matter for other channels."""
 
 
 def fit(
@@ -38,14 +38,16 @@ def fit(
     partial: Path,
 ) -> dict[str, Any]:
     """Fit the down projections of the merged experts of `plan` to the outputs of their members on
-    `text`, and return the report.
+    `text`. Returns the report: numbers of experts that were fitted and that stay averaged, seconds,
+    and for each merged expert its members and the result of `_fit_expert`.
 
-    The folder `out` gets two files, from which `apply.recovered` makes the fitted model:
-    tuned.safetensors has the experts of each layer with merged experts, by their names in the
-    pruned model's state dict, and finetune.json has the report. Sums are saved in the folder
-    `partial`, from which a stopped fit continues; no other fit may use this folder. UserError for a
-    plan that merges no experts, for outputs that are not finite, and for a text in which no expert
-    has enough tokens.
+    The folder `out` gets two files, from which `apply.recovered` makes the fitted model.
+    tuned.safetensors has the weights of the experts of each layer with merged experts, by the names
+    of the weights in the pruned model's state dict. finetune.json has the report.
+
+    Sums are saved in the folder `partial`, from which a stopped fit continues; no other fit may use
+    this folder. UserError for a plan that merges no experts, for outputs that are not finite, and
+    for a text in which no expert has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(
@@ -53,11 +55,12 @@ def fit(
         )
     started = time.monotonic()
     pruned = prune(model, plan)
-    merged = merged_weights(pruned, plan)
-    hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": merged})
+    weights_by_layer = merged_weights(pruned, plan)
+    # `gather` makes the hooks itself from their class, so the class must have the plan and weights
+    hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
     sums = gather(model, hook, batches(text, tokenizer).rows, out=partial).layers
     experts = []
-    for layer, weights_by_owner in merged.items():
+    for layer, weights_by_owner in weights_by_layer.items():
         for owner, weights in weights_by_owner.items():
             summary = {
                 "layer": layer,
@@ -72,10 +75,10 @@ def fit(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens "
             f"than it has channels (at most {most_tokens}): expected a longer text"
         )
-    changed = {
+    fitted_tensors = {
         f"{layer.name}.{name}": weight
         for layer in routed_layers(pruned)
-        if layer.index in merged
+        if layer.index in weights_by_layer
         for name, weight in layer.experts.named_parameters()
     }
     seconds = round(time.monotonic() - started, 1)
@@ -85,22 +88,22 @@ def fit(
         "seconds": seconds,
         "experts": experts,
     }
-    save_tuned(out, changed, report)
+    save_tuned(out, fitted_tensors, report)
     return report
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
     """Layer -> id of a merged expert -> weights of this expert in `pruned`, the model that `plan`
-    pruned. The weights are views, so writing to them changes the model."""
-    merged: dict[int, dict[int, Weights]] = {}
+    pruned. The weights are views, so writing to the weights changes the model."""
+    by_layer: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
             owners = sorted(layer_plan.merged)
-            merged[layer.index] = {
+            by_layer[layer.index] = {
                 owner: layer.weights(layer_plan.retained.index(owner)) for owner in owners
             }
-    return merged
+    return by_layer
 
 
 class MergeHook(StatisticsHook):
@@ -125,8 +128,10 @@ class MergeHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add to the sums, and return the routed output (T, H) of the unpruned layer."""
-        valid = self.valid(hidden)
+        """Add to the sums, and return the routed output (T, H) of the unpruned layer. hidden:
+        hidden states (T, H); index: ids of the experts of each token (T, K); weights: gates
+        (T, K)."""
+        valid = self.valid(hidden)  # None if all tokens are valid
         for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
@@ -150,15 +155,16 @@ def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]
     tokens as channels.
 
     down: the down projection, so far the average of the members; owner: id of the expert; sums:
-    sums of the layer, see `MergeHook`. Returns the number of tokens, and the relative squared
-    errors of the average and of the fit, the latter None without a fit.
+    sums of the layer, see `MergeHook`. Returns {"tokens": number of tokens, "error_averaged":
+    squared error of the average as a share of the squared outputs, "error_fitted": the same of the
+    fit, None without a fit}.
     """
     tokens, square, error = (
         float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
     )
     gram = sums[f"gram.{owner}"]
     cross = sums[f"cross.{owner}"]
-    scale = square or math.inf
+    scale = square or math.inf  # if all outputs are 0, errors count as 0
     summary = {"tokens": int(tokens), "error_averaged": error / scale, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()
@@ -171,11 +177,14 @@ def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The fitted minus the averaged down projection W_D (H, I), in fp64.
+    """The difference (H, I), in fp64, of the fitted down projection from the averaged projection
+    W_D.
 
-    It is (Y - W_D P) P^T (P P^T + r I)^-1, where the columns of P and Y are the phi and y of all
-    tokens, gram is P P^T, cross is (Y - W_D P) P^T, and r is RIDGE times the mean diagonal of gram.
+    The difference is (Y - W_D P) P^T (P P^T + r I)^-1. The columns of P and Y are the phi and y of
+    all tokens, gram is P P^T, cross is (Y - W_D P) P^T, and r is RIDGE times the mean diagonal of
+    gram.
     """
+    # r must not be 0, which it would be without any active channel
     ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
     damped_gram = gram + ridge * torch.eye(len(gram), dtype=torch.float64)
     return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped_gram)).T
