@@ -71,8 +71,8 @@ def channel_activation(layer: Layer) -> Array:
 
 @criterion("channel_weight", granularity="channel", needs=("channel_weights",), reference=SLIMMING)
 def channel_weight(layer: Layer, projection: str = "down") -> Array:
-    """The Euclidean norm of the channel's weights in one projection. For projection=mean, the mean
-    of the norms in all three projections.
+    """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the
+    mean of the norms.
 
     UserError unless `projection` is down, gate, up or mean. UserError also if the experts have no
     such projection, as experts without a gate."""
@@ -109,8 +109,8 @@ def channel_activation_gradient(layer: Layer) -> Array:
 
 @criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
 def snip(layer: Layer, projection: str = "down") -> Array:
-    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection. For projection=mean, the
-    mean of the sums in all three projections.
+    """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
+    the mean of the sums.
 
     In MoE-Slimming's equation c is an input channel of the projection, so the down projection is
     the default here. The paper's code takes the mean of the three projections. UserError as in
