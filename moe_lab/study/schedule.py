@@ -1,5 +1,5 @@
-"""Order of execution: every step runs once, after its inputs, on any number of threads, here or in
-worker processes."""
+"""Order of execution: every step runs once, after its inputs, on any number of threads, in this
+process or in worker processes."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Schedule:
         """Lock of this object, which is notified when steps have ended."""
 
     def waiting_without(self, excluded: Set[str]) -> Set[str]:
-        """Ids of the waiting steps, without those in `excluded` and without steps that need one of
-        these, directly or indirectly."""
+        """Ids of the waiting steps, without `excluded` and without steps that need a step in
+        `excluded`, directly or indirectly."""
         excluded = set(excluded)
         for step in self.waiting.values():  # inputs come before the steps that need them
             if any(needed.id in excluded for needed in step.needs):
@@ -86,7 +86,7 @@ class Schedule:
         `subset`: ids of the steps to take, from `waiting_without`; None for all.
         """
         with self.condition:
-            while any(subset is None or name in subset for name in self.waiting):
+            while any(subset is None or step_id in subset for step_id in self.waiting):
                 for step in self.waiting.values():
                     if subset is not None and step.id not in subset:
                         continue
@@ -104,7 +104,7 @@ class Schedule:
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
     def skip(self, steps: Iterable[Step]) -> None:
-        """Skip `steps` and everything that needs them."""
+        """Skip `steps` and all steps that need one of them, directly or indirectly."""
         with self.condition:
             for step in steps:
                 self.waiting.pop(step.id, None)
@@ -122,6 +122,7 @@ class Schedule:
         """Move a step to `finished`. `computed`: whether this run has computed it."""
         with self.condition:
             self.waiting.pop(step.id, None)
+            # a step that this run has not computed may be missing in `running`
             _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
                 self.ended.append(StepTime(step, self.clock() - start_time, 1.0))
@@ -164,13 +165,13 @@ Execute = Callable[[Step, Path], None]
 def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
-    """Compute steps until no step is waiting: claim each, execute it and publish its results.
+    """Compute steps until no step is waiting. Each step is claimed, executed and published.
     `subset`: ids of the steps to compute, see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
         try:
             with store.claim(step) as scratch:
-                if scratch is not None:
+                if scratch is not None:  # None: another process has finished the step
                     if damaged := [needed for needed in step.needs if not store.readable(needed)]:
                         raise _input_error(damaged[0])
                     execute(step, scratch)
@@ -179,6 +180,7 @@ def work(
             schedule.postpone(step)
         except StepError as error:
             if not error.transient:
+                # a step may have failed only because an input was removed meanwhile
                 if lost_inputs := [needed for needed in step.needs if not store.done(needed)]:
                     error = _input_error(lost_inputs[0])
                 else:
@@ -228,6 +230,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         content = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
         log = self.store.log(step.folder)
         try:
+            # {} if the step succeeded
             error = self.child.call("perform_pickled", work=content)
         except Refused as refused:  # the process cannot unpickle the step: its module is missing
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
@@ -237,6 +240,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
             message = f"{step.folder}: the worker died ({ended}{hint})"
             if log.exists():
                 message += f"; its log is {log}"
+            # a negative code means that a signal ended the process
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
@@ -248,10 +252,10 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
     def _start(self) -> Child:
         """Start the process, in which the signal USR2 is ignored."""
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
-        # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores it:
-        # the first process of the job handles it, and ends the worker by `end`.
-        ignoring_usr2 = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
-        return Child(ignoring_usr2, {**os.environ, **self.environment}, umask=self.store.umask)
+        # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores the
+        # signal: the first process of the job handles the signal, and ends the worker by `end`.
+        shell_command = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
+        return Child(shell_command, {**os.environ, **self.environment}, umask=self.store.umask)
 
     def end(self, seconds: float) -> None:
         """End the process, even in the middle of a step. A pass then has `seconds` to save its
@@ -262,8 +266,8 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
                 self.child.process.wait(seconds)
 
     def _append_to_log(self, text: str) -> bool:
-        """Append a text to `log`. Returns whether that succeeded; on a full disk it fails, and the
-        step itself reports the error."""
+        """Append a text to `log`. Returns whether any text was appended. On a full disk no text
+        is appended, and the step itself reports the error."""
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -272,8 +276,9 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
 
 
 class InProcessExecutor(WorkerProcess):
-    """Computes steps in this process. Steps with foreign code are computed in a worker process. So
-    are all steps of a store that belongs to a group, as a worker can have the umask for it."""
+    """Computes steps in this process. Steps with foreign code are computed in a worker process. If
+    the store belongs to a group, all steps are computed in a worker process, which has the umask of
+    the store."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
         super().__init__(store)
@@ -316,8 +321,9 @@ def show_progress(
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
     """A line with the number of ended steps of each unfinished kind, the progress of running steps,
-    and the time left. `seconds` estimates the seconds of a step. `workers`: of `show_progress`."""
+    and the time left. `seconds` estimates the seconds of a step. `workers`: see `show_progress`."""
     with schedule.condition:
+        # while jobs compute, their steps are in `waiting` as well as in `running`
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
@@ -354,11 +360,12 @@ def show_regularly(status: Callable[[], str]) -> Iterator[None]:
     """Show a status until the block ends: on a terminal in a line that is overwritten every second,
     otherwise as a printed line every minute."""
     start = time.monotonic()
-    ended = threading.Event()
+    end_event = threading.Event()
 
     def show() -> None:
+        # without a terminal, `line` is None
         with console.status("") if console.is_terminal else nullcontext() as line:
-            while not ended.wait(1.0 if line else LINE_EVERY):
+            while not end_event.wait(1.0 if line else LINE_EVERY):
                 text = f"{(time.monotonic() - start) / 60:.0f} min: {status()}"
                 if line:
                     line.update(text)
@@ -370,5 +377,5 @@ def show_regularly(status: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         thread.join()

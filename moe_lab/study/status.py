@@ -1,4 +1,4 @@
-"""The state of a study, by its store and Slurm's queue, and the commands of
+"""The state of a study, from its store and from Slurm's queue; and the commands of
 `python -m moe_lab.study`."""
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from moe_lab.study.slurm.scheduler import QueuedJob
 from moe_lab.study.store import Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
-"""pending: a running command or a Slurm job will do the step. blocked: the step needs a failed one.
-missing: the step has no other state; the command that started the study starts such a step."""
+"""pending: a running command or a Slurm job will do the step. blocked: the step needs a failed
+step. missing: the step has no other state; the command that started the study starts such a
+step."""
 LINES = 20
 """Lines shown from the end of a log."""
 TIME_SHAPE = {"provenance": {"seconds": Number}}
@@ -68,7 +69,7 @@ class StepState:
 
 @dataclass(frozen=True, eq=False)
 class StudyState:
-    """All steps of a study, its Slurm jobs by id, and its jobs in the queue by id."""
+    """All steps of a study, its submitted Slurm jobs by id, and its jobs in Slurm's queue by id."""
 
     store: Store
     study: str
@@ -82,13 +83,14 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. For damaged documents, notices are added to
-    the store. Raises UserError when no run has an undamaged plan."""
+    """The state of a study that was run at least once. Damaged documents add notices to the store.
+    Raises UserError when no run has an undamaged plan."""
     _check_records(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
-    plan = next((plan for run in reversed(study_runs) if (plan := run.plan)), None)
+    # the last undamaged plan: `plan` of a run is None if it is missing or damaged
+    plan = next(filter(None, (run.plan for run in reversed(study_runs))), None)
     if plan is None:
         missing = f"study={study}: the record is missing: start the study again to write it"
         raise UserError("; ".join([*store.notices, missing]))
@@ -105,8 +107,8 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
-    """States of the steps in the `plan` of a run, in its order. `jobs`: all jobs of the study by
-    id. `queue`: the jobs in Slurm's queue by id."""
+    """States of the steps in the `plan` of a run, in the order of the plan. `jobs`: all jobs of the
+    study by id. `queue`: the jobs of the study in Slurm's queue by id."""
     job_of = _last_jobs(jobs, queue)
     finished = store.present()
     claim_times = store.claims.active()
@@ -135,7 +137,8 @@ def _step_states(
 
 
 def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]) -> dict[str, str]:
-    """Start of a step's id -> id of its first job that is in the queue, or else of its last job."""
+    """Start of a step's id -> id of a job of the step: the first job that is in the queue, or else
+    the last job."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -153,9 +156,10 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
-    """Id of the job that should have written the record, the report and the tracker's runs, but has
-    not completed these. It belongs to the last run that has such a job. None without such a run,
-    and if this run or a later run has completed all, is active, or has a record without a job."""
+    """Id of the job that should have finished a study, that is, written the record, the report and
+    the tracker's runs, and has not completed these. Only the last run with such a job counts. None
+    if there is no such run. None, too, if this run or a later run is active or has completed all,
+    or if a later run without such a job has a record."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -168,9 +172,9 @@ def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
 
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
-    """Id -> job in the queue, for those of `jobs` that are there; and the error when the scheduler
-    does not answer, or "". The error is not raised, as the store alone still gives a useful
-    state."""
+    """Id -> job in Slurm's queue, for the `jobs` that are in it; and the error of the scheduler if
+    it does not answer, otherwise "". The error is not raised, as the store alone still gives a
+    useful state."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
@@ -194,8 +198,8 @@ def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print a table with a row for each kind of step: number of steps in each state, mean time of a
-    step, and time left. Then print the jobs in the queue, and commands for what failed or is
-    missing."""
+    step, and time left. Then print the jobs in the queue, and the commands that explain failed
+    steps and start missing steps."""
     kinds: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         kinds[step.kind].append(step)
@@ -211,12 +215,12 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     )
     for column in table.columns:
         column.no_wrap = True
-    for kind, of_kind in kinds.items():
-        counts = Counter(step.state for step in of_kind)
-        mean = _mean_seconds(study.store, of_kind)
-        times = [mean, seconds_left(of_kind, mean)] if mean else []
-        cells = [str(counts[state] or "") for state in states]
-        table.add_row(kind, *cells, *map(_duration, times))
+    for kind, kind_steps in kinds.items():
+        counts = Counter(step.state for step in kind_steps)
+        mean = _mean_seconds(study.store, kind_steps)
+        times = [mean, seconds_left(kind_steps, mean)] if mean else []
+        count_texts = [str(counts[state] or "") for state in states]
+        table.add_row(kind, *count_texts, *map(_duration, times))
     table.add_row("all", *(str(total[state]) for state in states))
     console.print(table)
     _print_jobs(study)
@@ -226,10 +230,11 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     if total["failed"]:
         print(f"why the failed ones failed: {why_command}")
     if total["missing"] and not study.queue_error:
-        lost_jobs = {step.job: step for step in steps if step.state == "missing" and step.job}
-        if lost_jobs:
-            print(f"jobs that ended without their steps: {len(lost_jobs)}; why: {why_command}")
-            _print_log(study, next(iter(lost_jobs.values())), 3)
+        # one missing step for each job
+        step_of_job = {step.job: step for step in steps if step.state == "missing" and step.job}
+        if step_of_job:
+            print(f"jobs that ended without their steps: {len(step_of_job)}; why: {why_command}")
+            _print_log(study, next(iter(step_of_job.values())), lines=3)
         print("the same command as before starts what is missing")
 
 
@@ -251,22 +256,22 @@ def _duration(seconds: float) -> str:
 
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Cancel the jobs of a study that are in the queue. If `steps` are not all steps of the study,
-    cancel only the jobs that these wait for or run in."""
+    """Cancel the jobs of a study that are in the queue. If `steps` are only some of the study's
+    steps, cancel only the jobs that compute these steps, or will compute them."""
     if study.queue_error:
         raise UserError(study.queue_error)
-    jobs = list(study.queue)
+    job_ids = list(study.queue)
     if len(steps) < len(study.steps):
-        job_ids = {step.job for step in steps if step.state in ("pending", "running")}
-        jobs = [job for job in jobs if job in job_ids]
-    scheduler.cancel(jobs)
-    count = sum(len(study.jobs[job].steps) for job in jobs)
-    print(f"{study.study}: cancelled {len(jobs)} jobs, with {count} steps; finished ones remain")
+        jobs_of_steps = {step.job for step in steps if step.state in ("pending", "running")}
+        job_ids = [job_id for job_id in job_ids if job_id in jobs_of_steps]
+    scheduler.cancel(job_ids)
+    count = sum(len(study.jobs[job_id].steps) for job_id in job_ids)
+    print(f"{study.study}: cancelled {len(job_ids)} jobs, with {count} steps; finished ones remain")
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a line for each reason why steps are not done, with the end of the log of the first
-    step that failed, runs or is missing for this reason."""
+    """Print a line for each reason why steps are not done. The line names the first such step. If
+    this step has failed, is running or is missing, the end of its log follows."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
@@ -281,11 +286,11 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last `lines` lines of the log of a step. For a missing step, this is the log of its
-    job, if there is one: the job may have died before it began the step."""
+    """Print the last `lines` lines of the log of a step, if it has a log. For a missing step, print
+    the log of its job if there is such a log, as the job may have died before it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        name = f"{step.job}_0_log.err"  # submitit names it
+        name = f"{step.job}_0_log.err"  # the name that submitit gives
         logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
         if log.exists():
@@ -296,20 +301,21 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
-    """Hash all files of the finished steps, and print those that are missing or damaged. Returns 1
-    if there are such files, or if the store has notices of damaged documents, otherwise 0."""
+    """Hash all files of the finished steps, and print the files that are missing or damaged.
+    Returns the exit code: 1 if there are such files, or if the store has notices of damaged
+    documents, otherwise 0."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
-    damaged = 0
+    damaged_count = 0
     for name in names:
         states = store.damage(name, hash_all=True)
-        damaged += bool(states)
+        damaged_count += bool(states)
         for file, state in states.items():
             print(f"{state}: {store.folder(name) / file}")
     if store.packs.damaged_steps:
         drop(store, store.packs.damaged_steps)
-    if damaged:
-        print(f"{study.study}: {damaged} of {len(names)} finished steps are damaged")
+    if damaged_count:
+        print(f"{study.study}: {damaged_count} of {len(names)} finished steps are damaged")
         print("start the study again: they are set aside and computed again, but not later steps")
         return 1
     print(f"{study.study}: all {len(names)} finished steps are as they were published")
@@ -319,7 +325,9 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print the folders of finished steps. The files of steps in packs are copied to
     unpacked/KIND/NAME, below the current folder."""
-    for step in [step for step in steps if step.state == "done"]:
+    for step in steps:
+        if step.state != "done":
+            continue
         folder = study.store.folder(step.name)
         if not folder.exists():
             folder = Path("unpacked", step.name)
@@ -373,7 +381,8 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     """Mean seconds of at most SAMPLE finished steps among `steps`; None if there are none."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
-        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
+        # the next run, or verify, reports a damaged step
+        with suppress(FileNotFoundError, Damaged):
             document = store.document(step.name)
             if fits(document, TIME_SHAPE):
                 seconds.append(document["provenance"]["seconds"])

@@ -43,16 +43,18 @@ class StepFields:
     """Names of the fields that are not in `runtime`, which determine the identity."""
 
     def __init_subclass__(cls) -> None:
+        """Make the subclass a frozen dataclass, and find its `_identity_fields`."""
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
-        as_dataclass: Any = cls
+        as_dataclass: Any = cls  # type checkers do not see that it is a dataclass
         cls._identity_fields = tuple(
             entry.name for entry in fields(as_dataclass) if entry.init and entry.name not in runtime
         )
 
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
-        """Role -> entry, of all fields except those in `runtime`."""
+        """Role -> entry, of all fields except those in `runtime`. The role is the name of the
+        field. If the field is a dictionary, each of its keys is a role."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
@@ -69,8 +71,9 @@ class StepFields:
 
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
-    """Role -> entry, for the value of the field `role`. The entry of an input has the input's id; a
-    group of fields has the entries of its own fields."""
+    """Role -> entry, for the value in the role `role`. A step has one entry, whose line has the id
+    of the step. A group of fields has the entries of its own fields. A setting has one entry, whose
+    line has the hash of the setting."""
     if isinstance(value, Step):
         return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
@@ -88,9 +91,10 @@ class Step(StepFields):
     `StepFields` counts as its fields, and a dictionary as its entries."""
 
     kind: str = field(default="", init=False)
-    """Name of the kind in settings and tables, and of its folder in the store. A class that sets it
-    is registered. A class with several kinds has a dictionary `kinds` instead, from each kind to
-    how it differs, and each of its steps is given a kind."""
+    """Name of the kind in settings and tables, and of its folder in the store. A class that sets
+    `kind` is registered in `KINDS`. A class with several kinds has a dictionary `kinds` instead:
+    name of a kind -> what is particular to the kind. Each step of such a class sets its own
+    `kind`."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration
     set."""
@@ -98,13 +102,13 @@ class Step(StepFields):
     """Whether the step needs all weights in memory at once, so that calibration.engine=streamed
     cannot run it."""
     small: ClassVar[bool] = False
-    """Whether the result may be moved to a pack: the result is usually small, and only `Files.read`
-    reads it."""
+    """Whether the result may be moved to a pack. This requires that the result is usually small,
+    and that only `Files.read` reads the result."""
 
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
     plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
-    """Locations, by `plugins.module_location`, of the plugins that its work calls."""
+    """Locations of the plugins that `work` calls, see `plugins.module_location`."""
     id: str = field(init=False)
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)
@@ -150,8 +154,8 @@ class Step(StepFields):
         return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields and identity entries. A process that unpickles the step does not compute the
-        entries again, as files may have changed by then."""
+        """Fields and identity entries. The entries are pickled, too, so that the process that
+        unpickles the step does not compute them again: files may have changed by then."""
         return {**self.__dict__, "identity_entries": self.identity_entries}
 
 

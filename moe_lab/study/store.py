@@ -46,8 +46,8 @@ class StoreGone(Unavailable):
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, claims, and files from which unfinished
-    ones resume.
+    """A folder of finished steps, errors of failed steps, claims, and files from which unfinished
+    steps resume.
 
     `limit`, `in_queue`: see `Claims`. Nothing is written, created or set aside before `create` is
     called: the folder may be missing or read-only. Raises UserError for an empty path, a URL, a
@@ -71,7 +71,8 @@ class Store:
         self._awaited_ids: set[str] = set()
         """Ids of the steps that `readable` has waited for."""
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        """Kind -> modification time (ns) of its folder, and start of the id -> folder of a step."""
+        """Kind -> modification time of the kind's folder (ns), and its steps: start of the id ->
+        folder."""
         self._check_marker()
 
     @cached_property
@@ -83,7 +84,8 @@ class Store:
         """Create the folder if it is missing, and allow writing. Raises UserError when nothing can
         be written there."""
         self._is_writable = True
-        # earlier notices only reported damage; from now on it is also set aside, with a notice
+        # earlier notices only reported damage; from now on damaged files are also set aside, and
+        # a new notice says so
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,7 @@ class Store:
             self._check_marker()
             if not (self.root / MARKER).exists():
                 self.write(self.root / MARKER, {"schema": SCHEMA})
-            os.utime(self.root)  # raises OSError where writing is not allowed
+            os.utime(self.root)  # raises OSError if this user must not write
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(DISK_FULL_MESSAGE) from None
@@ -137,8 +139,9 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """A context that turns Damaged, and an OSError of a file in the store or of a full disk,
-        into a UserError. If the store is gone, any OSError becomes StoreGone."""
+        """A context that raises a UserError in place of Damaged, and in place of an OSError that is
+        about a file in the store or a full disk. If the store is gone, the context raises StoreGone
+        in place of any OSError."""
         try:
             yield
         except Damaged as error:
@@ -165,8 +168,8 @@ class Store:
 
     @property
     def umask(self) -> int:
-        """The umask of processes that write into the store, for `subprocess`; -1 for the umask of
-        this process."""
+        """The umask of processes that write into the store, as an argument of `subprocess`, where
+        -1 stands for the umask of this process."""
         return 0o002 if self.shared else -1
 
     def share(self, path: Path) -> None:
@@ -232,14 +235,15 @@ class Store:
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
         is missing, and Damaged when it is not as it was published."""
-        content = self._bytes(name, file)
+        content = self._read_file(name, file)
         entry = self.document(name)["files"].get(file, {})
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
 
-    def _bytes(self, name: str, file: str) -> bytes:
-        """As `content`, without comparing the file with its hash."""
+    def _read_file(self, name: str, file: str) -> bytes:
+        """Content of a file of the step KIND/NAME, in its folder or in a pack. The file is not
+        compared with its hash. Raises FileNotFoundError when the file is missing."""
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -248,20 +252,20 @@ class Store:
     def document(self, name: str) -> dict[str, Any]:
         """Content of STEP of the finished step KIND/NAME. Raises FileNotFoundError when STEP is
         missing, and Damaged when it is damaged."""
-        document: dict[str, Any] = parse_sealed(self._bytes(name, STEP), {}, f"{name}/{STEP}")
+        document: dict[str, Any] = parse_sealed(self._read_file(name, STEP), {}, f"{name}/{STEP}")
         return document
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """Contents of STEP of the finished steps of a kind, but of at most SAMPLE steps in packs. A
-        STEP that cannot be read is left out."""
+        """Contents of STEP of the finished steps of a kind: of all steps in folders, and of at most
+        SAMPLE steps in packs. A STEP that cannot be read is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
         self.packs.refresh()
-        packed = [
+        packed_starts = [
             start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")
         ]
-        for start in packed[:SAMPLE]:
+        for start in packed_starts[:SAMPLE]:
             with contextlib.suppress(FileNotFoundError, Damaged):
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
@@ -280,6 +284,7 @@ class Store:
         folder of the kind is only read again when its modification time has changed."""
         parent = self.root / kind
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
+        # no folder has the time -1
         indexed_time, folders = self._index.get(kind, (-1, {}))
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
@@ -311,8 +316,8 @@ class Store:
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
 
-        A file with another time, as in a copied store, is hashed once. A damaged step is set aside,
-        with a notice."""
+        A file whose time differs from that in STEP, as in a copied store, is hashed once. A damaged
+        step is set aside, with a notice."""
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
@@ -323,20 +328,20 @@ class Store:
         for path in self.packs.damaged_packs:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        packed = self.packs.starts()
+        packed_starts = self.packs.starts()
         done = set()
         for step in steps:
             start = step.id[:DIGITS]
-            if start in packed or (start in folders and self.done(step)):
+            if start in packed_starts or (start in folders and self.done(step)):
                 done.add(step.id)
         return done
 
     def readable(self, step: Step) -> bool:
-        """Whether a step that is about to be read is finished and undamaged. The first time, every
-        file is hashed, as modification times do not reveal bits that flipped on the disk.
+        """Whether a step that is about to be read is finished and undamaged.
 
-        The first time, a missing step is also looked up again for VISIBLE_AFTER seconds, as another
-        node may just have written the step."""
+        At the first call for a step, a missing step is looked up again for VISIBLE_AFTER seconds,
+        as another node may just have written the step. Every file is hashed once in this process,
+        as modification times do not reveal bits that flipped on the disk."""
         if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
@@ -348,8 +353,9 @@ class Store:
         return True
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME, see `integrity.damage`. For a step in a
-        pack, {} without `hash_all`; with it, a damaged step is added to `packs.damaged_steps`."""
+        """Missing and damaged files of the step KIND/NAME, see `integrity.damage`. A step
+        in a pack is only checked with `hash_all`; if it is damaged, it is added to
+        `packs.damaged_steps`."""
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
@@ -357,6 +363,7 @@ class Store:
             if stored != folder:
                 folder = stored
                 states = damage(folder, hash_all=hash_all)
+        # a step whose folder is missing may be in a pack
         if not states or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return states
         if not hash_all:
@@ -387,8 +394,8 @@ class Store:
         return states if self.packs.find(name[-DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
-        """Whether the step KIND/NAME exists without damage. A damaged step in a folder is set
-        aside; for a damaged step in a pack, a notice is added."""
+        """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
+        aside. For a damaged step in a pack, a notice is added."""
         states = self.damage(name, hash_all=hash_all)
         if not states:
             return True
@@ -439,8 +446,8 @@ class Store:
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
-        """Start of a step's id -> folders that are named like finished steps with such an id. There
-        are several if a step is stored under several labels, and none for steps in packs."""
+        """Start of a step's id -> folders that are named like a finished step with this id. A step
+        has several folders if it is stored under several labels. Steps in packs have no folder."""
         folders = defaultdict(list)
         for parent in sorted(self.root.glob("[!.]*/")):
             # lost+found, or a folder of a colleague, may not be readable
@@ -462,15 +469,16 @@ class Store:
         another store.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the
-        step's name. A process that dies leaves only the scratch folder, and a stale claim. Raises
-        Busy when another process has the claim, or took it over while this one was suspended, and
-        StoreGone when the store or the scratch folder was removed."""
+        step's name. A process that dies leaves only the scratch folder and a stale claim. Raises
+        Busy when another process has the claim, or took the claim over while this process was
+        suspended. Raises StoreGone when the store or the scratch folder was removed."""
         start = document["id"][:DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(start) as claim:
-            # The scratch folder of a former owner is renamed before the step is looked up: if that
-            # owner resumes, it has either published the step, which is found, or cannot do so.
+            # The scratch folder of a former owner is renamed before the step is looked up. A former
+            # owner that resumes has either published the step before, and the step is found, or
+            # can no longer publish it.
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hide(abandoned, start), ignore_errors=True)
@@ -504,7 +512,7 @@ class Store:
         try:
             scratch.rename(self.root / name)
         except OSError:
-            # another owner has published the step first: ENOTEMPTY or EEXIST, and EPERM on sshfs
+            # the error is ENOTEMPTY or EEXIST, on sshfs EPERM, if another owner has published first
             if scratch.exists() and (self.root / name / STEP).exists():
                 return
             raise

@@ -44,11 +44,12 @@ passes to `wandb.init`. The shell of a `wandb agent` has these variables."""
 
 @patch.dict(os.environ)  # the variables are restored at the end
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log the cells of a study's record whose benchmarks all have results. A cell that was logged
-    before continues its run; offline it is not logged again. Returns a sentence for the user.
+    """Log the cells of a study's record whose benchmarks all have results. Returns a sentence for
+    the user. If a cell was logged before, its run at wandb is continued; in the mode "offline", the
+    cell is not logged again.
 
-    WANDB_MODE or `wandb offline` sets the mode; without a key it is offline. Raises UserError with
-    the error of wandb.
+    WANDB_MODE or `wandb offline` sets the mode. Without a key, the mode is "offline". Raises
+    UserError with the error of wandb.
     """
     for name in RUN_VARIABLES:
         os.environ.pop(f"WANDB_{name}", None)
@@ -63,9 +64,13 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         "x_disable_meta",
         "x_disable_stats",
     )
-    quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
+    quiet_settings: dict[str, Any] = {
+        **dict.fromkeys(switches, True),
+        "console": "off",
+        "init_timeout": 30,
+    }
     # these settings come before login and init, which would print where the key is stored
-    wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
+    wandb_settings = wandb.setup(wandb.Settings(**quiet_settings)).settings
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
         "offline"
@@ -77,14 +82,19 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     ]
     try:
         for entry in cells:
-            steps = sorted(step_folder[-DIGITS:] for step_folder in entry["evaluate"].values())
+            step_starts = sorted(folder[-DIGITS:] for folder in entry["evaluate"].values())
             # the study is part of the id, as a run belongs to one group: its study
-            run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]
+            run_id = digest([record["study"], entry["cell"], step_starts])[:DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
             ):
                 continue
-            options = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
+            options = {
+                "id": run_id,
+                "group": record["study"],
+                "mode": mode,
+                "settings": quiet_settings,
+            }
             _log_cell(settings, store, entry, options)
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -92,7 +102,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
             f"tracker=wandb failed ({reason}): WANDB_MODE=offline needs no server"
         ) from error
     finally:
-        wandb.teardown()  # waits until its background process has written or sent everything
+        wandb.teardown()  # waits until the process of wandb has written or sent everything
     return (
         f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in "
         f"{wandb_settings.wandb_dir})"
@@ -107,7 +117,7 @@ def _log_cell(
     import wandb
 
     # results are read before the run begins, so that a damaged result leaves no empty run
-    numbers, losses = _results(store, entry)
+    numbers, losses = _cell_results(store, entry)
     arguments: Any = {
         **options,
         "project": settings.project,
@@ -116,7 +126,7 @@ def _log_cell(
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
     }
     with wandb.init(**arguments) as run:
-        # a continued run already has its first `run.step` losses
+        # a continued run already has the first `run.step` losses
         for step in range(run.step, len(losses)):
             run.log({"recovery/loss": losses[step]}, step=step)
         run.summary.update(numbers)
@@ -127,9 +137,9 @@ def _log_cell(
             run.log_artifact(artefact)
 
 
-def _results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Two results of a cell: name -> score, mean loss on right answers (bits per byte) or cost; and
-    the losses of the steps of fine-tuning, in order."""
+def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
+    """The numbers of a cell by name, which are scores, mean losses on right answers (bits per byte)
+    and costs; and the losses of the steps of fine-tuning, in order, or [] without fine-tuning."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
