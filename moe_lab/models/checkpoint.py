@@ -44,19 +44,19 @@ class Checkpoint:
     tensors: dict[str, Entry]
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-        """Name -> slice of the tensor, for torch. A slice reads its bytes when it is indexed, until
-        `files` is closed."""
+        """Name -> slice of the tensor. Indexing a slice reads bytes into a torch tensor. Slices can
+        be indexed until `files` is closed."""
         shards = {name: self.tensors[name].shard for name in names}
-        opened = {
+        shard_files = {
             shard: files.enter_context(safe_open(self.folder / shard, framework="pt"))
             for shard in set(shards.values())
         }
-        return {name: opened[shard].get_slice(name) for name, shard in shards.items()}
+        return {name: shard_files[shard].get_slice(name) for name, shard in shards.items()}
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards. UserError when a shard is missing or damaged, or when the
-    shards and the index list different tensors."""
+    """The checkpoint in a folder, from the headers of all its shards. UserError when a shard is
+    missing or damaged, or when the shards and the index list different tensors."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -68,14 +68,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                     f"{folder}: {shard} has tensor {name}, which {INDEX} does not list there"
                 )
         tensors.update(entries)
-    if lost := sorted((index or {}).keys() - tensors.keys()):
-        raise UserError(f"{folder}: no file has tensor {lost[0]}, which {INDEX} lists")
+    if missing := sorted((index or {}).keys() - tensors.keys()):
+        raise UserError(f"{folder}: no file has tensor {missing[0]}, which {INDEX} lists")
     return Checkpoint(folder, shards, metadata, tensors)
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when the
-    file is damaged."""
+    """(metadata, name of a tensor -> entry) of one safetensors file, with the tensors in the order
+    of their bytes. UserError when the file is damaged."""
     try:
         with safe_open(path, framework="np") as safe_file:
             metadata: dict[str, str] = safe_file.metadata() or {}
@@ -122,13 +122,14 @@ def bits_of(dtype: str) -> int:
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
-    """The precision of the weights that a config.json states, such as bfloat16; `torch_dtype` in
-    older files."""
+    """The precision of the weights that a config.json states, such as bfloat16; "None" if it states
+    none. Older files have the field `torch_dtype`."""
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
 def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """Names of the weight files, and the index (tensor -> file), or None without an index."""
+    """(names of the weight files, index), where the index is tensor -> file, or None for a single
+    file. UserError when a file or the index is missing or damaged."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():

@@ -47,9 +47,9 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs among which vLLM can divide each layer of a model, which are divisors of the
-    number of attention heads. Layers are not distributed among GPUs, since masks need all layers in
-    each process."""
+    """Numbers of GPUs among which vLLM can divide each layer of a model: those of GPU_COUNTS that
+    divide the number of attention heads. vLLM must not place different layers on different GPUs,
+    because masks need all layers in each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
@@ -59,16 +59,16 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
     text = config.get("text_config", config)
     numbers = {}
     for name, fields in FIELDS.items():
-        stated = next((text[field] for field in fields if field in text), None)
-        if isinstance(stated, int):
-            numbers[name] = stated
+        value = next((text[field] for field in fields if field in text), None)
+        if isinstance(value, int):
+            numbers[name] = value
     return numbers
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer, from config.json, or from
-    `model.expected` without a config.json; `model.top_k` overrides both. None when n_experts or
-    top_k is not known."""
+    """n_experts, top_k and, if known, width (channels per expert) of a layer. They are read from
+    config.json, or from `model.expected` if config.json states no numbers. `model.top_k` overrides
+    top_k. None when n_experts or top_k is not known."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -83,7 +83,8 @@ def _expected(settings: ModelConfig) -> dict[str, int]:
 
 
 def experts_implementation(device: str) -> str:
-    """Name of the function of transformers that runs experts on a device or a device map."""
+    """Name of the function of transformers that runs experts. `device`: a device or a device
+    map."""
     # On the CPU, grouped_mm would convert weights on every call, and `cpu_experts` replaces eager.
     return "eager" if device == "cpu" else "grouped_mm"
 
@@ -108,28 +109,29 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The method in which weights are quantised, such as fp8; None for plain weights, and without a
-    config.json."""
+    """The method in which the weights of a model are quantised, such as fp8. None for plain
+    weights, and if no config.json is known."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The method in which the weights of a model with this config.json are quantised; None for
     plain weights."""
-    stated = config.get("quantization_config") or config.get("text_config", {}).get(
+    section = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
     return (
-        str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+        str(section.get("quant_method", "quantised weights")) if isinstance(section, dict) else None
     )
 
 
 def check_chat_template(
     settings: ModelConfig, user: str, tools: bool, alternative: str = ""
 ) -> None:
-    """Raise UserError when a model on this machine has no chat template, or, with `tools`, a chat
-    template without tools. For the message, `user`: the setting that needs the template;
-    `alternative`: what can be used instead of an instruction-tuned model."""
+    """Raise UserError when a model on this machine has no chat template. If `tools`, raise
+    UserError also when its chat template does not accept tools. `user`: the setting that needs the
+    template, for the message. `alternative`: the end of the message, which names what can be used
+    instead of an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
@@ -154,9 +156,10 @@ def check_chat_template(
 
 
 def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """The tokens that end a text, ascending: the configured tokens, and the tokenizer's."""
-    stated = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in (*stated, tokenizer.eos_token_id) if token is not None})
+    """Ids of the tokens that end a text, ascending: the configured tokens, and the end token of the
+    tokenizer, if they exist."""
+    tokens = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
 
 def check_plain_weights(settings: ModelConfig, user: str) -> None:
@@ -170,8 +173,8 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
 
 
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set: this setting only changes a loaded model, and the
-    setting `user` works with files."""
+    """Raise UserError when model.top_k is set. That setting only changes a loaded model, and the
+    setting `user` writes files."""
     if settings.top_k is not None:
         raise UserError(
             f"{user} gives a checkpoint that routes as it was trained, not by "
@@ -180,8 +183,9 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
 
 
 def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """Raise UserError naming the first of `numbers` that differs from `model.expected`. The number
-    of parameters is compared last, because it says least about the cause."""
+    """Raise UserError naming the first number that differs from `model.expected`. `numbers`: name
+    in model.expected -> actual number; names without a number are not compared. The number of
+    parameters is compared last, because it says least about the cause."""
     for name, value in sorted(
         _expected(settings).items(), key=lambda item: item[0] == "parameters"
     ):
@@ -232,8 +236,8 @@ class Size:
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
-        """Bytes of the weights of this number of decoder layers, with embeddings and the vocabulary
-        head."""
+        """Bytes of the weights of `layers` decoder layers, the embeddings and the vocabulary
+        head, with OVERHEAD."""
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
         # embeddings and head; LOGITS bounds the fp32 numbers of a vocabulary
@@ -242,25 +246,25 @@ class Size:
         return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
 
     def activations(self, layers: float = 1) -> float:
-        """Bytes per token of the activations that this number of layers keeps."""
+        """Bytes per token of the activations that `layers` decoder layers keep."""
         # about 20 vectors of the hidden size, and 6 of the width for each chosen expert
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def cache(self, tokens: int) -> float:
-        """Bytes of the keys and values of this number of tokens."""
+        """Bytes of the keys and values of `tokens` tokens in all layers."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
         """Most bytes of hidden states between decoder layers. A forward pass keeps the states of
-        two layers, and of the layer from which it would resume; a backward pass also keeps the
-        states of all layers."""
+        two layers, and of the layer from which the pass would resume. A backward pass also keeps
+        the states of all layers."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model, from `model.expected`, or from its files; None if neither has all
-    numbers."""
+    """The size of a model, from `model.expected`, or from the model's files if `model.expected` is
+    null. None if a number is missing."""
     numbers = _expected(settings) or _measured(settings.path, settings.revision)
     try:
         return Size(
@@ -278,8 +282,9 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _measured(path: str, revision: str | None) -> dict[str, int]:
-    """Numbers by their names in model.expected, and `bytes` of a parameter, from config.json and
-    the files' headers; for a model that is not downloaded, from the hub's list of its files."""
+    """Name in model.expected -> number, and "bytes" -> bytes of a parameter. They are read from
+    config.json and the headers of the weight files. For a model that is not downloaded, sizes come
+    from the hub's list of files. Numbers that are not known are left out."""
     folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
@@ -290,10 +295,11 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
         numbers["moe_layers"] = len(
             {match[1] for name in tensors if (match := EXPERTS.search(name))}
         )
-    elif "layers" in numbers and (stated := stated_files(path, revision, "model")):
+    elif "layers" in numbers and (files := stated_files(path, revision, "model")):
+        # consolidated files hold the weights a second time
         size = sum(
             size
-            for name, (size, _) in stated.items()
+            for name, (size, _) in files.items()
             if is_weights(name) and "consolidated" not in name
         )
         weight_bytes = 1 if quantization_method(config) else numbers["bytes"]

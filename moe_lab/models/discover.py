@@ -110,8 +110,8 @@ class MoELayer:
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert, from `tensors`, which have the names that the method `tensors`
-        gives them; None takes the current tensors."""
+        """The weights of one expert. `tensors`: its tensors by the names in the experts module,
+        as the method `tensors` returns them; None: the current tensors."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
@@ -120,6 +120,7 @@ class MoELayer:
         first = next(iter(self.family.stacks))
         inward = tensors[first]
         down = tensors["down_proj"]
+        # transposed experts have their channels along the last axis
         if self.family.stacks[first].channels == -1:
             inward = inward.t()
             down = down.t()
@@ -164,23 +165,23 @@ def check_in_memory(layer: MoELayer) -> None:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """Find all layers of `model` with routed experts, in decoder order, and check that they can be
-    scored and pruned. Works on the meta device. UserError, with the reason, for experts and routers
-    that moe_lab does not handle."""
+    """All layers of `model` with routed experts, in decoder order. The model may be on the meta
+    device. UserError, with the reason, for experts and routers that moe_lab does not handle, and
+    for experts that can be neither scored nor pruned."""
     layers = routed_layers(model)
     for layer in layers:
         if is_ragged(layer.experts):
             raise UserError(
-                f"model_type={_kind(model)} can be evaluated, but neither scored nor pruned: "
+                f"model_type={_model_type(model)} can be evaluated, but neither scored nor pruned: "
                 f"{layer.name} is not a stack of experts of one width"
             )
     return layers
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """Find all layers of `model` with routed experts; unlike in `moe_layers`, widths in a layer may
-    differ (ragged)."""
-    kind = _kind(model)
+    """All layers of `model` with routed experts, in decoder order. Unlike in `moe_layers`, the
+    experts of a layer may differ in width. UserError for a model that is not supported."""
+    kind = _model_type(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     names = [name for name, module in model.named_modules() if is_experts(module)]
@@ -201,8 +202,8 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module dispatches through transformers' experts registry, whose decorator sets
-    these three attributes."""
+    """Whether transformers' experts registry runs the module."""
+    # the decorator of the registry sets these attributes
     attributes = ("is_concatenated", "is_transposed", "has_gate")
     return all(hasattr(module, name) for name in attributes)
 
@@ -213,7 +214,7 @@ def is_ragged(module: nn.Module) -> bool:
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
 
 
-def _kind(model: nn.Module) -> str:
+def _model_type(model: nn.Module) -> str:
     """The model_type of a model; the name of its class if its configuration has none."""
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
@@ -224,15 +225,16 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     experts = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
 
-    def refuse(reason: str) -> UserError:
+    def refusal(reason: str) -> UserError:
+        """The error that the layer is not supported. `reason`: a clause without subject."""
         return UserError(f"model_type={kind} is not supported: {name} {reason}")
 
     numbers = [part for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise refuse("is not in a numbered decoder layer")
+        raise refusal("is not in a numbered decoder layer")
     text_config = getattr(getattr(model, "config", None), "get_text_config", None)
     family = family_of(text_config().model_type if callable(text_config) else kind)
-    widths, hidden = _shape(experts, family, refuse)
+    widths, hidden = _shape(experts, family, refusal)
     n_experts = len(widths)
     routers = [
         child
@@ -240,13 +242,13 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         if isinstance(child := getattr(block, attribute, None), nn.Module)
     ]
     if len(routers) != 1:
-        raise refuse(
+        raise refusal(
             f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}"
         )
     router = routers[0]
     top_k = getattr(router, "top_k", None)
     if not (isinstance(top_k, int) and 1 <= top_k <= n_experts):
-        raise refuse(f"has a router that gives a token {top_k} of {n_experts} experts")
+        raise refusal(f"has a router that gives a token {top_k} of {n_experts} experts")
     n_group, topk_group = _groups(router)
     return MoELayer(
         family=family,
@@ -261,13 +263,13 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         widths=widths,
         n_group=n_group,
         topk_group=topk_group,
-        routing=_routing_tensors(router, block, n_experts, refuse),
+        routing=_routing_tensors(router, block, n_experts, refusal),
     )
 
 
-def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], int]:
-    """Channels of each expert, and the hidden size. Raises `refuse(reason)` for experts that are
-    not stored as `family` says."""
+def _shape(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
+    """(channels of each expert, hidden size). Raises `refusal(reason)` for experts that are not
+    stored as `family` says."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
@@ -284,16 +286,16 @@ def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], 
         getattr(experts, "has_bias", False),
     )
     if actual != expected:
-        raise refuse(
+        raise refusal(
             f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know"
         )
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, torch.Tensor) or down.dim() != 3:
-        raise refuse("is not a stack of experts (experts, rows, columns)")
+        raise refusal("is not a stack of experts (experts, rows, columns)")
     count = down.shape[0]
     for part, tensor in experts.named_parameters():
         if tensor.dim() < 2 or tensor.shape[0] != count:
-            raise refuse(
+            raise refusal(
                 f"holds {part} {tuple(tensor.shape)}, which has no first axis of {count} experts"
             )
     width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
@@ -301,7 +303,8 @@ def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], 
 
 
 def _groups(router: nn.Module) -> tuple[int, int]:
-    """Number of groups of a router, and number of groups that a token can be routed to."""
+    """(number of groups of a router, number of groups that a token can be routed to); (1, 1) for a
+    router without groups."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
     if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
@@ -310,11 +313,12 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 
 
 def _routing_tensors(
-    router: nn.Module, block: nn.Module, n_experts: int, refuse: Any
+    router: nn.Module, block: nn.Module, n_experts: int, refusal: Any
 ) -> tuple[RoutingTensor, ...]:
-    """Tensors of the router and of the block itself that have an expert axis; raises
-    `refuse(reason)` for any other tensor. The axis is known from the tensor's name, not from its
-    size, because the number of experts may equal the hidden size."""
+    """The tensors of the router and of the block itself, which must all have an axis of experts.
+    Raises `refusal(reason)` for other tensors, and unless exactly one is a weight. The axis is
+    known from the tensor's name, not from its size, because the number of experts may equal the
+    hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [
@@ -332,15 +336,15 @@ def _routing_tensors(
             elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
                 routing.append(RoutingTensor(owner, name, len(shape) - 1))
             else:
-                raise refuse(f"is routed by {name} {shape}, a tensor moe_lab does not know")
+                raise refusal(f"is routed by {name} {shape}, a tensor moe_lab does not know")
     if (weights := sum(part.name == "weight" for part in routing)) != 1:
-        raise refuse(f"has a router with {weights} weights of one row per expert instead of one")
+        raise refusal(f"has a router with {weights} weights of one row per expert instead of one")
     return tuple(routing)
 
 
 def part_of(name: str) -> str:
-    """The part of the model that the path of a module or tensor belongs to: experts,
-    shared_experts, attention or rest."""
+    """The part of the model to which a module or tensor belongs: experts, shared_experts, attention
+    or rest. `name`: its path."""
     path = name.split(".")
     if not any(name_part.isdigit() for name_part in path):
         return "rest"
@@ -353,8 +357,9 @@ def part_of(name: str) -> str:
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of the linear maps of a part, shared_experts or attention, except maps to a
-    single number: the gate of a shared expert counts as a router."""
+    """(path, module) of each linear map of a part, which is shared_experts or attention. Maps to a
+    single number are left out, because such a map is the gate of a shared expert, which counts as a
+    router."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

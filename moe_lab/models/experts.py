@@ -50,7 +50,8 @@ class Rows:
     expert: torch.Tensor
     """(S,) expert id, ascending."""
     ends: list[int]
-    """For each expert, the end of its rows, which start at the end of the previous expert's."""
+    """For each expert, the end of its rows. They start where the rows of the previous expert
+    end."""
 
 
 def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
@@ -80,9 +81,9 @@ def routed_output(
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
     """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-    `weights` (T, K): the gates. `compute(expert, part, states)` gives an expert's output (n, H) for
-    the slice `part` of `rows`, whose hidden states are `states` (n, H), or None if the expert adds
-    nothing."""
+    `weights` (T, K): the gates. `compute(expert, part, states)` returns an expert's output (n, H)
+    for the slice `part` of `rows`, or None if the expert adds nothing. `states` (n, H) are the
+    hidden states of these rows."""
     gates = weights[rows.token, rows.column, None]
     output = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
@@ -94,18 +95,20 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sums of expert outputs for `hidden` (t, H), weighted by each row of `gates` (t, R, E): (t, R,
-    H), at least fp32. Only experts with a nonzero gate are run."""
+    """Weighted sums of expert outputs, (t, R, H), at least fp32. Entry (t, r) is the sum over
+    experts of the outputs for the token `hidden[t]` (H,), times the gates `gates[t, r]` (E,). Only
+    experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
     has_gate = (gates != 0).any(1)
     n = max(int(has_gate.sum(1).max()), 1)
-    # (t, n) `chosen`: the used experts of each token, then unused ones, which are not run
+    # `chosen` (t, n): the used experts of each token, then unused experts, which are not run
     order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
     outputs = torch.zeros(
         *chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device
     )
+    # unused experts get the id n_experts, whose rows are skipped
     rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
     for expert, part in parts(rows.ends):
         if expert < n_experts:
@@ -116,13 +119,14 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
 
 
 def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Scatter gates (T, K) to their expert ids (T, K): (T, E), at least fp32, 0 elsewhere."""
+    """The gates of all experts (T, E), at least fp32: `weights` (T, K) at the expert ids `index`
+    (T, K), and 0 elsewhere."""
     gates = wide(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert half precision to fp32, so that sums and squares are not taken in half precision."""
+    """`tensor` in at least fp32, so that sums and squares are not taken in half precision."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
@@ -149,16 +153,17 @@ def are_replaced(layer: MoELayer) -> bool:
 
 def _forward_name(module: nn.Module) -> str:
     """Name of the attribute that holds the forward of a module. If accelerate has hooked the
-    module, this is the forward behind the hook, which loads offloaded weights and must run
-    first."""
+    module, this is the forward behind the hook, because the hook must run first: it loads offloaded
+    weights."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def cpu_experts(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute gated experts that have no biases, are not transposed, and are not followed by a
-    norm; see `ExpertsFunction`."""
+    """The gated sum of expert outputs (T, H); arguments as in `ExpertsFunction`. The experts of
+    `module` must have a gate projection and no biases, must not be transposed, and must not be
+    followed by a norm."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
     is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
@@ -180,7 +185,8 @@ def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
 def _all_at_once(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts at once: everything but the matrix products is one operation."""
+    """The gated sum of expert outputs (T, H). Except for the matrix products, one operation
+    computes all experts."""
     gathered = hidden.index_select(0, rows.token)
     slices = list(parts(rows.ends))
     projected = torch.cat(
@@ -196,7 +202,8 @@ def _all_at_once(
 def _one_by_one(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute one expert after the other, which needs no memory for the outputs of all experts."""
+    """The gated sum of expert outputs (T, H). One expert is computed after the other, which needs
+    no memory for the outputs of all experts."""
 
     def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
         return linear(
@@ -217,22 +224,23 @@ def _is_plain(module: Any) -> bool:
 
 
 def _same_bits(layer: MoELayer) -> bool:
-    """Whether `cpu_experts`, for few and for many tokens, gives the bits of the experts' own
-    forward."""
+    """Whether `cpu_experts` gives the bits of the experts' own forward, by its function for few
+    tokens and by its function for many tokens."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
     rows = sort_by_expert(index, layer.n_experts)
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
-        at_once = cpu_experts(layer.experts, hidden, index, weights)
-        one_by_one = _one_by_one(layer.experts, hidden, rows, weights)
-    return torch.equal(at_once, expected) and torch.equal(one_by_one, expected)
+        few_tokens_output = cpu_experts(layer.experts, hidden, index, weights)
+        many_tokens_output = _one_by_one(layer.experts, hidden, rows, weights)
+    return torch.equal(few_tokens_output, expected) and torch.equal(many_tokens_output, expected)
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention
-    mask. The last_hidden_state (B, S, H) of the output is the input of the vocabulary head."""
+    """The output of the decoder for one batch, without vocabulary logits or cache. `valid` (B, S)
+    is the attention mask. The output's last_hidden_state (B, S, H) is the input of the vocabulary
+    head."""
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
     # No token attends to later tokens, so padding on the right needs no mask. Without a mask,
@@ -259,8 +267,8 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of `layer` in `run()`, which runs the model; layers after `layer` are not run.
-    UserError unless the output is a bare tensor."""
+    """The output of `layer` in `run()`, which runs the model. Layers after `layer` are not run.
+    UserError unless the output is a bare tensor, RuntimeError if `layer` is not run."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         check_output(module, inputs, output)

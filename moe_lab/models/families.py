@@ -109,8 +109,8 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 
 
 def port_of(kind: str) -> dict[str, str]:
-    """File name -> source code of the port of a family that transformers cannot load; empty for all
-    other families."""
+    """{file name: source code} of the port of the family with the model_type `kind`, if
+    transformers cannot load this family; otherwise {}."""
     if kind not in PORTS:
         return {}
     file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
@@ -136,8 +136,8 @@ class Axes(NamedTuple):
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """Role -> view of a tensor of torch or numpy: (..., I, H) for a matrix, (..., I) for a bias,
-    (..., H) for the bias of down."""
+    """Role -> view of a part of `tensor`, of torch or numpy: (..., I, H) for a matrix, (..., I) for
+    a bias, (..., H) for the bias of down."""
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
@@ -167,8 +167,8 @@ class BlockTensor(NamedTuple):
     expert: int | None = None
     """The expert of a tensor of one expert."""
     axes: Axes | None = None
-    """The axes of a tensor of experts; None if it holds no plain projections, but scales, or
-    numbers packed in a quantised format."""
+    """The axes of a tensor of experts. None if the tensor does not hold plain projections, but
+    scales, or numbers packed in a quantised format."""
 
 
 _GATE = Axes(("gate",), -2)
@@ -210,21 +210,22 @@ class Family:
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Role -> view, channels first, of `tensors`, which are named as in the experts module and
-        are stacks, or tensors of one expert."""
+        """Role -> view with channels first. `tensors`: name in the experts module -> stack, or
+        tensor of one expert."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name -> role of each tensor of a checkpoint that belongs to a MoE block. Extra prediction
-        layers are left out. UserError for a decoder layer with several MoE blocks."""
+        """Name -> role, for each tensor that belongs to a MoE block. `names`: names of all tensors
+        of a checkpoint. Extra prediction layers are left out. UserError for a decoder layer with
+        several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
-        blocks: dict[str, int] = {}
+        blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
         for name in names:
-            match = _OF_EXPERTS.fullmatch(name)
+            match = _EXPERT_TENSOR.fullmatch(name)
             if match and not name.startswith(extra) and not match["block"].endswith(DISK_SHARED):
                 blocks[match["block"]] = int(match["layer"])
         if len(set(blocks.values())) != len(blocks):
@@ -292,14 +293,15 @@ _STACKS = (
     r"|(?:input|output)_linear\.weight"
 )
 """Tensors that hold all experts of a block along their first axis."""
-_OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
+_EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the tensors of layers that predict several tokens, which are numbered separately
-    or with the decoder layers."""
+    """Prefixes of the tensors of layers that predict several tokens, sorted. Such layers are
+    numbered either separately or together with the decoder layers."""
     prefixes = set()
     for name in names:
+        # `projection` is "" unless the name contains it
         layer, projection, _ = name.partition(PREDICTION_PROJECTION)
         block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
         if block or projection:
@@ -312,14 +314,14 @@ def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
     expert; otherwise ()."""
     names = list(names)
     extra = prediction_prefixes(names)
-    have_experts = any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names)
+    have_experts = any(name.startswith(extra) and _EXPERT_TENSOR.fullmatch(name) for name in names)
     return extra if have_experts else ()
 
 
 def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port, has a causal language model of a model type.
-    The source of transformers is read as text: importing it takes seconds and memory that an export
-    does not need otherwise."""
+    """Whether the installed transformers, or a port, has a causal language model of the model_type
+    `kind`. The source of transformers is read as text, because importing transformers takes seconds
+    and memory that an export does not need otherwise."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)

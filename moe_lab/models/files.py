@@ -187,7 +187,7 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
     unless `trust_remote_code`."""
     if trust_remote_code:
         return
-    for field, value in _named_code(read_json(folder / "config.json")):
+    for field, value in _code_fields(read_json(folder / "config.json")):
         raise UserError(
             f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
             "from the hub and run: take it out, or set model.trust_remote_code=true if you trust "
@@ -200,15 +200,15 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
+def _code_fields(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
     """(field, value) for each field of a config.json that names code, such as flash attention,
     which transformers would fetch because this code is neither built in nor installed."""
     if isinstance(config, dict):
         for key, value in config.items():
-            yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
+            yield from _code_fields(value, field if field.endswith(CODE_FIELDS) else key)
     elif isinstance(config, list):
         for value in config:
-            yield from _named_code(value, field)
+            yield from _code_fields(value, field)
     elif field.endswith(CODE_FIELDS) and isinstance(config, str):
         installed = ("flash_attention_2",) if find_spec("flash_attn") else ()
         if config.removeprefix("paged|") not in (*BUILT_IN, *installed):

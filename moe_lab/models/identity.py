@@ -48,9 +48,9 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def checkpoint_folder(model: Any) -> Path | None:
-    """The folder of the checkpoint that `model` was loaded from; None if there is no such folder.
-    For a model that was loaded by its name on the hub, the default revision in the cache, because a
-    model does not know its revision."""
+    """The folder of the checkpoint that `model` was loaded from; None if there is no such folder. A
+    model that was loaded by its name on the hub does not know its revision, so its folder is that
+    of the default revision in the cache."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -58,7 +58,7 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    """sha256 of the shapes, and of the bytes of about SAMPLE numbers, of `tensors`."""
+    """sha256 of the shapes of `tensors` and of the bytes of about SAMPLE of their numbers."""
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
@@ -69,9 +69,9 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
-    """Whether each weight matrix of `model`, and of each of its experts, has the shape and the
-    first row of that matrix in the files of `folder`. True for a quantised checkpoint, which is not
-    compared."""
+    """Whether the weights of `model` are those in the files of `folder`. The shape and the first
+    row of each matrix, of experts too, are compared. True for a quantised checkpoint, which is not
+    compared. False if the files cannot be read."""
     try:
         checkpoint = open_checkpoint(folder)
     except UserError:  # weights in another format, for example, have no fingerprint
@@ -87,6 +87,7 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
                 continue
             if checkpoint.tensors[name].shape != tuple(weights.shape):
                 return False
+            # the first row of each matrix, or the first number of a vector
             row = (*[slice(None)] * (weights.dim() - 2), slice(1))
             if not torch.equal(slices[name][row].to(weights.dtype), weights[row].cpu()):
                 return False
@@ -95,7 +96,8 @@ def _has_weights_of(model: Any, folder: Path) -> bool:
 
 def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor that
-    is read from the checkpoint; None in place of a tensor whose expert `model` does not have."""
+    is read from the checkpoint. If the tensor's expert does not exist in `model`, None takes its
+    place."""
     state = model.state_dict()
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:

@@ -109,7 +109,7 @@ class StreamedModel:
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
-        self.layer_of = dict(self._layers_of())
+        self.layer_of = dict(self._tensor_layers())
         """Tensor in the checkpoint -> its decoder layer, or OUTSIDE."""
         self._reader = ThreadPoolExecutor(1)
         self._pending: dict[int, Future[None]] = {}
@@ -120,7 +120,7 @@ class StreamedModel:
         self._read_ahead(0)
         self._fill(OUTSIDE, self.model)
 
-    def _layers_of(self) -> Iterator[tuple[str, int]]:
+    def _tensor_layers(self) -> Iterator[tuple[str, int]]:
         """(tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Extra prediction
         layers are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
