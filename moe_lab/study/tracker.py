@@ -55,7 +55,8 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
-    # wandb prints nothing, and uploads only logged values: no console, code or command line
+    # with the settings `quiet`, wandb prints nothing, and uploads only logged values: no console,
+    # code or command line
     switches = (
         "silent",
         "disable_code",
@@ -64,13 +65,9 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         "x_disable_meta",
         "x_disable_stats",
     )
-    quiet_settings: dict[str, Any] = {
-        **dict.fromkeys(switches, True),
-        "console": "off",
-        "init_timeout": 30,
-    }
+    quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
     # these settings come before login and init, which would print where the key is stored
-    wandb_settings = wandb.setup(wandb.Settings(**quiet_settings)).settings
+    wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
         "offline"
@@ -89,12 +86,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
             ):
                 continue
-            options = {
-                "id": run_id,
-                "group": record["study"],
-                "mode": mode,
-                "settings": quiet_settings,
-            }
+            options = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
             _log_cell(settings, store, entry, options)
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
