@@ -323,22 +323,19 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts, or which channels of experts, are retained when the share `ratio` of
-    the routed experts' parameters is removed.
+    """Decide which experts or channels stay when `ratio` of routed experts' parameters is removed.
 
-    `scores`: the data frame that `score` returns, or your own data frame with the columns layer,
-    expert, (channel,) score, and one row per expert or channel, numbered from 0. Experts or
-    channels with lower scores are removed first. `allocation`: how the budget is shared among
-    layers and experts; allocations that search need a study. `statistics`: statistics of the model,
-    if `scores` is not from `score`. `parameters`: parameters of the allocation. `multiple_of`,
-    `replacement` and `protect`: as in `moe_lab.config.AllocationConfig`.
+    `scores`: a data frame of `score`, or your own with the columns layer, expert, (channel,) score,
+    and one row per expert or channel, numbered from 0. Lower scores are removed first.
+    `allocation`: how the budget is shared among layers and experts; allocations that search need a
+    study. `statistics`: statistics of the model, if `scores` is not from `score`. Other arguments:
+    parameters of the allocation, and fields of `moe_lab.config.AllocationConfig`.
 
-    A plan with replacement m_smoe or ream must be aligned by `align` before `mask`, `prune` and
-    `export`. Warns when rounding to whole experts or channels changes the removed share, and when
-    scores are equal at the cut. Raises UserError for a ratio that is not feasible, and for scores
-    without exactly one row for each expert or channel of the model.
+    A plan with replacement m_smoe or ream must be aligned by `align` before it is used. Warns when
+    rounding changes the removed share, and when scores are equal at the cut. UserError for a ratio
+    that is not feasible, and for scores without exactly one row per expert or channel of the model.
     """
-    from moe_lab.allocation import protection
+    from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
     from moe_lab.pruning.selection import plan_from_scores, ties
@@ -351,9 +348,12 @@ def plan(
     values = _scores_table(scores, statistics.facts["layers"])
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
-    identity = _allocation_identity(fields, "channel" if "channel" in scores else "expert")
+    if "channel" in scores:
+        identity = _allocation_identity(fields, "channel")
+    else:
+        identity = _allocation_identity(fields, "expert")
     settings = {**identity, "ratio": ratio}
-    _check_evidence(settings, statistics)
+    check_evidence(settings, statistics.sums)
     facts = protection.with_protected(
         settings, statistics.facts, statistics.sums.get("statistics", {})
     )
@@ -388,21 +388,6 @@ def _allocation_identity(
     )
     allocation.check(config, granularity)
     return allocation.IdentifiedAllocation.of(config).identity
-
-
-def _check_evidence(settings: Mapping[str, Any], statistics: ModelStatistics) -> None:
-    """Raise UserError unless the statistics have all sums that the settings of an allocation
-    need."""
-    from moe_lab import allocation
-    from moe_lab.errors import UserError
-
-    missing = [need for need in allocation.needs(settings) if need not in statistics.sums]
-    if missing:
-        raise UserError(
-            f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
-            f"protect={settings['protect']} read {', '.join(missing)}, which these statistics "
-            "do not have: give calibrate the same replacement, and criteria that read the rest"
-        )
 
 
 def align(

@@ -7,7 +7,7 @@ of `ALLOCATIONS`. No torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -204,6 +204,17 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if settings.get("protect") is not None:
         steps.append("statistics")  # super experts are recognised by output_abs_max
     return other_scores + tuple(dict.fromkeys(steps))
+
+
+def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
+    """Raise UserError unless `sums` names all kinds of sums that the settings of an allocation
+    need."""
+    if missing := [kind for kind in needs(settings) if kind not in sums]:
+        raise UserError(
+            f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
+            f"protect={settings['protect']} read {', '.join(missing)}, which these statistics "
+            "do not have: give calibrate the same replacement, and criteria that read the rest"
+        )
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:

@@ -34,8 +34,9 @@ def plan_from_scores(
     in `allocation.needs(settings)` -> layer -> arrays by name. UserError as from
     `allocation.allocate`, and for routers that a grouping cannot compare.
     """
+    granularity = allocation.granularity_of(scores)
     amounts = allocation.allocate(settings, layers, scores, evidence)
-    if allocation.granularity_of(scores) == "channel":
+    if granularity == "channel":
         zero_expert = allocation.zero_expert(settings)
         return make_channel_plan(
             scores, amounts, layers, zero_expert=zero_expert, provenance=provenance
