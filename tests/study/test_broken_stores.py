@@ -326,11 +326,6 @@ def start_during(
     assert start(store, first) == 0 and codes == [0]
 
 
-def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    assert start(store, aimer_study, dry_run=True) == 0 and not store.exists()
-
-
 def test_simultaneous_runs_of_a_study_are_recorded_together(
     aimer_study: StudyRequest, reap_study: StudyRequest, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
 from rich.filesize import decimal
-from studies import start, study_request
+from studies import StudyRequest, start, study_request
 
 from moe_lab.config import (
     AllocationConfig,
@@ -318,6 +318,11 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
     assert disk > 0 and merge.merges[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
+
+
+def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert start(store, aimer_study, dry_run=True) == 0 and not store.exists()
 
 
 def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:
