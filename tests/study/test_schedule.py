@@ -581,7 +581,7 @@ def test_a_report_is_finished_when_it_is_complete(
         (folder / "failed" / f"{name}.log").touch()
     result = SimpleNamespace(returncode=1, stdout=stdout, stderr="KeyError: 'cell'")
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: result)
-    complete = record._report(record.Study(config, graph, Store(tmp_path).create()))
+    complete = record._update_report(record.Study(config, graph, Store(tmp_path).create()))
     assert message in capsys.readouterr().err
     assert complete == (folder / record.FINGERPRINT_FILE).exists() == (message == "report.html")
 
