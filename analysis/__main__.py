@@ -48,11 +48,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises UserError for an unknown option or format. Prints the help and exits when an argument
     asks for help.
     """
-    help_wanted = {"-h", "--help", "help"} & set(arguments)
+    wants_help = {"-h", "--help", "help"} & set(arguments)
     parser = _Parser(
         prog="python -m analysis",
         usage=USAGE,
-        description=_names_in_help() if help_wanted else None,
+        description=_names_in_help() if wants_help else None,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ),
     )
     request = parser.parse_args(
-        ["--help"] if help_wanted else [_add_dashes(argument) for argument in arguments]
+        ["--help"] if wants_help else [_add_dashes(argument) for argument in arguments]
     )
     if request.compare not in ("true", "false"):
         raise UserError(f"compare={request.compare}: expected true or false")
@@ -165,13 +165,15 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
     tables_with_rows = [table for table in tables.values() if len(table.frame)]
     for path in write_files(tables_with_rows, publisher.out):
         print(path)
-    missing = [name for name in request.names if name in tables and tables[name].frame.empty]
-    for name in missing:
+    names_without_rows = [
+        name for name in request.names if name in tables and tables[name].frame.empty
+    ]
+    for name in names_without_rows:
         print(
             f"analysis: {name}: no cell of study={study.name} has published numbers",
             file=sys.stderr,
         )
-    return not missing
+    return not names_without_rows
 
 
 def _comparable_tables(requested: Sequence[str]) -> list[str]:
@@ -248,22 +250,24 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     publisher.log_failures()
     for path in written:
         print(path)
-    empty = [
+    names_without_items = [
         name for name, items in items_by_name.items() if not items and name not in publisher.failed
     ]
-    missing = [name for name in requested if name != "all" and find(name).name in empty]
-    for name in missing:
+    requested_without_items = [
+        name for name in requested if name != "all" and find(name).name in names_without_items
+    ]
+    for name in requested_without_items:
         print(
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    names_without_data = ", ".join(name for name in empty if name != GAPS)
+    names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
         print(
             f"analysis: no data for these (name one to see what it needs): {names_without_data}",
             file=sys.stderr,
         )
-    return not missing
+    return not requested_without_items
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 def not_run(benchmarks: Iterable[str]) -> str:
     """A clause that names benchmarks: `PIQA was not run`, `PIQA and BoolQ were not run`."""
-    displayed = [benchmark(name) for name in benchmarks]
-    return f"{listing(displayed)} {'was' if len(displayed) == 1 else 'were'} not run"
+    display_names = [benchmark(name) for name in benchmarks]
+    return f"{listing(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
 
 
 def capitalised(sentence: str) -> str:
@@ -250,9 +250,11 @@ def method(method_key: str) -> str:
     """Display name of a method: `REAP`; `HEAPr-G`; `REAP, evolutionary`; `Channel activation,
     coverage, NF4`."""
     criterion_name, allocation, recovery = parts(method_key)
-    published = METHODS.get((criterion_name, allocation))
+    published_name = METHODS.get((criterion_name, allocation))
     parts_of_name = (
-        (published,) if published else (criterion(criterion_name), allocation_name(allocation))
+        (published_name,)
+        if published_name
+        else (criterion(criterion_name), allocation_name(allocation))
     )
     return ", ".join(filter(None, (*parts_of_name, RECOVERIES.get(recovery, recovery))))
 
@@ -311,12 +313,12 @@ def calibration(name: str) -> str:
 def domain(calibration_set: str) -> str | None:
     """Domain that the name of a calibration set contains: code, math or general; None for a name
     without domain."""
-    lowered = calibration_set.lower()
-    if "code" in lowered:
+    lowercase_name = calibration_set.lower()
+    if "code" in lowercase_name:
         return "code"
-    if "math" in lowered:
+    if "math" in lowercase_name:
         return "math"
-    return "general" if "general" in lowered or "c4" in lowered else None
+    return "general" if "general" in lowercase_name or "c4" in lowercase_name else None
 
 
 def share(value: float) -> str:

@@ -176,12 +176,14 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
 def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
     """A list with one sentence, which names the page's outputs that have no data in this study;
     empty when all outputs have data."""
-    empty = [name for name, items in items_by_output.items() if not items and find(name).chapter]
+    names_without_data = [
+        name for name, items in items_by_output.items() if not items and find(name).chapter
+    ]
     sentence = (
-        f"This study has nothing for {names.listing(empty)} (`python -m analysis NAME` says what "
-        "each needs)."
+        f"This study has nothing for {names.listing(names_without_data)} (`python -m analysis "
+        "NAME` says what each needs)."
     )
-    return [sentence] if empty else []
+    return [sentence] if names_without_data else []
 
 
 def _kicker(study: Study) -> str:
@@ -406,8 +408,8 @@ def _calibration_in_words(pruned: pd.DataFrame) -> str:
         models_by_sets.setdefault(text, []).append(key["model"])
     texts = []
     for sets_text, models in models_by_sets.items():
-        of_models = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
-        texts.append(f"{sets_text} calibration{of_models}")
+        phrase = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
+        texts.append(f"{sets_text} calibration{phrase}")
     return f", with {names.listing(texts)}" if texts else ""
 
 

@@ -337,17 +337,18 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     for name, metrics in (
         results[is_mixed].groupby("benchmark", sort=True)["metric"].unique().items()
     ):
-        listed = ", ".join(sorted(map(str, metrics)))
+        metrics_text = ", ".join(sorted(map(str, metrics)))
         sentences.append(
-            f"{name} was measured by different metrics ({listed}): its scores are not comparable."
+            f"{name} was measured by different metrics ({metrics_text}): its scores are not "
+            "comparable."
         )
     return sentences
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
     """Library -> the library's versions with which the results were computed."""
-    by_library: dict[str, set[str]] = {}
+    versions_of_library: dict[str, set[str]] = {}
     for row in origins["versions"]:
         for library, version in row.items():
-            by_library.setdefault(library, set()).add(version)
-    return {library: sorted(values) for library, values in sorted(by_library.items())}
+            versions_of_library.setdefault(library, set()).add(version)
+    return {library: sorted(values) for library, values in sorted(versions_of_library.items())}

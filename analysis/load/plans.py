@@ -239,12 +239,12 @@ def _read_documents(
     """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. Cells with
     the same folder share one document. A cell whose document cannot be read is left out, with a
     gap."""
-    by_folder: dict[str, dict[str, Any] | None] = {}
+    document_of_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
     for cell, name in cells[column].dropna().items():
-        if name not in by_folder:
-            by_folder[name] = reader.json(reader.folder(name), file)
-        document = by_folder[name]
+        if name not in document_of_folder:
+            document_of_folder[name] = reader.json(reader.folder(name), file)
+        document = document_of_folder[name]
         if document is not None:
             # through str, because pandas' types allow any label in an index
             documents[int(str(cell))] = document

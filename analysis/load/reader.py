@@ -82,8 +82,8 @@ class Reader:
         path = self.root / name
         if path.is_dir():
             return path
-        if packed := self.packs.find(path.name[-ID:]):
-            return self.root / packed
+        if packed_path := self.packs.find(path.name[-ID:]):
+            return self.root / packed_path
         kind_folder = path.parent
         kind = kind_folder.name
         if kind not in self._folders_by_id:
@@ -122,9 +122,11 @@ class Reader:
         """Read `columns` of a Parquet file, and those `optional` columns that the file has; None,
         with a gap, when the file cannot be read."""
         try:
-            with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as opened:
-                present_columns = [name for name in optional if name in opened.schema_arrow.names]
-                table = opened.read(columns=[*columns, *present_columns], use_threads=False)
+            with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as parquet_file:
+                present_columns = [
+                    name for name in optional if name in parquet_file.schema_arrow.names
+                ]
+                table = parquet_file.read(columns=[*columns, *present_columns], use_threads=False)
         except FileNotFoundError:
             self._add_gap(f"{file} is missing", folder)
             return None
@@ -196,15 +198,15 @@ def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]
     store does not have are left out.
     """
     folders: dict[str, Path] = {}
-    remaining = [name for name in steps if name]
-    while remaining:
-        current = remaining.pop()
-        folder = reader.find(current)
-        if folder is None or current in folders:
+    remaining_names = [name for name in steps if name]
+    while remaining_names:
+        name = remaining_names.pop()
+        folder = reader.find(name)
+        if folder is None or name in folders:
             continue
-        folders[current] = folder
+        folders[name] = folder
         if reader.has(folder, "step.json"):
-            remaining += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
+            remaining_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
     return folders
 
 

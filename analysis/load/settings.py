@@ -114,8 +114,10 @@ def protocols(cells: pd.DataFrame) -> str:
     heapr_norm`; "" when all cells have the same protocol."""
     if cells["protocol"].nunique() < 2:
         return ""
-    by_protocol = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
-    return names.listing(f"{row.model} by {row.protocol}" for row in by_protocol.itertuples())
+    cells_of_protocols = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
+    return names.listing(
+        f"{row.model} by {row.protocol}" for row in cells_of_protocols.itertuples()
+    )
 
 
 METHOD = ["method", "calibration", "gate"]

@@ -48,11 +48,11 @@ def requested_studies(store: Path, name: str) -> list[str]:
     Raises UserError for a study that does not exist.
     """
     names = studies(store)
-    selected = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
-    for study in selected:
+    selected_studies = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
+    for study in selected_studies:
         if study not in names:
             raise unknown("study", study, [*names, EVERY])
-    return list(dict.fromkeys(selected))
+    return list(dict.fromkeys(selected_studies))
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Key -> the first value of this key that is not empty; if all are empty, the last value."""
-    merged: dict[str, Any] = {}
+    first_values: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():
-            if not merged.get(key):
-                merged[key] = value
-    return merged
+            if not first_values.get(key):
+                first_values[key] = value
+    return first_values

@@ -82,10 +82,10 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
     for key, rows in groups(text_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
             labels = {}
-            ordered = rows.assign(read=rows["calibration"].map(counts)).sort_values(
+            ordered_cells = rows.assign(read=rows["calibration"].map(counts)).sort_values(
                 "read", kind="stable"
             )
-            for cell, calibration in ordered["calibration"].items():
+            for cell, calibration in ordered_cells["calibration"].items():
                 suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
                 # through str, because pandas' types allow any label in an index
                 labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"

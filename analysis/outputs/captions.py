@@ -148,8 +148,8 @@ def _tokens_and_versions(study: Study) -> list[str]:
 
 def machines_sentence(machines: Iterable[str]) -> str:
     """A sentence for captions with the machines of steps; "" when no step recorded its machine."""
-    recorded = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.listing(recorded)}. " if recorded else ""
+    recorded_machines = [machine for machine in dict.fromkeys(machines) if machine]
+    return f"Measured on {names.listing(recorded_machines)}. " if recorded_machines else ""
 
 
 PANEL = ["Model", "Pruned", "Calibration"]

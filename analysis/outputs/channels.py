@@ -194,7 +194,7 @@ def draw_ratios(
     Points of one ratio are drawn side by side. Returns (legend entries of the lines, legend entries
     of the unpruned model and of chance)."""
     score, low, high = comparison.displayed(target)
-    unpruned = draw_unpruned(axes, comparison, target)
+    unpruned_key = draw_unpruned(axes, comparison, target)
     keys = []
     lines = ratio_lines(cells_without_recovery(comparison))
     for number, (label, line) in enumerate(lines.items()):
@@ -209,7 +209,7 @@ def draw_ratios(
         keys.append(key)
     axes.set_xlabel(REMOVED)
     axes.grid(axis="y")
-    return keys, [unpruned, *draw_chance(axes, comparison, target)]
+    return keys, [unpruned_key, *draw_chance(axes, comparison, target)]
 
 
 @output("heapr.fig2", chapter="channels", needs=f"HEAPr or CAMERA at three ratios, and {HEAPR}")

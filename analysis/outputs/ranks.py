@@ -94,16 +94,18 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
             models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
     sentences = []
     for column, models_by_benchmarks in models_of_column.items():
-        published = names.COLUMNS.get(column, ())
+        published_benchmarks = names.COLUMNS.get(column, ())
         for benchmarks, models in models_by_benchmarks.items():
             if benchmarks:
                 for_models = (
                     f" for {names.listing(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
-                clause = names.not_run(name for name in published if name not in benchmarks)
+                clause = names.not_run(
+                    name for name in published_benchmarks if name not in benchmarks
+                )
                 sentences.append(
-                    f"{column} is the mean of {len(benchmarks)} of its {len(published)} benchmarks"
-                    f"{for_models}: {clause}."
+                    f"{column} is the mean of {len(benchmarks)} of its {len(published_benchmarks)} "
+                    f"benchmarks{for_models}: {clause}."
                 )
     return sentences
 
@@ -125,14 +127,14 @@ def rank_test_table(results: Results, name: str) -> Table:
         for block_kind in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, block_kind):
                 calibration = names.calibration(test.panel.calibration)
-                removed = test.panel.pruned
+                pruned_text = test.panel.pruned
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
                     answer = "best"
                     if pd.notna(p):
                         answer = "yes" if p < LEVEL else "no"
                     text = (
                         comparison.model,
-                        removed,
+                        pruned_text,
                         calibration,
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(method)),
@@ -141,7 +143,7 @@ def rank_test_table(results: Results, name: str) -> Table:
                 # a method that lacks a column also lacks one of the column's benchmarks
                 if block_kind == BENCHMARKS:
                     exclusions += [
-                        f"{names.method(method)} ({calibration}, {removed})"
+                        f"{names.method(method)} ({calibration}, {pruned_text})"
                         for method in test.incomplete
                     ]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]

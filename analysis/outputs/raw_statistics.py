@@ -159,14 +159,14 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     None without raw statistics of experts that have an ablation loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
-    available = [name for name in STATISTICS if (experts["statistic"] == name).any()]
-    if not available:
+    available_statistics = [name for name in STATISTICS if (experts["statistic"] == name).any()]
+    if not available_statistics:
         return None
     layers = sorted(experts["layer"].unique())
     middle = layers[(len(layers) - 1) // 2]
     drawing = style.drawing(style.PAGE, 4.4)
-    upper, lower = drawing.subplots(2, len(available), squeeze=False)
-    for above, below, statistic in zip(upper, lower, available, strict=True):
+    upper, lower = drawing.subplots(2, len(available_statistics), squeeze=False)
+    for above, below, statistic in zip(upper, lower, available_statistics, strict=True):
         label = STATISTICS[statistic]
         rows = experts[experts["statistic"] == statistic]
         _draw_over_depth(above, by_layer(rows), label)
@@ -182,7 +182,7 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     gaps = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
-        if statistic not in available
+        if statistic not in available_statistics
     ]
     sentence_on_gaps = f" Not in this store: {names.listing(gaps)}." if gaps else ""
     caption = (

@@ -85,8 +85,8 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
     has_scores = comparison.benchmarks[benchmarks].notna().any(axis=1)
     methods = [method for method in panel.cells if has_scores[panel.cells[method]]]
     methods.sort(key=lambda method: -average[panel.cells[method]])
-    published = [method for method in RADAR_METHODS if method in methods]
-    return list(dict.fromkeys([*methods[:RADAR_BEST], *published, *methods]))[:RADAR_LINES]
+    published_methods = [method for method in RADAR_METHODS if method in methods]
+    return list(dict.fromkeys([*methods[:RADAR_BEST], *published_methods, *methods]))[:RADAR_LINES]
 
 
 def _draw_radar(

@@ -300,12 +300,12 @@ def architecture_table(results: Results, name: str) -> Table:
             for key in ("n_experts", "top_k", "hidden", "width")
         }
         # parameters of the routed experts to which a token is not given
-        inactive = sum(
+        inactive_parameters = sum(
             (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )
         counts = {
             "Parameters (M)": facts["parameters"] / 1e6,
-            "Active (M)": (facts["parameters"] - inactive) / 1e6,
+            "Active (M)": (facts["parameters"] - inactive_parameters) / 1e6,
             "Experts": maximum["n_experts"],
             "Top-k": maximum["top_k"],
             "Shared experts": facts.get("shared_width", np.nan) / maximum["width"],

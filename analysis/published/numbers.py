@@ -157,11 +157,11 @@ def _key(row: Mapping[str, str]) -> Key:
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
     """Key of a published row -> the row's numbers in all published tables that correspond to the
     table `name` here."""
-    by_key: dict[Key, tuple[Printed, ...]] = {}
+    numbers_of_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
-            by_key[number.key] = (*by_key.get(number.key, ()), number)
-    return by_key
+            numbers_of_key[number.key] = (*numbers_of_key.get(number.key, ()), number)
+    return numbers_of_key
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
@@ -337,20 +337,22 @@ def _calibration_differences(number: Printed, measured: Measured) -> Iterator[st
 def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
     """Yield the differences in items and settings of benchmarks: one text for the number of items,
     and one for each setting, with all benchmarks that differ in it."""
-    differing: dict[str, list[str]] = {"items": []}
+    texts_by_setting: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
         paper = split(number, evaluation.benchmark)
         items = _items_difference(evaluation, paper.items)
         if items:
-            differing["items"].append(f"{benchmark} ({items})")
+            texts_by_setting["items"].append(f"{benchmark} ({items})")
         for key, description in EVALUATION_SETTINGS.items():
-            differing.setdefault(description, [])
+            texts_by_setting.setdefault(description, [])
             value = evaluation.split.settings.get(key, "unknown")
             published = paper.settings.get(key)
             if published not in (None, value):
-                differing[description].append(f"{benchmark} ({value}, published {published})")
-    for description, benchmarks in differing.items():
+                texts_by_setting[description].append(
+                    f"{benchmark} ({value}, published {published})"
+                )
+    for description, benchmarks in texts_by_setting.items():
         if len(benchmarks) > _MOST_NAMED:
             yield f"other {description}: {len(benchmarks)} benchmarks"
         elif benchmarks:

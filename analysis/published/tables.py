@@ -80,8 +80,8 @@ class Facts:
         sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
         The axes, calibration tokens and search are those of the first cell.
         """
-        first = next(iter(sources.values()))
-        axes = self.cells[first]
+        first_cell = next(iter(sources.values()))
+        axes = self.cells[first_cell]
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
         tokens = None
         if {"rows", "length"} <= set(report):
@@ -91,7 +91,7 @@ class Facts:
             for benchmark, cell in sources.items()
             if (cell, benchmark) in self._results
         ]
-        return Measured(*number, axes, tokens, self._search(first), evaluations, caveats)
+        return Measured(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """Search set and generations of the cell's allocation; None for an allocation that was not
@@ -113,12 +113,14 @@ class Facts:
             "judge": judge,
             "metric": row["metric"],
         }
-        known = {
+        known_settings = {
             key: _setting_text(settings[key])
             for key in EVALUATION_SETTINGS
             if settings.get(key) is not None
         }
-        return Evaluation(benchmark, int(row["n"]), Split(_integer(row["expected"]), known))
+        return Evaluation(
+            benchmark, int(row["n"]), Split(_integer(row["expected"]), known_settings)
+        )
 
 
 def _setting_text(value: Any) -> str:
@@ -134,8 +136,8 @@ def _integer(value: Any) -> int | None:
 def key_of(cell: Mapping[str, Any]) -> Key:
     """The key under which papers would publish the numbers of this cell, with the published names
     of shipped models and calibration sets. Published rows with this key need not exist."""
-    trained, top_k = names.split_top_k(str(cell["model"]))
-    model = stands_for("model", trained)
+    trained_model, top_k = names.split_top_k(str(cell["model"]))
+    model = stands_for("model", trained_model)
     calibration = stands_for("calibration", str(cell["calibration"]))
     ratio = round(float(cell["ratio"]), 6)
     allocation = str(cell["allocation"])
@@ -380,8 +382,10 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
 def _columns(study: Study) -> list[str]:
     """The columns of a `published_table` for this study."""
     pruned = study.cells[study.cells["criterion"] != "none"]
-    varying = [label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1]
-    text = ("Model", "Pruned", "Calibration", "Criterion", *varying, "Benchmark", "Source")
+    varying_labels = [
+        label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1
+    ]
+    text = ("Model", "Pruned", "Calibration", "Criterion", *varying_labels, "Benchmark", "Source")
     return [*text, "Measured", "Published", "Deviation", "Verdict"]
 
 
@@ -390,7 +394,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     numbers is NaN."""
     cell = measured.cell
     comparison = verdict(number, measured)
-    incomparable = comparison.startswith(INCOMPARABLE)
+    is_incomparable = comparison.startswith(INCOMPARABLE)
     return {
         "Model": cell["model"],
         "Pruned": cell["removed_words"],
@@ -401,7 +405,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,
-        "Deviation": math.nan if incomparable else measured.value - number.value,
+        "Deviation": math.nan if is_incomparable else measured.value - number.value,
         "Verdict": comparison,
     }
 
@@ -427,11 +431,11 @@ def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
     pruned cell has one, or if the published tables do not compare criteria."""
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
-    unmatched = [cell for cell in pruned if key_of(cell) not in published]
-    if unmatched and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
-        methods = names.methods_in_order(str(cell["method"]) for cell in unmatched)
+    cells_without_row = [cell for cell in pruned if key_of(cell) not in published]
+    if cells_without_row and any(criterion in names.CRITERIA for _, _, criterion, *_ in published):
+        methods = names.methods_in_order(str(cell["method"]) for cell in cells_without_row)
         yield (
-            f"{len(unmatched)} of {len(pruned)} pruned cells have no printed row here "
+            f"{len(cells_without_row)} of {len(pruned)} pruned cells have no printed row here "
             f"({'; '.join(map(names.method, methods))})."
         )
 
@@ -472,10 +476,12 @@ def published_summary(tables: Sequence[Table]) -> list[str]:
         for reason in verdict.removeprefix(INCOMPARABLE).split("; ")
     )
     if reasons:
-        listed = "; ".join(
+        reasons_text = "; ".join(
             f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
         )
-        unlisted = len(reasons) - MOST_REASONS
-        remainder = f"; and {unlisted} more, which the tables spell out" if unlisted > 0 else ""
-        sentences.append(f"Reasons why numbers cannot be compared: {listed}{remainder}.")
+        unlisted_count = len(reasons) - MOST_REASONS
+        remainder = (
+            f"; and {unlisted_count} more, which the tables spell out" if unlisted_count > 0 else ""
+        )
+        sentences.append(f"Reasons why numbers cannot be compared: {reasons_text}{remainder}.")
     return sentences

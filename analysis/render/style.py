@@ -213,8 +213,8 @@ def svg_element(figure: Figure) -> str:
     assert view_box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
-    for fixed, variable in _THEME.items():
-        content = content.replace(fixed, variable)
+    for colour, css_variable in _THEME.items():
+        content = content.replace(colour, css_variable)
     prefix = re.sub(r"\W", "_", figure.name)  # ids must be unique on the page
     content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", content)
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
@@ -266,9 +266,9 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
     The drawing must have room for three rows of entries; more rows make it higher.
     """
     entries = list(handles)
-    longest = max((len(str(entry.get_label())) for entry in entries), default=0)
+    longest_label = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters, 14.5 per inch
-    columns = max(1, min(most, len(entries), width // (longest + 8)))  # 8 for line and gap
+    columns = max(1, min(most, len(entries), width // (longest_label + 8)))  # 8 for line and gap
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
@@ -396,8 +396,10 @@ def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any])
         if zeros:
             axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    labelled = layers[:: -(-len(layers) // 12)]
-    positions = [layers.index(layer) + 0.5 for layer in labelled]
-    label_ticks(axes.yaxis, positions, [f"layer {layer}" for layer in labelled], labelsize=6.5)
+    labelled_layers = layers[:: -(-len(layers) // 12)]
+    positions = [layers.index(layer) + 0.5 for layer in labelled_layers]
+    label_ticks(
+        axes.yaxis, positions, [f"layer {layer}" for layer in labelled_layers], labelsize=6.5
+    )
     label_ticks(axes.xaxis, [], [])
     remove_spines(axes)

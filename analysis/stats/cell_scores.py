@@ -100,8 +100,8 @@ def column_targets(
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
     mean = comparison.quantity(overall(comparison, cells)).mean_name
-    requested = [mean if name == AVG else name for name in columns]
-    return {names.benchmark(name): targets[name] for name in requested if targets.get(name)}
+    requested_names = [mean if name == AVG else name for name in columns]
+    return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
@@ -194,8 +194,10 @@ def rank_block(
     }
     numbers = scores(comparison, list(rows.values()), targets)
     frame = numbers.frame
-    ranked = frame.loc[list(cells.values()), list(columns)]
-    frame["Avg Rank"] = ranks.average_rank(ranked, lower_is_better=comparison.lower_is_better)
+    scores_of_methods = frame.loc[list(cells.values()), list(columns)]
+    frame["Avg Rank"] = ranks.average_rank(
+        scores_of_methods, lower_is_better=comparison.lower_is_better
+    )
     numbers.best["Avg Rank"] = "min"
     frame["Model"] = comparison.model
     frame["Pruned"] = panel.pruned
@@ -233,18 +235,18 @@ def task_block(
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
         """A frame (methods, columns) with each method's number in `values(column)`, which is
         indexed by cell; NaN for a column that was not run."""
-        gathered = pd.DataFrame(
+        frame = pd.DataFrame(
             np.nan, (["none"] if unpruned else []) + competing, list(panels), dtype=float
         )
         for column, cells in panels.items():
             if column in comparison.benchmarks_of:
                 rows = unpruned + [cells[name] for name in competing]
-                gathered[column] = values(column).loc[rows].to_numpy()
-        return gathered
+                frame[column] = values(column).loc[rows].to_numpy()
+        return frame
 
     frame = gather(lambda column: comparison.columns[column])
     low = gather(lambda column: comparison.interval((column,))[0])
     high = gather(lambda column: comparison.interval((column,))[1])
-    ranked = frame.iloc[len(unpruned) :]
-    frame["Avg Rank"] = ranks.average_rank(ranked)
+    scores_of_methods = frame.iloc[len(unpruned) :]
+    frame["Avg Rank"] = ranks.average_rank(scores_of_methods)
     return Numbers(frame, low, high)

@@ -81,21 +81,21 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
 
     scores: model -> scores of the model's random plans.
     """
-    by_model = {model: chance_of(of_model) for model, of_model in scores.items()}
-    if len(by_model) < 2:
-        return by_model
-    variances = np.array([chance.spread**2 for chance in by_model.values()])
-    freedoms = np.array([chance.degrees_of_freedom for chance in by_model.values()])
-    pooled = float(freedoms @ variances / freedoms.sum())
-    if _are_equal(variances, freedoms, pooled):
+    chance_of_model = {model: chance_of(of_model) for model, of_model in scores.items()}
+    if len(chance_of_model) < 2:
+        return chance_of_model
+    variances = np.array([chance.spread**2 for chance in chance_of_model.values()])
+    freedoms = np.array([chance.degrees_of_freedom for chance in chance_of_model.values()])
+    pooled_variance = float(freedoms @ variances / freedoms.sum())
+    if _are_equal(variances, freedoms, pooled_variance):
         spread = {
-            "spread": pooled**0.5,
+            "spread": pooled_variance**0.5,
             "degrees_of_freedom": float(freedoms.sum()),
-            "models": len(by_model),
+            "models": len(chance_of_model),
         }
     else:
         spread = {"spreads_differ": True}
-    return {model: replace(chance, **spread) for model, chance in by_model.items()}
+    return {model: replace(chance, **spread) for model, chance in chance_of_model.items()}
 
 
 def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:

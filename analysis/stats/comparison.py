@@ -463,11 +463,11 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
             competing = cells[cells["calibration"].isin([calibration, "none"])]
-            by_key = dict(
+            cell_of_method = dict(
                 zip(competing["method"].astype(str), competing.index.astype(int), strict=True)
             )
-            order = names.methods_in_order(by_key)
-            competitors = {key: by_key[key] for key in order}
+            order = names.methods_in_order(cell_of_method)
+            competitors = {key: cell_of_method[key] for key in order}
             yield Panel(model, ratio, gate, calibration, competitors, pruned_texts[cells.index[0]])
 
 

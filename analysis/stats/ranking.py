@@ -372,8 +372,8 @@ headlines."""
 def headlines(rankings: Sequence[Ranking]) -> list[str]:
     """The sentences of the overview, then a headline for each of the first MOST_LISTED rankings,
     and a sentence with the number of further rankings."""
-    unlisted = len(rankings) - MOST_LISTED
-    more = [f"The table has {unlisted} more rankings."] if unlisted > 0 else []
+    unlisted_count = len(rankings) - MOST_LISTED
+    more = [f"The table has {unlisted_count} more rankings."] if unlisted_count > 0 else []
     return [*overview(rankings), *map(headline, rankings[:MOST_LISTED]), *more]
 
 
@@ -428,8 +428,8 @@ def headline(ranking: Ranking) -> str:
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
     """The names of the first PLANS_IN_SENTENCE plans, and the number of the other plans."""
-    unnamed = len(plans) - PLANS_IN_SENTENCE
-    more = [f"{unnamed} more"] if unnamed > 0 else []
+    unnamed_count = len(plans) - PLANS_IN_SENTENCE
+    more = [f"{unnamed_count} more"] if unnamed_count > 0 else []
     return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *more])
 
 
@@ -473,13 +473,15 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         f"{quantity.displayed(chance.mean):.3f}, standard deviation {of_loss}{chance.spread:.3f} "
         f"{spread})."
     )
-    best = float(quantity.computed(rows["score"].iloc[0]))
-    if (rows["chance"] == ABOVE).any() or quantity.sign * (best - chance.mean) <= 0:
+    best_score = float(quantity.computed(rows["score"].iloc[0]))
+    if (rows["chance"] == ABOVE).any() or quantity.sign * (best_score - chance.mean) <= 0:
         return sentence
-    needed = chance.plans_needed(best, ranking.plans_tested)
-    if needed is None:
+    needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
+    if needed_plans is None:
         return f"{sentence} No number of random plans would put the first one above chance."
-    plans = names.count(needed, "random plan") + (" of each model" if chance.models > 1 else "")
+    plans = names.count(needed_plans, "random plan") + (
+        " of each model" if chance.models > 1 else ""
+    )
     return f"{sentence} With {plans} like these, the first one would be above chance."
 
 
@@ -488,8 +490,10 @@ def _verdict_sentence(ranking: Ranking) -> str:
     have several seeds."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
-    stated = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
-    groups = {verdict: records(rows) for verdict, rows in stated.groupby("verdict")}
+    plans_with_stated_verdict = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
+    groups = {
+        verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
+    }
     if BEST not in groups:
         return "The best of the methods with several seeds is not above chance."
     verb = "are" if len(groups[BEST]) > 1 else "is"

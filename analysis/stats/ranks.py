@@ -41,9 +41,9 @@ def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -
     NaN are left out."""
     pairs = experts[["layer", measure, truth]].dropna().astype(float)
     ranked = pairs.groupby("layer").rank().groupby(pairs["layer"], sort=False)
-    by_layer = [_correlation(layer) for _, layer in ranked]
-    defined = [value for value in by_layer if not np.isnan(value)]
-    return float(np.mean(defined)) if defined else np.nan
+    layer_correlations = [_correlation(layer) for _, layer in ranked]
+    numbers = [value for value in layer_correlations if not np.isnan(value)]
+    return float(np.mean(numbers)) if numbers else np.nan
 
 
 PRINTED_DECIMALS = 3
@@ -57,14 +57,14 @@ def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
     `missing_benchmarks` lists the columns of which benchmarks are missing.
     """
     columns = {}
-    remaining = dict.fromkeys(available)
+    remaining_benchmarks = dict.fromkeys(available)
     for column, benchmarks in COLUMNS.items():
-        run = tuple(name for name in benchmarks if name in remaining)
-        if run:
-            columns[column] = run
-        for name in run:
-            del remaining[name]
-    return columns | {name: (name,) for name in remaining}
+        column_benchmarks = tuple(name for name in benchmarks if name in remaining_benchmarks)
+        if column_benchmarks:
+            columns[column] = column_benchmarks
+        for name in column_benchmarks:
+            del remaining_benchmarks[name]
+    return columns | {name: (name,) for name in remaining_benchmarks}
 
 
 def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -171,8 +171,8 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
     `best_of_many`.
     """
     seeds, methods, blocks = table.shape
-    by_method = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
-    stratum = Stratum(by_method / blocks, np.full(blocks, 1 / blocks))
+    numbers_by_plan = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
+    stratum = Stratum(numbers_by_plan / blocks, np.full(blocks, 1 / blocks))
     return best_of_many(pairs, [stratum], np.repeat(np.arange(methods), seeds))
 
 
@@ -200,12 +200,14 @@ def _pooled_variances(
         items = len(stratum.shares)
         scale = items / (items - 1)
         totals = stratum.contributions.sum(axis=1)[:, None]
-        centred = stratum.contributions - totals * stratum.shares
-        means = plan_weights @ centred
+        deviations_of_items = stratum.contributions - totals * stratum.shares
+        means = plan_weights @ deviations_of_items
         part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
         item_variance += part
         squares += part**2 / method_freedom / (items - 1)
-        residual += scale * ((centred - means[methods]) ** 2).sum() / max(seed_freedom, 1)
+        residual += (
+            scale * ((deviations_of_items - means[methods]) ** 2).sum() / max(seed_freedom, 1)
+        )
     interaction = max(0.0, item_variance - residual * shares.mean())
     variances = np.maximum(seed_variances + interaction, item_variance)
     squares += seed_variances.mean() ** 2 / seed_freedom if seed_freedom else 0.0
@@ -297,7 +299,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     Under the null hypothesis, an item that only one plan has right favours either plan with
     probability 1/2.
     """
-    only_first = ((first == 1) & (second == 0)).sum(axis=-1)
-    only_second = ((first == 0) & (second == 1)).sum(axis=-1)
-    tail = bdtr(np.minimum(only_first, only_second), only_first + only_second, 0.5)
+    first_wins = ((first == 1) & (second == 0)).sum(axis=-1)
+    second_wins = ((first == 0) & (second == 1)).sum(axis=-1)
+    tail = bdtr(np.minimum(first_wins, second_wins), first_wins + second_wins, 0.5)
     return np.asarray(np.minimum(1.0, 2 * tail))
