@@ -35,8 +35,8 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
     sets = []
     for source in settings.sources:
         if part := source.settings:
-            seeded = replace(part, seed=settings.seed) if part.seed is None else part
-            sets.append((source.share, seeded))
+            seeded_part = replace(part, seed=settings.seed) if part.seed is None else part
+            sets.append((source.share, seeded_part))
     return sets or [(1.0, settings)]
 
 
@@ -103,15 +103,15 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
         ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
         tokens = len(ids) + (settings.gap != "none")  # with the gap after the document
         rows += 1 if settings.packing == "none" else tokens / settings.length
-    filled = int(rows + 1e-9)  # the sum may be rounded to a little less than a whole number
-    if filled < settings.rows:
+    filled_rows = int(rows + 1e-9)  # the sum may be rounded to a little less than a whole number
+    if filled_rows < settings.rows:
         expected = "a longer text"
-        if filled:
-            expected = f"at most calibration.tokens={filled * settings.length}"
+        if filled_rows:
+            expected = f"at most calibration.tokens={filled_rows * settings.length}"
         raise UserError(
             f"calibration.tokens={settings.tokens} is more than {settings.path} has, which fills "
-            f"{filled} of {settings.rows} rows of calibration.length={settings.length}: expected "
-            f"{expected}"
+            f"{filled_rows} of {settings.rows} rows of calibration.length={settings.length}: "
+            f"expected {expected}"
         )
 
 

@@ -235,17 +235,17 @@ class PackedRows:
     def _too_short_error(self) -> UserError:
         """The error for a set whose documents do not fill all rows."""
         settings = self.settings
-        filled = len(self.rows)
+        filled_rows = len(self.rows)
         source = self._exhausted_source
         assert source is not None
         hint = "expected a longer text"
-        if filled:
-            hint = f"calibration.tokens={filled * settings.length} would fit"
+        if filled_rows:
+            hint = f"calibration.tokens={filled_rows * settings.length} would fit"
         share = f", for its share of {source.share:g} of calibration={settings.name},"
         name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
         return UserError(
             f"calibration.path={name} is too short: its {source.tokens_used} tokens are read when "
-            f"{filled} of the {settings.rows} rows of calibration.length={settings.length} in "
+            f"{filled_rows} of the {settings.rows} rows of calibration.length={settings.length} in "
             f"calibration.tokens={settings.tokens} are filled; {hint}"
         )
 
@@ -306,9 +306,11 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
-    retained = {source.settings.name: source.tokens_retained for source in sources}
-    total = sum(retained.values())
-    composition = ", ".join(f"{name} {count / total:.1%}" for name, count in retained.items())
+    tokens_by_source = {source.settings.name: source.tokens_retained for source in sources}
+    total = sum(tokens_by_source.values())
+    composition = ", ".join(
+        f"{name} {count / total:.1%}" for name, count in tokens_by_source.items()
+    )
     first_row = packed.rows[0]
     while first_row[-1] == GAP:
         first_row = first_row[:-1]
@@ -338,7 +340,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,
-        "valid_tokens": retained,
+        "valid_tokens": tokens_by_source,
         "tokens_cut": sum(source.tokens_used - source.tokens_retained for source in sources),
         "first_row": packed.tokenizer.decode(ids),
     }
@@ -396,15 +398,15 @@ def encode_with_answers(
     """The token ids that `tokenize` returns, and for each id whether it belongs to an answer.
     header: see `answer_batches`."""
     text, adds_special = document_text(document, tokenizer, special_tokens)
-    encoded = tokenizer(
+    encoding = tokenizer(
         text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
     )
     spans = list(_answer_spans(document, text, tokenizer, header))
     answers = [
         any(max(first, start) < min(last, end) for start, end in spans)
-        for first, last in encoded["offset_mapping"]
+        for first, last in encoding["offset_mapping"]
     ]
-    return encoded["input_ids"], answers
+    return encoding["input_ids"], answers
 
 
 def _answer_spans(
@@ -460,8 +462,8 @@ def _turn_spans(
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
     """Length in characters of the longest common prefix of `text` and the rendering of the first
     `count` messages alone."""
-    rendered = (
+    prefix_text = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )
-    is_equal = map(operator.eq, rendered, text)  # for each character
+    is_equal = map(operator.eq, prefix_text, text)  # for each character
     return sum(takewhile(bool, is_equal))  # number of characters before the first difference

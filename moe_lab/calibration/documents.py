@@ -148,15 +148,15 @@ def _from_standard_fields(
             instruction = BLANK_LINE.join(_field(record, part, location) for part in parts)
             answer = _field(record, solution, location)
             arguments = _arguments(record, [task, "input", solution], location)
-            unread = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
-            _check_unread(unread, f"{instruction} {answer}", f"{location} holds")
+            other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
+            _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
             return pair(instruction, answer, arguments, location)
     if "prompt" in record and "completion" in record:
         prompt = _field(record, "prompt", location)
         text = prompt + _field(record, "completion", location)
-        unread = _without_keys(record, ["prompt", "completion"])
-        _check_unread(unread, text, f"{location} holds")
-        return Text(text, len(prompt), _other_texts(unread, text))
+        other_fields = _without_keys(record, ["prompt", "completion"])
+        _check_unread(other_fields, text, f"{location} holds")
+        return Text(text, len(prompt), _other_texts(other_fields, text))
     if all(name in record for name in ("query", "answers", "tools")):
         request = {"role": "user", "content": _field(record, "query", location)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
@@ -239,8 +239,8 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
     """The string in a field of a record. UserError when the field is missing or holds no string.
     `setting`: the setting that names the field, for the message."""
     if field not in record:
-        close = nearest(field, record)
-        hint = f"did you mean {close}? " if close else ""
+        nearest_name = nearest(field, record)
+        hint = f"did you mean {nearest_name}? " if nearest_name else ""
         raise UserError(
             f"{location}: the field {field} of {setting} is not there: {hint}(found: "
             f"{_field_names(record)})"
@@ -509,11 +509,11 @@ def _omissions(
     for number, message in enumerate(messages):
         for key, value in message.items():
             if is_content(value) and not isinstance(value, str):
-                remaining = _without_keys(message, [key])
+                remaining_message = _without_keys(message, [key])
                 yield (
                     key,
                     value,
-                    [*messages[:number], remaining, *messages[number + 1 :]],
+                    [*messages[:number], remaining_message, *messages[number + 1 :]],
                     arguments,
                 )
 
@@ -543,11 +543,11 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
         for key, value in message.items()
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
-    missing = _missing_words([content.text for content in contents], text)
+    missing_words = _missing_words([content.text for content in contents], text)
     # First come contents that are not in `text` as they stand, since these most likely lack words.
     for role, key, value in sorted(contents, key=lambda content: content.text.strip() in text):
         for word in _words(value):
-            if word in missing:
+            if word in missing_words:
                 raise UserError(
                     f"{source} role={role} {key}={value!r:.60}, of which the model's chat template "
                     f"leaves out {word!r}: expected a set without it, or a model whose template "

@@ -54,12 +54,12 @@ def read(settings: CalibrationConfig) -> list[Document]:
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
         documents = [_join(documents, settings)]
-    non_empty = [document for document in documents if not is_empty(document)]
-    if not non_empty:
+    non_empty_documents = [document for document in documents if not is_empty(document)]
+    if not non_empty_documents:
         raise UserError(
             f"calibration.path={settings.path} holds no document: expected text to calibrate on"
         )
-    return non_empty
+    return non_empty_documents
 
 
 def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
@@ -129,10 +129,10 @@ def _missing_error(path: str, file: Path) -> UserError:
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
         )
-    close = nearest(file.name, (neighbour.name for neighbour in file.parent.iterdir()))
+    nearest_name = nearest(file.name, (neighbour.name for neighbour in file.parent.iterdir()))
     hint = (
-        f"did you mean {file.parent / close}?"
-        if close
+        f"did you mean {file.parent / nearest_name}?"
+        if nearest_name
         else "expected a text or JSON lines file, or a hub id"
     )
     return UserError(f"calibration.path={path} does not exist: {hint}")

@@ -283,10 +283,10 @@ class _Encoder:
         ]
         if self.max_length is not None and refusals:
             length, text = max(refusals, key=lambda entry: entry[0] + entry[1].max_tokens)
-            remaining = self.max_length - length
+            remaining_tokens = self.max_length - length
             hint = "expected a model, or a max_length, of more"
-            if remaining > 0:
-                hint = f"expected max_new_tokens={remaining} or less"
+            if remaining_tokens > 0:
+                hint = f"expected max_new_tokens={remaining_tokens} or less"
             raise UserError(
                 f"a prompt of {length} tokens and max_new_tokens={text.max_tokens} do not fit the "
                 f"{'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
@@ -389,8 +389,8 @@ def _score(
         progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
-        for row, (total, likeliest) in zip(batch, results, strict=True):
-            likelihoods[row] = (total, likeliest)
+        for row, (total, is_likeliest) in zip(batch, results, strict=True):
+            likelihoods[row] = (total, is_likeliest)
     return likelihoods
 
 
@@ -434,8 +434,8 @@ def _reply(
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
-            total, likeliest = likelihoods[row]
-            windows.append(Window(total, len(row.tokens) - row.start, likeliest))
+            total, is_likeliest = likelihoods[row]
+            windows.append(Window(total, len(row.tokens) - row.start, is_likeliest))
         return Reply(windows=tuple(windows), tokens=len(query.tokens))
     loss = None
     if query.rows:

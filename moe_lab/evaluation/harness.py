@@ -408,10 +408,11 @@ def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     for benchmark in benchmarks:
         sentences += harness_of(benchmark).wrong(benchmark)
         for name in benchmark.reports:  # results of the same name would be confused
-            other = benchmark_of_result.setdefault(name, benchmark.name)
-            if other != benchmark.name:
+            first_benchmark = benchmark_of_result.setdefault(name, benchmark.name)
+            if first_benchmark != benchmark.name:
                 sentences.append(
-                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in "
-                    f"two studies, or rename one by protocol.benchmarks.{benchmark.name}.reports"
+                    f"benchmarks {first_benchmark} and {benchmark.name} both report {name}: "
+                    "evaluate them in two studies, or rename one by "
+                    f"protocol.benchmarks.{benchmark.name}.reports"
                 )
     return list(dict.fromkeys(sentences))

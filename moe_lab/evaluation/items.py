@@ -267,9 +267,9 @@ def _end_of(closing: str, text: str) -> int | None:
     mark."""
     for mark in re.finditer(re.escape(closing), text):
         # "" at the beginning or end of the text
-        before = text[mark.start() - 1 : mark.start()]
-        after = text[mark.end() : mark.end() + 1]
-        if before != after or before not in ("'", '"', "`"):
+        character_before = text[mark.start() - 1 : mark.start()]
+        character_after = text[mark.end() : mark.end() + 1]
+        if character_before != character_after or character_before not in ("'", '"', "`"):
             return mark.end()
     return None
 

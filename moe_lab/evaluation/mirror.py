@@ -270,9 +270,9 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tu
         with urllib.request.urlopen(address, timeout=60) as content:
             (path / name).write_bytes(content.read())
     except OSError as error:
-        hint = f": add from=FILE with {address.rpartition('/')[2]}"
         raise UserError(
-            f"benchmark {benchmark.name}: {address} could not be read ({error}){hint}"
+            f"benchmark {benchmark.name}: {address} could not be read ({error}): add from=FILE "
+            f"with {address.rpartition('/')[2]}"
         ) from error
     return address, {name: (subset, split)}
 

@@ -70,20 +70,20 @@ def _grade(
 ) -> list[Result]:
     """Grade answers, and write the results to the folder `out`. RuntimeError when more items have
     no outcome than the harness tolerates."""
-    graded = harness.grade(answers, benchmark, policy)
-    for result in graded.results:
+    grades = harness.grade(answers, benchmark, policy)
+    for result in grades.results:
         # none are missing if the expected number is unknown
         missing_items = (result["expected"] or result["n"]) - result["n"]
-        if benchmark.limit is None and not 0 <= missing_items <= graded.tolerated:
+        if benchmark.limit is None and not 0 <= missing_items <= grades.tolerated:
             raise RuntimeError(
                 f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
             )
     out.mkdir(parents=True, exist_ok=True)
-    _write_samples(graded.samples, out / "samples.parquet")
+    _write_samples(grades.samples, out / "samples.parquet")
     protocol = {
         "prompt": answers[0].prompt,
         **harness.identity(benchmark),
-        **graded.protocol,
+        **grades.protocol,
     }
     long_items = [answer.item for answer in answers if answer.reply.ended == "too_long"]
     unfinished_items = [answer.item for answer in answers if answer.reply.text is None]
@@ -94,12 +94,12 @@ def _grade(
     packages = ("torch", "transformers", harness.package)
     content = ResultFile(
         schema=SCHEMA,
-        results=graded.results,
+        results=grades.results,
         protocol=protocol,
         versions={name: package_version(name) or "" for name in packages if name},
     )
     write_text(out / "result.json", json.dumps(content, indent=1, allow_nan=False))
-    return graded.results
+    return grades.results
 
 
 def _write_samples(samples: Sequence[Sample], file: Path) -> None:

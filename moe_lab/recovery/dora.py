@@ -177,7 +177,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
-    shared = list(linears(model, "shared_experts"))
+    shared_maps = list(linears(model, "shared_experts"))
     adapted: Adapted = {"experts": {}, "routers": {}, "shared_experts": {}}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -188,7 +188,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
                 adapted["routers"][paths[router]] = router
-            for path, plain in shared:
+            for path, plain in shared_maps:
                 if path.startswith(f"{layer.stack}.{layer.index}."):
                     adapted["shared_experts"][path] = DoraLinear(plain, settings)
     for path, module in (adapted["experts"] | adapted["shared_experts"]).items():
@@ -219,26 +219,28 @@ def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
     """Merge the adapters into new tensors, and put the original modules back into `model`, with
     these tensors. Returns name in the model's state dict -> new tensor. UserError for a tensor that
     is not finite."""
-    merged: dict[str, torch.Tensor] = {}
+    merged_tensors: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
-        merged |= {f"{path}.{name}": tensor for name, tensor in _merge_experts(experts).items()}
+        merged_tensors |= {
+            f"{path}.{name}": tensor for name, tensor in _merge_experts(experts).items()
+        }
         model.set_submodule(path, experts.layer.experts)
     for path, router in adapted["routers"].items():
-        merged[f"{path}.weight"] = router.weight.detach().clone(
+        merged_tensors[f"{path}.weight"] = router.weight.detach().clone(
             memory_format=torch.contiguous_format
         )
         parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
     for path, module in adapted["shared_experts"].items():
-        merged[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
+        merged_tensors[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
         model.set_submodule(path, module.plain)
-    for name, tensor in merged.items():
+    for name, tensor in merged_tensors.items():
         if not bool(tensor.isfinite().all()):
             raise UserError(f"fine-tuning made {name} not finite: lower recovery.learning_rate")
         owner, _, attribute = name.rpartition(".")
         replace_tensor(
             model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False)
         )
-    return merged
+    return merged_tensors
 
 
 def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:

@@ -171,6 +171,6 @@ class _RecoveredTensors:
                     new_tensors.pop(f"{path}.weight", None)
                 else:
                     new_tensors[f"{path}.weight"] = rounded(module.weight)
-            stored = to_checkpoint(model, new_tensors)
+            by_name = to_checkpoint(model, new_tensors)
             # copies, since tensors may be views of weights that are freed with the layer
-            return {name: {name: tensor.clone()} for name, tensor in stored.items()} | nf4_by_name
+            return {name: {name: tensor.clone()} for name, tensor in by_name.items()} | nf4_by_name

@@ -94,7 +94,7 @@ def finetune(
     distillation = functools.partial(
         distillation_loss, teacher=model, temperature=settings.temperature
     )
-    started = time.monotonic()
+    start_time = time.monotonic()
     with student(model, plan, settings, seed) as learner:
         losses = train(
             learner.model,
@@ -118,7 +118,7 @@ def finetune(
         "rows": len(rows),
         "tokens" if is_distilled else "answer_tokens": tokens,
         "steps": len(losses),
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(time.monotonic() - start_time, 1),
         "loss": losses,
     }
     save_tuned(out, tuned_tensors, report)
@@ -281,9 +281,9 @@ def distillation_loss(
     (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher.
     """
     with torch.no_grad():
-        target = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
-    predicted = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
-    return temperature**2 * kl_div(predicted, target, reduction="sum", log_target=True)
+        log_p = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
+    log_q = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
+    return temperature**2 * kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
 def _predictions(

@@ -53,7 +53,7 @@ def fit(
         raise UserError(
             "recovery.fit needs merged experts, and the plan has none: expected a larger ratio"
         )
-    started = time.monotonic()
+    start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
     # `gather` makes the hooks itself from their class, so the class must have the plan and weights
@@ -81,11 +81,10 @@ def fit(
         if layer.index in weights_by_layer
         for name, weight in layer.experts.named_parameters()
     }
-    seconds = round(time.monotonic() - started, 1)
     report = {
         "fitted": fitted_experts,
         "averaged": len(experts) - fitted_experts,
-        "seconds": seconds,
+        "seconds": round(time.monotonic() - start_time, 1),
         "experts": experts,
     }
     save_tuned(out, fitted_tensors, report)
@@ -168,11 +167,11 @@ def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]
     summary = {"tokens": int(tokens), "error_averaged": error / scale, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()
-        fitted = (average + _correction(gram, cross)).to(down.dtype)
-        change = fitted.double() - average
+        fitted_weights = (average + _correction(gram, cross)).to(down.dtype)
+        change = fitted_weights.double() - average
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
         summary["error_fitted"] = max(0.0, error + float(change_of_error)) / scale
-        down.copy_(fitted)
+        down.copy_(fitted_weights)
     return summary
 
 

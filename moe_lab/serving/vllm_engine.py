@@ -151,17 +151,17 @@ class Engine:
         rows_of_request = list(rows_of.values())
         for request, output in self._finished_outputs(requests):
             # one token is generated after the read tokens, where each row has its last token
-            (sampled,) = output.outputs[0].token_ids
+            (generated_token,) = output.outputs[0].token_ids
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
                 row = rows[number]
                 total = last_logprobs[row[-1]].logprob
-                likeliest = row[-1] == sampled
+                is_likeliest = row[-1] == generated_token
                 for index in range(starts[number], len(row) - 1):
                     token = output.prompt_logprobs[index][row[index]]
                     total += token.logprob
-                    likeliest &= token.rank == 1
-                yield number, total, likeliest
+                    is_likeliest &= token.rank == 1
+                yield number, total, is_likeliest
 
     def _call_workers(self, method: str, *arguments: Any) -> Any:
         """Call a method of all of vLLM's workers, and return the result of the first worker. All
@@ -231,8 +231,8 @@ def _add_to_search_path(folder: str) -> None:
     """Let processes that vLLM starts import this moe_lab, by a link in `folder`, but no other
     package of moe_lab's environment."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
-    search = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(search)  # for programs
+    folders = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # for programs
     sys.path.insert(0, folder)  # for processes of multiprocessing, which inherit it
 
 

@@ -106,12 +106,12 @@ def replay(*arguments: Any) -> Any:
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     """Task id -> problem, for the file `data` as EvalPlus reads it. EvalPlus restores the types of
     inputs that JSON cannot represent."""
-    read = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
+    read_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
         patch.object(mbpp, "MBPP_OVERRIDE_PATH", data),
     ):
-        problems: dict[str, dict[str, Any]] = read()
+        problems: dict[str, dict[str, Any]] = read_problems()
     return problems
 
 

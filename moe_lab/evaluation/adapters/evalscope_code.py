@@ -172,11 +172,11 @@ class Programs:
         number = len(outcome.encoded) + (outcome.status != "ok")
         run_tests = {name: tests[name][:number] for name in _COLUMNS}
         arguments = [tests["fn_name"], run_tests, asdict(outcome)]
-        judged = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
-        if judged is None:
+        results_and_notes = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
+        if results_and_notes is None:
             error = "its outputs take too much time or memory to compare"
             return [_WRONG], {"program": "output", "program_error": error}
-        results, notes = judged
+        results, notes = results_and_notes
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
 
@@ -224,15 +224,15 @@ def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
     from evalscope.benchmarks.live_code_bench import testing_util
 
     values = _outputs(outcome)
-    printed = list[str]()  # from this list EvalScope reads the printed text
+    printed_texts = list[str]()  # from this list EvalScope reads the printed text
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(values)})
 
     def call_method(method: Any, _: str) -> None:
-        printed[:] = [method()]
+        printed_texts[:] = [method()]
 
     with (
         patch.object(testing_util, "compile_code", lambda code, timeout: solution),
-        patch.object(testing_util, "Capturing", lambda: nullcontext(printed)),
+        patch.object(testing_util, "Capturing", lambda: nullcontext(printed_texts)),
         patch.object(testing_util, "call_method", call_method),
         patch.object(testing_util, "_set_alarm", lambda seconds: None),
     ):

@@ -48,9 +48,9 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
         verdict = programs.grade
         threads = programs.processes
     adapter, samples = load(**task, hides_tests=False)
-    unpaired = set(texts) ^ set(samples)
-    assert not unpaired, (
-        f"answers and questions are not the same: {sorted(unpaired)[0]} is only on one side"
+    unpaired_names = set(texts) ^ set(samples)
+    assert not unpaired_names, (
+        f"answers and questions are not the same: {sorted(unpaired_names)[0]} is only on one side"
     )
     states = [_state(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(threads) as pool:
@@ -101,10 +101,10 @@ def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, A
     prompt that has changed matches no sample."""
     # sorted by number first, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
-    selected = set(order[:limit])
+    selected_items = set(order[:limit])
     for subset, samples in subsets.items():
         for sample in samples:
-            if (sample.id, subset) in selected:
+            if (sample.id, subset) in selected_items:
                 prompt = json.dumps(_messages(sample), sort_keys=True)
                 digest = sha256(prompt.encode()).hexdigest()
                 yield f"{subset}/{sample.id} {digest[:8]}", sample

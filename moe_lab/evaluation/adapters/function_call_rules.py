@@ -105,9 +105,9 @@ def _value(text: str, description: Mapping[str, Any]) -> Any:
     it stands for no value."""
     if TYPES.get(str(description.get("type"))) is str:
         return text
-    for read in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval):
         try:
-            return read(text)
+            return parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             # the errors that literal_eval documents
             continue

@@ -270,13 +270,13 @@ def _aggregation(
         aggregation = functions.get(metric.partition(",")[0], metrics.mean)
         if aggregation not in _ITEM_AGGREGATIONS:
             function_name = getattr(aggregation, "__name__", aggregation)
-            possible = ", ".join(
+            possible_metrics = ", ".join(
                 other for other, function in functions.items() if function in _ITEM_AGGREGATIONS
             )
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is computed from all items "
                 f"together, by {function_name}: expected a mean over items or a perplexity (the "
-                f"task has {possible or 'none'})"
+                f"task has {possible_metrics or 'none'})"
             )
     if aggregation in _LOSS_AGGREGATIONS and len(by_name) > 1:
         raise UserError(

@@ -224,10 +224,10 @@ def _generate(
             }
             input_ids = input_ids[indices]
             rows = open_rows
-        prepared = model.prepare_inputs_for_generation(
+        model_inputs = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
-        output = model(**prepared, return_dict=True)
+        output = model(**model_inputs, return_dict=True)
         new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
         choices = dict(zip(rows, zip(new_tokens.tolist(), logits, strict=True), strict=True))
         # Rows of complete texts may still be in the batch; their tokens are not used.
@@ -274,8 +274,8 @@ def _read(
     inputs = inputs | {name: inputs[name][:, :width] for name in token_inputs}
     if any(answers):
         inputs["logits_to_keep"] = width - first_position
-    prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
-    output = model(**prepared, return_dict=True)
+    model_inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+    output = model(**model_inputs, return_dict=True)
     for prompt, answer, logits in zip(
         batch.prompts, answers, output.logits[:, first_position - width :], strict=True
     ):
@@ -284,8 +284,8 @@ def _read(
         )
         if answer:
             start = longest - len(prompt) + answer.start - 1 - first_position
-            scored = logits[start : start + len(answer.tokens) - answer.start]
-            text.likelihood = likelihood(answer.tokens[answer.start :], scored)
+            answer_logits = logits[start : start + len(answer.tokens) - answer.start]
+            text.likelihood = likelihood(answer.tokens[answer.start :], answer_logits)
         texts.append(text)
     if any(answers):
         ids, inputs = _forget(output.past_key_values, ids, inputs, batch, texts)

@@ -104,9 +104,9 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
-        read = [*question.tokens, *(token for answer in question.answers for token in answer)]
+        tokens = [*question.tokens, *(token for answer in question.answers for token in answer)]
         # padded with the last token
-        ids[row] = torch.tensor(read + read[-1:] * (longest - len(read)))
+        ids[row] = torch.tensor(tokens + tokens[-1:] * (longest - len(tokens)))
     inputs: dict[str, torch.Tensor] = {"input_ids": ids}
     if all(len(question.answers) == 1 for question in questions):
         lengths = torch.tensor([len(question) for question in questions])

@@ -87,10 +87,10 @@ class ServedModel(Engine):
     def __post_init__(self) -> None:
         """Raise UserError for a tokenizer that appends tokens, such as an end token, to prompts. A
         model cannot continue a prompt that ends with such tokens."""
-        if appended := appended_tokens(self.tokenizer):
+        if appended_ids := appended_tokens(self.tokenizer):
             raise UserError(
                 "backend=server: the model's tokenizer appends "
-                f"{self.tokenizer.decode(appended)!r} to every prompt, and a server tokenizes "
+                f"{self.tokenizer.decode(appended_ids)!r} to every prompt, and a server tokenizes "
                 "prompts itself: expected backend=hf or backend=vllm"
             )
 

@@ -177,7 +177,7 @@ class VllmModel(Engine):
             rows=[row.tokens for row in rows],
             starts=[row.start for row in rows],
         )
-        return [(total, likeliest) for _, total, likeliest in sorted(replies)]
+        return [(total, is_likeliest) for _, total, is_likeliest in sorted(replies)]
 
 
 class OpenEngine:

@@ -41,8 +41,8 @@ class Stories(Harness):
         rows = self._rows(benchmark)
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
-            followed = rules_followed(answer.reply.text or "", rows[answer.item]["checklist"])
-            return sum(followed) / len(followed), json.dumps(followed)
+            results = rules_followed(answer.reply.text or "", rows[answer.item]["checklist"])
+            return sum(results) / len(results), json.dumps(results)
 
         return graded_by_mean(answers, benchmark, verdict)
 

@@ -137,11 +137,11 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     them. Raises UserError for a tag that no row has."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
-    selected = [row for row in rows if tag is None or row["primary_tag"] == tag]
-    if not selected:
-        known = {row["primary_tag"] for row in rows}
-        raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), known)
-    return selected[: benchmark.limit]
+    selected_rows = [row for row in rows if tag is None or row["primary_tag"] == tag]
+    if not selected_rows:
+        known_tags = {row["primary_tag"] for row in rows}
+        raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), known_tags)
+    return selected_rows[: benchmark.limit]
 
 
 def template(benchmark: BenchmarkConfig) -> str:
@@ -169,11 +169,11 @@ def question(
     """The prompt of the judge: the template with its placeholders filled in. The model's `answer`
     replies to the `conversation`, whose last message is the user's. Inserted texts are not searched
     for placeholders."""
-    *history, last = conversation
+    *history, last_message = conversation
     turns = [f"{message['role'].upper()}: {message['content']}" for message in history]
     values = {
         "{$history}": "\n\n".join(turns),
-        "{$user_query}": last["content"],
+        "{$user_query}": last_message["content"],
         "{$model_output}": answer,
         "{$checklist}": "\n".join(f"- {item}" for item in checklist),
     }

@@ -302,5 +302,5 @@ def limit_process(memory: int, processes: int) -> None:
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
         # a lower limit that exists stays
-        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (allowed, allowed))
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))

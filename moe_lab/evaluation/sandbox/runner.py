@@ -253,8 +253,8 @@ def _run_and_exit(request: Request, results_pipe: int) -> None:
         die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
         nothing = os.open("/dev/null", os.O_RDWR)
-        for standard in (0, 1, 2):
-            os.dup2(nothing, standard)
+        for descriptor in (0, 1, 2):
+            os.dup2(nothing, descriptor)
         os.dup2(results_pipe, 3)
         os.closerange(4, 256)
         limit_process(request.memory, request.processes)
