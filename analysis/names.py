@@ -216,10 +216,10 @@ _CAPITALISED_SETS = ("code", "math", "general", "stories")
 
 def criterion(name: str) -> str:
     """The papers' spelling of a criterion; members of the S family are written S(1,0,2)."""
-    member = _S_FAMILY.fullmatch(name)
-    if member is None:
+    match = _S_FAMILY.fullmatch(name)
+    if match is None:
         return CRITERIA.get(name, name)
-    values = dict(part.split("=", 1) for part in member[1].split(",") if "=" in part)
+    values = dict(part.split("=", 1) for part in match[1].split(",") if "=" in part)
     return f"S({','.join(values.get(key, '?') for key in ('b', 'alpha', 'beta'))})"
 
 
@@ -306,8 +306,8 @@ def calibration(name: str) -> str:
     """Display name of a calibration set: pocket_code becomes Code, none becomes no data."""
     if name == "none":
         return "no data"
-    short = name.removeprefix("pocket_")
-    return short.capitalize() if short in _CAPITALISED_SETS else name
+    short_name = name.removeprefix("pocket_")
+    return short_name.capitalize() if short_name in _CAPITALISED_SETS else name
 
 
 def domain(calibration_set: str) -> str | None:

@@ -66,9 +66,9 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
     records = [_add_suites(record) for record in record_of_study.values()]
     if len(records) == 1:
         return records[0]
-    newest = max(records, key=lambda record: float(record["created"]))
+    newest_record = max(records, key=lambda record: float(record["created"]))
     return {
-        **newest,
+        **newest_record,
         "study": "+".join(record_of_study),
         "config": {name: record.get("config") for name, record in record_of_study.items()},
         "cells": _join_cells(records),

@@ -177,10 +177,10 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
         base = None
-        first_order = competitors[competitors["prior"] == plans.FIRST_ORDER]
-        if len(first_order):
-            texts.append(names.allocation_name(str(first_order["allocation"].iloc[0])))
-            base = int(first_order["cell"].iloc[0])
+        first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER]
+        if len(first_order_plans):
+            texts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
+            base = int(first_order_plans["cell"].iloc[0])
         yield Block(comparison, ", ".join(filter(None, texts)), labels, base)
 
 

@@ -191,8 +191,8 @@ def expert_stacks(
     stacks = pd.DataFrame.from_dict(pieces_of_expert, orient="index").sort_index()
     shares = retained[retained["layer"] == layer].set_index("expert")["share"]
     attributions = experts[experts["layer"] == layer].set_index("expert")["first"]
-    highest = attributions.max()
-    scale = highest if highest > 0 else np.nan
+    largest_attribution = attributions.max()
+    scale = largest_attribution if largest_attribution > 0 else np.nan
     return stacks.assign(kept=shares, attribution=attributions / scale)
 
 

@@ -91,9 +91,9 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 
     Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run."""
     for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
-        camera = cells[cells["criterion"] == "camera"]
-        sequential = camera[camera["allocation"] == "sequential"]
-        base = only_cell(sequential if len(sequential) else camera)
+        camera_cells = cells[cells["criterion"] == "camera"]
+        sequential_cells = camera_cells[camera_cells["allocation"] == "sequential"]
+        base = only_cell(sequential_cells if len(sequential_cells) else camera_cells)
         if base is not None and len(cells) > 1:
             yield ratio_block(comparison, key["ratio"], settings.method_labels(cells), base)
 

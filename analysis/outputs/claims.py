@@ -92,10 +92,10 @@ def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
     """Rows of the claim SEARCHED, one per ratio. The pairs of a ratio are the searched and uniform
     allocations of whole experts that agree in EQUAL_COLUMNS."""
     cells = comparison.cells
-    searched = cells[cells["allocation"].map(is_searched).astype(bool)]
-    uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
-    all_pairs = searched.reset_index().merge(
-        uniform.reset_index(), on=EQUAL_COLUMNS, suffixes=("", "_uniform")
+    searched_cells = cells[cells["allocation"].map(is_searched).astype(bool)]
+    uniform_cells = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
+    all_pairs = searched_cells.reset_index().merge(
+        uniform_cells.reset_index(), on=EQUAL_COLUMNS, suffixes=("", "_uniform")
     )
     rows = []
     for ratio, ratio_pairs in by_ratio(all_pairs):

@@ -182,15 +182,15 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     budgets: see `layer_budgets`; losses: calibration, layer, loss."""
     from moe_lab.allocation.shapes import smooth
 
-    merged = budgets.merge(
+    rows = budgets.merge(
         losses[["calibration", "layer", "loss"]], on=["calibration", "layer"], how="left"
     )
     frames = []
-    for _, plan in merged.groupby("cell", sort=False):
+    for _, plan in rows.groupby("cell", sort=False):
         loss = plan["loss"].to_numpy(float)
         smoothed = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
         frames.append(plan.assign(loss=loss / loss.mean(), smoothed=smoothed / smoothed.mean()))
-    return pd.concat(frames, ignore_index=True) if frames else merged.assign(smoothed=np.nan)
+    return pd.concat(frames, ignore_index=True) if frames else rows.assign(smoothed=np.nan)
 
 
 _MEANING = (

@@ -115,14 +115,16 @@ def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Serie
     An entry is on the front if no entry dominates this entry. Entry A dominates entry B if A costs
     at most as much as B and has at least the merit of B, and A and B differ in cost or in merit.
     Entries with NaN are not on the front."""
-    cost = np.asarray(costs, float)
-    merit = np.asarray(merits, float)
+    cost_values = np.asarray(costs, float)
+    merit_values = np.asarray(merits, float)
     # (entries B, entries A): comparisons of A with B
-    is_as_cheap = cost[None, :] <= cost[:, None]
-    is_as_good = merit[None, :] >= merit[:, None]
-    is_better = (cost[None, :] < cost[:, None]) | (merit[None, :] > merit[:, None])
+    is_as_cheap = cost_values[None, :] <= cost_values[:, None]
+    is_as_good = merit_values[None, :] >= merit_values[:, None]
+    is_better = (cost_values[None, :] < cost_values[:, None]) | (
+        merit_values[None, :] > merit_values[:, None]
+    )
     is_dominated = (is_as_cheap & is_as_good & is_better).any(axis=1)
-    return np.asarray(~is_dominated & ~np.isnan(cost + merit))
+    return np.asarray(~is_dominated & ~np.isnan(cost_values + merit_values))
 
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")

@@ -67,13 +67,18 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     drawing = style.drawing(style.PAGE, 4.6)
     panels = zip("ab", drawing.subplots(2, 1), ROUTING_MEASURES.items(), strict=True)
     for letter, axes, (measure, label) in panels:
-        top = top_experts(experts, measure)
-        positions = np.arange(len(top))
-        _draw_loss_bars(axes, top["ablation"])
-        labels = [f"{expert.layer}.{expert.expert}" for expert in top.itertuples()]
+        highest_experts = top_experts(experts, measure)
+        positions = np.arange(len(highest_experts))
+        _draw_loss_bars(axes, highest_experts["ablation"])
+        labels = [f"{expert.layer}.{expert.expert}" for expert in highest_experts.itertuples()]
         style.label_ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
         _add_right_axis(axes, label).plot(
-            positions, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9
+            positions,
+            highest_experts[measure],
+            color=style.INK,
+            marker=".",
+            markersize=3,
+            linewidth=0.9,
         )
         rank = correlations(experts, measure, "ablation")["rank"]
         axes.set_title(
@@ -82,8 +87,8 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     axes.set_xlabel("layer.expert")
     style.legend(drawing, _keys("router weight, tokens"))
     caption = (
-        f"The {len(top)} experts with the highest mean router weight (a) and with the most tokens "
-        "(b), highest first. Bars: rise of the model's loss without that expert's output; orange: "
+        f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
+        "most tokens (b), highest first. Bars: rise of the model's loss without that expert's output; orange: "
         "the loss falls. Router weight: the gate, the mean over the expert's tokens. Based on "
         f"{pass_setup(results.study)}"
     )

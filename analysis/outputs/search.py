@@ -51,10 +51,10 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
         return {}
     pairs: dict[int, int] = {}
     for _, group in groups(sorted_by_criterion(cells, "ratio"), _EQUAL_COLUMNS):
-        uniform = group.index[group["allocation"] == "uniform"]
-        searched = group.index[group["allocation"].map(is_searched)]
-        if len(uniform) == 1:
-            pairs |= {int(cell): int(uniform[0]) for cell in searched}
+        uniform_cells = group.index[group["allocation"] == "uniform"]
+        searched_cells = group.index[group["allocation"].map(is_searched)]
+        if len(uniform_cells) == 1:
+            pairs |= {int(cell): int(uniform_cells[0]) for cell in searched_cells}
     return pairs
 
 

@@ -308,26 +308,29 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
 def _calibration_differences(number: Printed, measured: Measured) -> Iterator[str]:
     """Yield the differences in calibration tokens, gate, seed and search; nothing for an unpruned
     model."""
-    paper = protocol(number)
+    published_protocol = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
         return
     if (
         cell["calibration"] != "none"
-        and paper.tokens is not None
-        and measured.tokens != paper.tokens
+        and published_protocol.tokens is not None
+        and measured.tokens != published_protocol.tokens
     ):
         measured_tokens = (
             "an unknown number of" if measured.tokens is None else f"{measured.tokens:,}"
         )
-        yield f"calibrated on {measured_tokens} tokens, published on {paper.tokens:,}"
-    if cell["criterion"] in READS_GATES and paper.gate not in (None, cell["gate"]):
-        yield f"gate {cell['gate']}, published with {paper.gate}"
-    if paper.seed not in (None, cell["seed"]):
-        yield f"seed {cell['seed']}, published with {paper.seed}"
+        yield f"calibrated on {measured_tokens} tokens, published on {published_protocol.tokens:,}"
+    if cell["criterion"] in READS_GATES and published_protocol.gate not in (None, cell["gate"]):
+        yield f"gate {cell['gate']}, published with {published_protocol.gate}"
+    if published_protocol.seed not in (None, cell["seed"]):
+        yield f"seed {cell['seed']}, published with {published_protocol.seed}"
     if measured.search is not None:
         for name, value, published in zip(
-            _SEARCH, measured.search, (paper.search, paper.generations), strict=True
+            _SEARCH,
+            measured.search,
+            (published_protocol.search, published_protocol.generations),
+            strict=True,
         ):
             if published is not None and value != published:
                 text = "unknown" if value is None else value
@@ -340,14 +343,14 @@ def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) 
     texts_by_setting: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
-        paper = split(number, evaluation.benchmark)
-        items = _items_difference(evaluation, paper.items)
+        published_split = split(number, evaluation.benchmark)
+        items = _items_difference(evaluation, published_split.items)
         if items:
             texts_by_setting["items"].append(f"{benchmark} ({items})")
         for key, description in EVALUATION_SETTINGS.items():
             texts_by_setting.setdefault(description, [])
             value = evaluation.split.settings.get(key, "unknown")
-            published = paper.settings.get(key)
+            published = published_split.settings.get(key)
             if published not in (None, value):
                 texts_by_setting[description].append(
                     f"{benchmark} ({value}, published {published})"
@@ -369,6 +372,6 @@ def _items_difference(evaluation: Evaluation, published: int | None) -> str:
     is_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
     if is_graded and published in (None, items):
         return ""
-    of_items = "" if is_graded else f" of {items:,}"
+    total_text = "" if is_graded else f" of {items:,}"
     comparison = "" if published is None else f", published on {published:,}"
-    return f"{evaluation.n:,}{of_items}{comparison}"
+    return f"{evaluation.n:,}{total_text}{comparison}"

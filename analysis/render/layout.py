@@ -308,9 +308,9 @@ def _ticks(axis: Axis) -> list[_Tick]:
 def _largest_texts(texts: Sequence[Text]) -> list[Text]:
     """The text with the widest line, and the text with the most lines; only these two must be
     measured to find the largest width and height."""
-    widest = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
-    highest = max(texts, key=lambda text: text.get_text().count("\n"))
-    return [widest, highest]
+    widest_text = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
+    highest_text = max(texts, key=lambda text: text.get_text().count("\n"))
+    return [widest_text, highest_text]
 
 
 def _line_width(line: str) -> float:

@@ -309,11 +309,11 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
 
     value: value in the frame; printed: text of the value; is_bold: whether the text is bold.
     """
-    inner = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
+    content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
-        return f"<td{kind}{block}>{inner}"
+        return f"<td{kind}{block}>{content}"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP
     number = float(str(value))
@@ -323,7 +323,7 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
         if form == SCORE and column in table.best and 0 <= number <= 1
         else ""
     )
-    return f'<td class=number data-key="{number:.9g}"{bar}>{inner}'
+    return f'<td class=number data-key="{number:.9g}"{bar}>{content}'
 
 
 def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:

@@ -81,7 +81,7 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
 
     scores: model -> scores of the model's random plans.
     """
-    chance_of_model = {model: chance_of(of_model) for model, of_model in scores.items()}
+    chance_of_model = {model: chance_of(plan_scores) for model, plan_scores in scores.items()}
     if len(chance_of_model) < 2:
         return chance_of_model
     variances = np.array([chance.spread**2 for chance in chance_of_model.values()])
@@ -98,12 +98,12 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     return {model: replace(chance, **spread) for model, chance in chance_of_model.items()}
 
 
-def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> bool:
+def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: float) -> bool:
     """Whether Bartlett's test finds no difference between `variances` (models,); the same test as
     scipy's `bartlett`.
 
-    freedoms: degrees of freedom (models,) of the variances; pooled: the pooled variance.
+    freedoms: degrees of freedom (models,) of the variances; pooled_variance: their pooled value.
     """
-    ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
+    ratio = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
     return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)

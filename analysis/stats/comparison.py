@@ -284,8 +284,10 @@ class Comparison:
                 rows_of_cells.append(list(by_seed.values()))
         # cells with one plan take part in every row, so that they do not limit the number of rows
         count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
-        repeated = [(rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells]
-        return np.array(repeated, int).T
+        rows_of_equal_length = [
+            (rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells
+        ]
+        return np.array(rows_of_equal_length, int).T
 
     @cached_property
     def _row_numbers(self) -> dict[int, int]:
@@ -477,16 +479,20 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
 
     Code and Math are each the mean of two displayed columns.
     """
-    displayed = overall(comparison, cells)
+    displayed_columns = overall(comparison, cells)
     groups: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
         "Math": names.MATH_COLUMNS,
         "WildBench": ("WildBench",),
     }
-    targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
+    targets = {
+        name: target for name, target in groups.items() if set(target) <= set(displayed_columns)
+    }
     return (
-        {**targets, comparison.quantity(displayed).mean_name: displayed} if displayed else targets
+        {**targets, comparison.quantity(displayed_columns).mean_name: displayed_columns}
+        if displayed_columns
+        else targets
     )
 
 

@@ -87,8 +87,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
             )
         )
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
-    average = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
-    order = [complete_methods.index(key) for key in average.index]
+    average_ranks = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
+    order = [complete_methods.index(key) for key in average_ranks.index]
     # With an own error of 0 for each pair, the critical difference is the same for all pairs.
     leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
@@ -96,8 +96,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         over=over,
         blocks=table.shape[2],
         seeds=seeds,
-        ranks=average,
-        p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average.index),
+        ranks=average_ranks,
+        p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average_ranks.index),
         difference=leads[0].interval[1] - leads[0].value,
         incomplete=tuple(str(key) for key in plans if key not in complete_methods),
     )

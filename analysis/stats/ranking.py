@@ -200,7 +200,7 @@ def _add_verdicts(
     the score of each other method.
     """
     displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
-    printed = displayed["score"].round(PRINTED_DECIMALS)
+    printed_scores = displayed["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
@@ -214,11 +214,13 @@ def _add_verdicts(
         )
         tests[method] = [*ends, gap_to_best.p]
         verdicts[methods[0]] = BEST
-        verdicts[method] = _verdict(gap_to_best, printed[method] == printed[methods[0]])
+        verdicts[method] = _verdict(
+            gap_to_best, printed_scores[method] == printed_scores[methods[0]]
+        )
     columns = ["behind", "behind_low", "behind_high", "p"]
     return rows.assign(
         **displayed,
-        rank=(-quantity.sign * printed).rank(method="min"),
+        rank=(-quantity.sign * printed_scores).rank(method="min"),
         verdict=[verdicts.get(plan, "") for plan in rows.index],
         **pd.DataFrame.from_dict(tests, "index", float, columns).reindex(rows.index),
     )
@@ -465,13 +467,13 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     )
     if chance.spreads_differ:
         spread += ", as spreads differ between models"
-    of_loss = "of the loss " if quantity.scale == "perplexity" else ""
+    loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
-        f"{quantity.displayed(chance.mean):.3f}, standard deviation {of_loss}{chance.spread:.3f} "
-        f"{spread})."
+        f"{quantity.displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
+        f"{chance.spread:.3f} {spread})."
     )
     best_score = float(quantity.computed(rows["score"].iloc[0]))
     if (rows["chance"] == ABOVE).any() or quantity.sign * (best_score - chance.mean) <= 0:

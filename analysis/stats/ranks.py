@@ -71,7 +71,9 @@ def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Displayed column -> number of missing benchmarks of its published definition, for columns
     that lack some."""
     missing = {
-        name: len(COLUMNS[name]) - len(run) for name, run in columns.items() if name in COLUMNS
+        name: len(COLUMNS[name]) - len(column_benchmarks)
+        for name, column_benchmarks in columns.items()
+        if name in COLUMNS
     }
     return {name: count for name, count in missing.items() if count}
 
@@ -87,7 +89,10 @@ def component_columns(
     """
     if columns is None:
         columns = displayed_columns([str(name) for name in scores.columns])
-    means = {name: scores[list(run)].mean(axis=1, skipna=False) for name, run in columns.items()}
+    means = {
+        name: scores[list(column_benchmarks)].mean(axis=1, skipna=False)
+        for name, column_benchmarks in columns.items()
+    }
     return pd.DataFrame(means, index=scores.index)
 
 
