@@ -300,7 +300,6 @@ def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
         assert all(start > max(aligned, default=0) for start in unaligned)
 
 
-@pytest.mark.slow
 def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
     """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
     model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)

@@ -4,7 +4,9 @@ in fp64."""
 import copy
 import functools
 import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import naive
@@ -22,7 +24,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
 from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, is_softmax, shifts
-from moe_lab.statistics.observe import Observer, gather
+from moe_lab.statistics.observe import Observer, SaveTimer, gather
 
 SOFTMAX_ROUTERS = {
     *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "deepseek_v2"),
@@ -365,3 +367,17 @@ def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.M
         sums.append(observer.layers())
     for layer, tensors in sums[0].items():
         assert torch.allclose(tensors["damage"], sums[1][layer]["damage"], rtol=1e-5)
+
+
+def test_a_signal_to_end_waits_until_sums_are_saved(tmp_path: Path) -> None:
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    try:
+        with SaveTimer(tmp_path) as timer:
+            signal.raise_signal(signal.SIGTERM)
+            assert timer.due() and signals == []
+            with timer.saving():
+                assert signals == []
+            assert signals == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
