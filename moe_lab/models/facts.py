@@ -18,8 +18,8 @@ from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Count layers, experts and parameters of a model that is built on the meta device; no weight
-    is read.
+    """Facts of a model: numbers of layers, experts and parameters. The model is built on the meta
+    device, and no weight is read.
 
     `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the
     parameters of one routed expert. `decoder_layers`: number of layers, including layers without
@@ -32,8 +32,8 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 
 
 def _build(folder: Path, settings: ModelConfig) -> Any:
-    """The model of a folder on the meta device, with model.top_k. UserError if the model differs
-    from `model.expected`."""
+    """The model of a folder, on the meta device, with model.top_k. UserError if the model differs
+    from `model.expected`, or the files of the folder differ from the model."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
@@ -44,20 +44,20 @@ def _build(folder: Path, settings: ModelConfig) -> Any:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """The facts of a model object, with weights or on the meta device."""
-    shape = architecture(model)
+    """The facts of a model object, with weights or on the meta device; see `facts`."""
+    sizes = architecture(model)
     return {
         "model_type": model.config.model_type,
-        "parameters": shape.parameters,
-        "decoder_layers": shape.layers,
-        "shared_width": shape.shared_width,
+        "parameters": sizes.parameters,
+        "decoder_layers": sizes.layers,
+        "shared_width": sizes.shared_width,
         "layers": {layer.index: _layer_facts(layer) for layer in routed_layers(model)},
     }
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """The sizes of a model in the form of `model.expected`; if layers differ, the largest value of
-    each size. SettingsError for a size that no model has."""
+    """The sizes of a model in the form of `model.expected`. If layers differ in a size, the largest
+    value counts. SettingsError for a size that no model has."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -95,7 +95,7 @@ def _layer_facts(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """Describe a model from its configuration alone; it is built on the meta device.
+    """A description of a model, which is built on the meta device from its configuration:
 
     model_type  model_type of its configuration
     layers      number of decoder layers
@@ -134,8 +134,8 @@ def _router(layer: MoELayer, config: Any) -> str:
         properties.append("chosen with a correction bias")
     if layer.n_group > 1:
         properties.append(f"from {layer.topk_group} of {layer.n_group} groups")
-    stated = [field for field in ("scoring_func", "norm_topk_prob") if hasattr(config, field)]
-    properties += [f"{field}={getattr(config, field)}" for field in stated]
+    fields = [field for field in ("scoring_func", "norm_topk_prob") if hasattr(config, field)]
+    properties += [f"{field}={getattr(config, field)}" for field in fields]
     return ", ".join(properties)
 
 

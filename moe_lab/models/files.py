@@ -38,8 +38,8 @@ NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 
 
 def sha256_of(file: Path) -> str:
-    """sha256 (hex) of a file's bytes. A large file is read again only if its path, size, time or
-    inode changes."""
+    """sha256 (hex) of a file's bytes. The digest of a large file is remembered, and the file is
+    read again only if its path, size, time or inode has changed."""
     real = file.resolve()
     # the hub's cache names a large file by its sha256
     if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
@@ -84,16 +84,18 @@ def _answers(address: str) -> bool:
         with suppress(HTTPError, OSError):
             answers.append(get_session().head(address, timeout=FIRST_SECONDS))
 
-    # looking up the name of a host has no time limit of its own
-    (thread := Thread(target=send_request, daemon=True)).start()
+    # in a thread, because looking up the name of a host has no time limit of its own
+    thread = Thread(target=send_request, daemon=True)
+    thread.start()
     thread.join(FIRST_SECONDS)
     return bool(answers)
 
 
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
-    """File -> (size, digest) of a repository on the hub; None when the hub cannot be reached. The
-    digest is sha256, or git's for a small file. `kind`: model or dataset."""
+    """File -> (size, digest), for all files of the repository `name` on the hub; None when the hub
+    cannot be reached or has no such repository. The digest is sha256, or for a small file git's id
+    of its content. `kind`: model or dataset."""
     if not hub_answers():
         return None
     from httpx import HTTPError
@@ -129,7 +131,8 @@ def hub_config(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def data_files(name: str) -> str | None:
-    """Digest of the data in a data set on the hub; None when the hub cannot be reached."""
+    """Digest of all data files of the data set `name` on the hub; None when the hub cannot be
+    reached."""
     files = stated_files(name, None, "dataset")
     if files is None:
         return None
@@ -137,8 +140,8 @@ def data_files(name: str) -> str | None:
 
 
 def data_file(name: str, file: str) -> str | None:
-    """sha256 of a file of a data set on the hub; None when the file is not in the cache and the hub
-    cannot be reached."""
+    """sha256 of the file `file` of the data set `name` on the hub. None when the file is not in the
+    cache, and the hub cannot be reached or states no sha256."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, repo_type="dataset")
@@ -165,8 +168,9 @@ ADAPTER = "adapter_config.json"
 
 
 def check(settings: ModelConfig) -> None:
-    """Raise UserError for a model that cannot be loaded, as far as known without torch and network:
-    check config.json, safetensors files and family of a folder, and the form of a hub id."""
+    """Raise UserError for a model that cannot be loaded, as far as this is known without torch and
+    network. Of a folder, config.json, the safetensors files and the family are checked; of a hub
+    id, only the form."""
     folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -183,10 +187,11 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError when a file of the folder makes transformers fetch code or another model,
-    unless `trust_remote_code`."""
+    """Raise UserError when a file of the folder makes transformers fetch code or another model.
+    With `trust_remote_code`, nothing is checked."""
     if trust_remote_code:
         return
+    # the first such field, if there is any
     for field, value in _code_fields(read_json(folder / "config.json")):
         raise UserError(
             f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
@@ -201,8 +206,9 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _code_fields(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) for each field of a config.json that names code, such as flash attention,
-    which transformers would fetch because this code is neither built in nor installed."""
+    """(field, value) for each field of a config.json that names code which is neither built in nor
+    installed, such as a kernel for attention; transformers would fetch this code. `config`: the
+    value of `field`, or for "" the content of the file."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _code_fields(value, field if field.endswith(CODE_FIELDS) else key)
@@ -216,8 +222,8 @@ def _code_fields(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def local_folder(settings: ModelConfig) -> Path:
-    """The folder of a model, which is checked by `check`, and downloaded from the hub if its path
-    is a hub id."""
+    """The folder of a model. A model with a hub id is downloaded, unless the cache has it. Errors
+    are those of `check`, and those of a failed download."""
     check(settings)
     path = local_path(settings.path)
     if not path.is_dir():
@@ -227,8 +233,8 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer, which are downloaded if
-    missing; None when the hub cannot be reached or has no such model."""
+    """The folder of a model, with at least its configuration and tokenizer. If they are missing,
+    they are downloaded. None when the hub cannot be reached or has no such model."""
     path = local_path(settings.path)
     if path.is_dir():
         return path
@@ -239,7 +245,7 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a model's folder and its SUBFOLDERS that transformers may read, in order."""
+    """All files of a model's folder and its SUBFOLDERS that transformers may read, sorted."""
     folders = [folder, *(folder / name for name in SUBFOLDERS)]
     return sorted(
         file
@@ -251,8 +257,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and
-    weights. UserError when there is no such folder."""
+    """sha256 (hex) of a model's configuration, tokenizer and weights. `path`: a folder, or
+    pocket:NAME. UserError when there is no such folder."""
     folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
@@ -264,8 +270,8 @@ def fingerprint(path: str | Path) -> str:
 
 
 def in_cache(path: str, revision: str | None) -> Path | None:
-    """The folder of a model of the hub in the cache; None unless the cache has all of its
-    weights."""
+    """The folder in the cache of the hub's model `path`; None unless the cache has all weights of
+    the model."""
     with suppress(OSError, ValueError):
         folder = _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
         open_checkpoint(folder)  # raises UserError, a ValueError, if a shard is missing
@@ -279,8 +285,8 @@ def is_weights(file: str) -> bool:
 
 
 def fingerprint_of(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model that may be on the hub; None when the model is not in the cache
-    and the hub cannot be reached for the sha256 of its weights."""
+    """The fingerprint of a model in a folder or on the hub. None when the model is neither in a
+    folder nor in the cache, and the hub cannot be reached for the sha256 of its weights."""
     folder = local_path(settings.path)
     if folder.is_dir():
         return fingerprint(folder)
@@ -289,21 +295,24 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _hub_fingerprint(path: str, revision: str | None) -> str | None:
-    """The fingerprint of a model on the hub, from the cache, or from what the hub states."""
+    """The fingerprint of a model on the hub, from the files in the cache, or from the digests of
+    weights that the hub states; None if neither is known."""
     if (cached := in_cache(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
-    if folder is None or (stated := stated_files(path, folder.resolve().name, "model")) is None:
+    # the name of a folder in the cache is its commit
+    if folder is None or (files := stated_files(path, folder.resolve().name, "model")) is None:
         return None
-    weights = {name: entry for name, entry in stated.items() if is_weights(name)}
+    weights = {name: entry for name, entry in files.items() if is_weights(name)}
     return _fingerprint(folder, [], weights)
 
 
 def _fingerprint(
     folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
 ) -> str:
-    """The fingerprint of a model, from the files of `folder` that describe the model, the files
-    `weights`, and `remote_weights`, name -> (size, sha256), which are not on this machine."""
+    """The fingerprint of a model, from the files of `folder` that describe the model, and from its
+    weights. `weights`: weight files on this machine. `remote_weights`: name -> (size, sha256) of
+    weight files that are only on the hub."""
     descriptions = [
         f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")
     ]
@@ -315,14 +324,14 @@ def _fingerprint(
 
 
 def _digest(files: Mapping[str, tuple[int, str]]) -> str:
-    """sha256 (hex) of files by name, size and digest."""
+    """sha256 (hex) of the names, sizes and digests of files. `files`: name -> (size, digest)."""
     lines = sorted(f"{name} {size} {digest}\n" for name, (size, digest) in files.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class IdentifiedModel(ModelConfig):
-    """A model that is identified by the content of its files (or by its name on the hub if they are
-    not known), and by the settings that change what the model computes."""
+    """A model that is identified by the content of its files, and by the settings that change what
+    the model computes. If the content is not known, its path and revision identify the model."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -332,7 +341,7 @@ class IdentifiedModel(ModelConfig):
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
-    """UserError unless the folder is a supported, readable checkpoint."""
+    """Raise UserError unless the folder is a readable checkpoint of a supported family."""
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise UserError(
@@ -347,9 +356,9 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    """The folder of a model in the hub's cache, downloaded if missing; `weights` as for
-    `_snapshot`. UserError when the hub has no such model, Unavailable when the hub cannot be
-    reached."""
+    """The folder of a model in the hub's cache. Missing files are downloaded. `weights`: patterns
+    of the names of weight files. UserError when the hub has no such model, Unavailable when the hub
+    cannot be reached."""
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -369,8 +378,9 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 
 def _snapshot(path: str, revision: str | None, weights: list[str], **settings: Any) -> Path:
-    """A model in the hub's cache: its files that match `weights`, and all small files that describe
-    the model."""
+    """The folder of a model in the hub's cache, with the files that match the patterns `weights`,
+    and all small files that describe the model. `settings`: further arguments of
+    snapshot_download."""
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]

@@ -44,14 +44,14 @@ from moe_lab.models.transformers_private import (
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
-    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token); sets the
-    number of CPU threads.
+    """(model, tokenizer) for `settings`. The model is in eval mode with frozen weights, and the
+    tokenizer has a pad token. The number of CPU threads is set, too.
 
-    Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that
-    gives the same bits (`cpu_experts`). dtype auto is float32 on the CPU and the stored dtype on
-    CUDA. All checks that do not need the weights come before reading them. UserError for a folder
-    that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
-    wrong shape, NaN or infinite, and a device that this machine does not have.
+    On CUDA, experts run by grouped_mm. On the CPU they run eagerly, or in fp32 by a faster function
+    that gives the same bits (`cpu_experts`). dtype auto is float32 on the CPU and the stored dtype
+    on CUDA. All checks that do not need the weights come before the weights are read. UserError for
+    a folder that is incomplete or damaged, an unsupported architecture, weights that are missing,
+    of the wrong shape, NaN or infinite, and a device that this machine does not have.
     """
     dtype = precision(settings)
     device = resolve_device(settings)
@@ -59,11 +59,11 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with quiet():
-        empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
-        set_top_k(empty, settings.top_k)
-        routed_layers(empty)
+        meta_model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+        set_top_k(meta_model, settings.top_k)
+        routed_layers(meta_model)  # raises UserError for models that are not supported
         checkpoint = open_checkpoint(folder)
-        names = NameMapping(empty, checkpoint.tensors)
+        names = NameMapping(meta_model, checkpoint.tensors)
         check_sizes(checkpoint, names)
         model = _load_weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, settings)
@@ -85,9 +85,9 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 def skeleton(
     folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """Build the model of a folder on the meta device, without weights. `dtype`: the precision of
-    its weights; None takes the precision in the configuration. UserError when transformers cannot
-    build the model."""
+    """The model of a folder on the meta device, without weights. `dtype`: the precision of its
+    tensors; None: the precision in the configuration. UserError when transformers cannot build the
+    model."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
@@ -102,10 +102,10 @@ def skeleton(
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Make every router of `model` choose `top_k` experts, in place; None changes nothing. Gates
-    follow the router's own rule: a router that normalises gates normalises them over the chosen
-    experts. UserError when a router has fewer experts to choose from, or a formula that is only
-    valid for its own top_k."""
+    """Make every router of `model` choose `top_k` experts, in place; None changes nothing. A router
+    that normalises gates then normalises them over the `top_k` chosen experts. UserError when a
+    router has fewer experts to choose from, or a formula that is only valid for the top_k of the
+    configuration."""
     if top_k is None:
         return
     for layer in routed_layers(model):
@@ -125,14 +125,15 @@ def set_top_k(model: Any, top_k: int | None) -> None:
                     setattr(module, name, top_k)
     config = model.config.get_text_config()
     for field in TOP_K_FIELDS:
-        stated = vars(config).get(field)
-        if stated is not None:
-            setattr(config, field, [top_k] * len(stated) if isinstance(stated, list) else top_k)
+        value = vars(config).get(field)
+        if value is not None:  # in some families a list with one number per layer
+            setattr(config, field, [top_k] * len(value) if isinstance(value, list) else top_k)
 
 
 def check_finite(model: nn.Module, prefix: str = "") -> None:
-    """Raise UserError naming the tensor, and the position in it (in a stack of experts, the expert
-    comes first), if a weight whose name begins with `prefix` is NaN or infinite."""
+    """Raise UserError if a number of a tensor whose name begins with `prefix` is NaN or infinite.
+    The message names the tensor and the position in it; in a stack of experts, the expert comes
+    first. Tensors on the meta device are not checked."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(prefix) or not tensor.is_floating_point() or tensor.is_meta:
             continue
@@ -152,11 +153,12 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     """The configuration object of a model folder. UserError when the installed transformers has no
-    causal language model of its type."""
+    causal language model of its type, unless the folder has code and `trust_remote_code` is set.
+    UserError also for a damaged config.json."""
     check_code(folder, trust_remote_code)
-    raw = read_json(folder / "config.json")
-    kind = raw["model_type"]
-    has_code = "auto_map" in raw
+    content = read_json(folder / "config.json")
+    kind = content["model_type"]
+    has_code = "auto_map" in content
     if has_code and trust_remote_code:  # transformers still prefers our port, if there is one
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if not has_causal_model(kind):
@@ -182,16 +184,16 @@ def _load_weights(
     unused or of the wrong shape, or do not fit on the GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
-    changes: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if method in UNPACKED:
-        changes["quantization_config"] = dequantising(method)
+        arguments["quantization_config"] = dequantising(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
             # transformers warns that config.json has a quantisation too; ours only dequantises it
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                **changes,
+                **arguments,
                 dtype=dtype,
                 device_map=device,
                 experts_implementation=experts_implementation(device),
@@ -201,13 +203,14 @@ def _load_weights(
                 output_loading_info=True,
             )
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # only for quantised checkpoints are such errors expected: a missing package, for example
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{source}: the installed transformers cannot load this model, {reason}"
         ) from None
-    model, report = loaded
+    model, report = result
     check_shapes(source, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
@@ -230,26 +233,28 @@ def _load_weights(
 
 def check_used(source: Path | str, unused: Iterable[str]) -> None:
     """Raise UserError if a tensor that the model does not use would change what the model computes.
-    `unused`: names of the unused tensors in the files of the checkpoint `source`. Only tensors of
-    `NOT_LOADED` and of layers that predict several tokens change nothing."""
+    `unused`: names of the unused tensors in the files of the checkpoint `source`. A tensor is
+    allowed to be unused if NOT_LOADED matches its name, or if it is of a layer that predicts
+    several tokens."""
     names = list(unused)
     extra = prediction_prefixes(names)
-    if lost := sorted(
+    if disallowed := sorted(
         name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)
     ):
         raise UserError(
-            f"{source}: the model that config.json describes does not use {len(lost)} of the "
+            f"{source}: the model that config.json describes does not use {len(disallowed)} of the "
             "weights in the files, "
-            f"the first is {lost[0]}: expected the config.json that was stored with them"
+            f"the first is {disallowed[0]}: expected the config.json that was stored with them"
         )
 
 
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
-    """Raise UserError unless the tensors of an unquantised checkpoint are those that config.json
-    asks for, with as many elements, and the experts of each layer are complete. `names`: the names
-    of the checkpoint's tensors in the model that config.json describes, with or without weights.
+    """Raise UserError unless the tensors of a checkpoint are those that config.json asks for, with
+    as many elements, and the experts of each layer are complete. `names`: the names of the
+    checkpoint's tensors in the model that config.json describes, which may be on the meta device.
 
-    Shapes are not compared, because some experts are stored transposed.
+    Shapes are not compared, because some experts are stored transposed. Quantised checkpoints are
+    not checked.
     """
     folder = checkpoint.folder
     stored = checkpoint.tensors
@@ -274,6 +279,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             counts[part.layer] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
         expected = sum(weight.numel() for weight in layer.experts.parameters())
+        # 0: the file has stacks of all experts, which are compared above
         if counts[layer.index] not in (0, expected):
             raise UserError(
                 f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but "
@@ -282,8 +288,8 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
 
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise UserError for the first of `mismatched`, if any: (name, stored shape, shape that
-    config.json asks for)."""
+    """Raise UserError for the first of `mismatched`, if there is any. Its items are (name, stored
+    shape, shape that config.json asks for)."""
     for name, shape, expected in sorted(mismatched):
         raise UserError(
             f"{source}: {name} has shape {tuple(shape)}, but config.json asks for "
@@ -293,13 +299,15 @@ def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]])
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer of a folder, with a pad token, and with the attribute `date`, which its chat
-    template writes as today's date. UserError when the folder has no tokenizer."""
+    """The tokenizer of a folder, with a pad token. Its attribute `date` is the date that its chat
+    template writes as today's. UserError when the folder has no tokenizer, or a tokenizer with
+    neither a pad nor an end token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
         )
         if not tokenizer.encode("a", add_special_tokens=False):
+            # without tokenizer files, transformers makes a tokenizer with an empty vocabulary
             raise ValueError("transformers made one up")
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
         reason = " ".join(str(error).split())[:200]
@@ -319,8 +327,8 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context without progress bars and warnings of transformers; whatever matters is raised as
-    an error."""
+    """A context in which transformers shows no progress bars and warnings. moe_lab raises errors
+    for all that matters in these warnings."""
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -346,11 +354,12 @@ def tokens_with_logits(model: Any) -> int:
 
 
 def resolve_device(settings: ModelConfig) -> str:
-    """Resolve `model.device` to a device or a device map; UserError for a device that this machine
-    does not have."""
+    """The device or device map that `model.device` selects, which is never "auto". UserError for a
+    device that this machine does not have."""
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    # the number after the colon; "cuda" and device maps need at least device 0
     if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise UserError(
             f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, "
@@ -360,15 +369,15 @@ def resolve_device(settings: ModelConfig) -> str:
 
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the loaded weights; "auto" is the dtype of the checkpoint."""
+    """The dtype of the loaded weights; the string "auto" stands for the dtype of the checkpoint."""
     if settings.dtype == "auto":
         return torch.float32 if resolve_device(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]
 
 
 def device_name(device: str) -> str:
-    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device
-    map, or processor."""
+    """Name of the hardware that `device`, a value of model.device, selects: of the GPU or of the
+    processor. For a device map, the number and the name of the GPUs."""
     target = resolve_device(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()

@@ -34,11 +34,11 @@ class StoredRouting:
     def restore(self, layer: MoELayer) -> None:
         """Set the routing tensors of a loaded layer, in place, to the numbers of the files.
 
-        In some families transformers rounds routing tensors to the precision of the model: biases
-        that differ by little become equal, and tokens go to other experts. Vectors that are added
-        to scores get at least the precision of the files. The linear map of a router also gets this
-        precision if most other weights have a lower precision in the files; a checkpoint of one
-        precision is meant to be loaded in the precision of the model.
+        In some families transformers rounds routing tensors to the precision of the model. Then
+        biases that differ by little become equal, and tokens go to other experts. Vectors that are
+        added to scores get at least the precision of the files. The linear map of a router also
+        gets this precision, if most other weights in the files have a lower one. If all weights in
+        the files have the same precision, the linear map keeps the precision of the model.
         """
         stored = self._stored_tensors(layer)
         linear = {
@@ -62,8 +62,8 @@ class StoredRouting:
             router.register_forward_pre_hook(_in_precision_of_weight)
 
     def _stored_tensors(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
-        """The routing tensors of a layer that the files hold in the model's layout, in fp32 at
-        most: scores in fp64 would need experts and statistics in fp64."""
+        """The routing tensors of a layer, as far as the files hold them in the model's layout. They
+        are in fp32 at most, because scores in fp64 would need experts and statistics in fp64."""
         names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")

@@ -48,20 +48,22 @@ head."""
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. With a
-    device map the first GPU is used, or the CPU without a GPU. UserError as in `load_model`, and
-    for quantised models."""
+    """(model that is read layer by layer, tokenizer) for `settings`. If model.device is a device
+    map, the model runs on the first GPU, or on the CPU if there is no GPU. UserError as from
+    `load_model`, and for quantised models."""
     folder = local_folder(settings)
     if (method := quantization_method(read_json(folder / "config.json"))) is not None:
         raise UserError(
             f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}"
         )
-    settings = replace(settings, device="auto") if settings.device in DEVICE_MAPS else settings
+    if settings.device in DEVICE_MAPS:
+        settings = replace(settings, device="auto")
     dtype = precision(settings)
     device = resolve_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    dtype = stored_dtype(folder) if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):  # "auto": the precision of the checkpoint
+        dtype = stored_dtype(folder)
     trust = settings.trust_remote_code
     streamed = StreamedModel(
         folder, dtype=dtype, device=device, trust_remote_code=trust, top_k=settings.top_k
@@ -71,8 +73,8 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision of the stored weights that config.json states; fp32 if config.json states
-    none."""
+    """The precision of the weights that config.json of `folder` states; fp32 if it states none that
+    is known."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
@@ -121,8 +123,8 @@ class StreamedModel:
         self._fill(OUTSIDE, self.model)
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
-        """(tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Extra prediction
-        layers are left out."""
+        """(name of a tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Tensors of
+        extra prediction layers are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
@@ -151,7 +153,7 @@ class StreamedModel:
             module.to("meta")
 
     def each_layer(self) -> Iterator[MoELayer]:
-        """The layers with routed experts, in order; each has its weights until the next layer is
+        """The layers with routed experts, in order. A layer has its weights until the next layer is
         requested."""
         numbers = sorted(self.moe)
         for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):
@@ -161,9 +163,9 @@ class StreamedModel:
     def run_layer(
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
     ) -> torch.Tensor:
-        """The output (B, S, H) of layer `number`, whose weights are loaded. Its input is `state`
-        (B, S, H), or the embeddings if `state` is None. The model computes masks and positions from
-        the batch, `ids` and `valid` (B, S)."""
+        """The output (B, S, H) of layer `number`, whose weights are loaded. The layer's input is
+        `state` (B, S, H), or the embeddings if `state` is None. The model computes masks and
+        positions from `ids` and `valid` (B, S) of the batch."""
         with ExitStack() as undo:
             if state is not None:
                 for lower_layer in self.layers[:number]:
@@ -171,7 +173,7 @@ class StreamedModel:
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Compute logits (B, S, V) from `state` (B, S, H), the output of the last decoder layer."""
+        """The logits (B, S, V) for `state` (B, S, H), the output of the last decoder layer."""
         with ExitStack() as undo:
             for layer in self.layers:
                 bypass(layer, state, undo)
@@ -182,9 +184,11 @@ class StreamedModel:
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Load the weights of `module`, converted from the checkpoint's layout to the model's."""
-        # Conversion then reads from the system's cache, and the disk is free for the next layer. An
-        # error of the pending read would occur again in conversion.
+        """Load the weights of the layer `number`, or OUTSIDE, into `module`, and convert them to
+        the model's layout. UserError for weights that are missing, of the wrong shape, NaN or
+        infinite."""
+        # After this wait, conversion reads from the system's cache, and the disk is free for the
+        # next layer. An error of the pending read is ignored: conversion would raise it again.
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
             tensors = self.checkpoint.slices(self._names(number), files)
@@ -199,7 +203,8 @@ class StreamedModel:
             self.routing.restore(self.moe[number])
         module.requires_grad_(False)
         tensors = self.model.state_dict()
-        # OUTSIDE: names that do not begin with the path of the decoder layers
+        # a layer has the names that begin with its path; OUTSIDE has the names that do not begin
+        # with the path of the decoder layers
         beginning = f"{self.path}." if number == OUTSIDE else f"{self.path}.{number}."
         for name, tensor in tensors.items():
             if tensor.is_meta and name.startswith(beginning) != (number == OUTSIDE):
@@ -210,9 +215,9 @@ class StreamedModel:
         check_finite(self.model, prefix="" if number == OUTSIDE else beginning)
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading the bytes of a layer into the system's cache, unless already started. (With
-        posix_fadvise the system would read at most the disk's read-ahead, a few MB, of each
-        range.)"""
+        """Start to read the bytes of a layer into the system's cache, unless this read has started
+        already."""
+        # posix_fadvise would only read the disk's read-ahead, a few MB, of each range
         if number not in self._pending:
             folder = self.checkpoint.folder
             entries = [self.checkpoint.tensors[name] for name in self._names(number)]
@@ -221,7 +226,7 @@ class StreamedModel:
 
 
 def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    """Read ranges of files: (file, first byte, number of bytes)."""
+    """Read `ranges` of files, (file, first byte, number of bytes) each, and discard the bytes."""
     buffer = memoryview(bytearray(BLOCK))
     for path, start, size in ranges:
         with path.open("rb", buffering=0) as file:

@@ -43,8 +43,8 @@ down_proj (n, I)."""
 
 
 def dequantising(method: str) -> Any:
-    """transformers' configuration of a quantisation method that dequantises weights while they are
-    read."""
+    """The configuration of transformers for checkpoints in the quantisation `method`. It makes
+    transformers dequantise weights while they are read."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
@@ -56,7 +56,7 @@ def activation(experts: Any) -> Activation:
 
 
 def with_activation(experts: Any, function: Activation) -> AbstractContextManager[Any]:
-    """A context in which gated `experts` use `function` between their projections, in every experts
+    """A context in which gated `experts` use `function` as their activation, in every experts
     implementation."""
     return patch.object(experts, "_apply_gate", function)
 
@@ -98,12 +98,13 @@ def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
-    """Compute all buffers below `root` that no checkpoint holds, as loading a whole model does."""
+    """Compute all buffers below `root` that no checkpoint holds, on `device`. Loading a whole model
+    computes them too."""
     for module in root.modules():
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        computed = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        if any(buffer.is_meta for buffer in computed.values()):
-            for name, buffer in computed.items():
+        tensors = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        if any(buffer.is_meta for buffer in tensors.values()):
+            for name, buffer in tensors.items():
                 module._buffers[name] = torch.empty_like(buffer, device=device)
             model._init_weights(module)
 
@@ -111,8 +112,8 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 def load_tensors(
     model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained
-    would. Returns (name, found shape, expected shape) of weights that do not fit."""
+    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model`, as from_pretrained
+    does. Returns (name, found shape, expected shape) of each weight that does not fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -142,7 +143,7 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         block = self.hf_quantizer.quantization_config.weight_block_size
-        # four-bit experts of an FP8 checkpoint have blocks of another size, which always divide it
+        # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
         if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
             return super()._dequantize_one(quantized, scales, output_dtype)
         rows, columns = quantized.shape[-2:]
@@ -188,9 +189,9 @@ class NameMapping:
         return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
     def unmatched(self) -> tuple[list[str], list[str]]:
-        """(unused, missing): names of the tensors of a plain checkpoint that are not read, and
-        names of the tensors of the model that no tensor is read into; without names that the
-        model's class ignores on purpose, and tied tensors."""
+        """(unused, missing) for an unquantised checkpoint. `unused`: names of the checkpoint's
+        tensors that are not read. `missing`: names of the model's tensors into which nothing is
+        read. Names that the model's class ignores on purpose, and tied tensors, are left out."""
         expected = self.model.state_dict()
         unused = {}
         for name, renamed, _ in self.renamed:
@@ -204,7 +205,8 @@ class NameMapping:
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model, with the names and in the layout in which save_pretrained writes them."""
+    """Name -> tensor, with the names and in the layout in which save_pretrained writes `tensors` of
+    `model`, which have the names in memory."""
     model._weight_conversions = None  # the conversions of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
