@@ -536,7 +536,8 @@ class _Content(NamedTuple):
 
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> None:
-    """Raise UserError unless `text` has all words of the messages."""
+    """Raise UserError unless `text` has all words of the messages. The message of the error begins
+    with `source`."""
     contents = [
         _Content(message["role"], key, value)
         for message in messages
@@ -556,7 +557,8 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
-    """Number of times that each word of the contents is missing in `text`."""
+    """Word of the contents -> how many of its occurrences are missing in `text`. Words that are not
+    missing are left out."""
     end = 0
     for content in contents:
         start = text.find(content.strip(), end)
@@ -571,5 +573,5 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
 
 
 def _words(text: str) -> Counter[str]:
-    """Number of occurrences of each word and each punctuation mark in a text."""
+    """Word or punctuation mark -> number of its occurrences in `text`."""
     return Counter(re.findall(r"\w+|[^\w\s]", text))

@@ -95,7 +95,7 @@ def check_answers(settings: CalibrationConfig) -> None:
 def locate(path: str) -> Path | None:
     """The local file that `path` names; None if `path` names a data set on the hub or a file of
     such a data set. UserError for a folder, an empty file, a format that is not read, and a missing
-    file; then the message has the nearest name in its folder."""
+    file. For a missing file, the message has the nearest name in its folder."""
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
@@ -116,7 +116,7 @@ def locate(path: str) -> Path | None:
 
 def _may_be_hub_id(path: str) -> bool:
     """Whether `path`, which is no local file, may be NAME or OWNER/NAME of a data set on the hub.
-    Paths that look like a mistyped path of a file are not."""
+    False for a path that looks like the mistyped path of a file."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES

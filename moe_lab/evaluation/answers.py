@@ -383,7 +383,7 @@ def _generate_batch(
 def _score(
     engine: Engine, rows: Set[Row], batch_size: int, cache: ResultCache
 ) -> dict[Row, Likelihood]:
-    """The likelihood of each row."""
+    """Row -> its likelihood, from the cache or else from the engine."""
     likelihoods: dict[Row, Likelihood] = {}
     for batch in _slices(_rows_by_question(rows), batch_size * BATCHES_PER_CALL):
         progress.update(len(likelihoods), len(rows), "requests")

@@ -62,7 +62,8 @@ class Verdict:
 
 
 def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """A sentence for each missing requirement: permission to use a judge, the judge, its key."""
+    """Yield a sentence for each requirement that is missing: the permission to use a judge, the
+    judge, or its key."""
     name = f"benchmark {benchmark.name}"
     judge = benchmark.judge
     if not policy.allow_judge:

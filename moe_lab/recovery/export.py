@@ -65,8 +65,8 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     two precisions: in `dtype`, or in the precision of the files in `source`.
 
     A model that `plan` prunes is recovered in `dtype`, but exported with modules for the precision
-    of the files. Experts that fit the kernels are stacked, other experts are packed, and both
-    models must do the same.
+    of the files. Experts that fit the kernels are stacked, and other experts are packed. The
+    recovered and the exported model must have the same form of experts.
     """
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():

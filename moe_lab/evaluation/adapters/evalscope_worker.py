@@ -75,8 +75,9 @@ def load(
 
     `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`:
     EvalScope's settings of the task. `limit`: number of items, taken evenly from the subsets (None:
-    all). `code`: days, pickles and limits, where answers are programs. `hides_tests`: omit the
-    private tests of programs. Raises evalscope_code.DataError if there are no samples.
+    all). `code`: the settings days, pickles and limits if answers are programs, else None.
+    `hides_tests`: omit the private tests of programs. Raises evalscope_code.DataError if there are
+    no samples.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark

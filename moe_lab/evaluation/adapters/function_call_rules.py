@@ -60,8 +60,8 @@ class Undecodable(ValueError):
 
 
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in an answer without its thought. Raises Undecodable for an answer that is no list
-    of calls.
+    """The calls in an answer, from which the thought was removed. Raises Undecodable for an answer
+    that is no list of calls.
 
     `functions` are the descriptions that came with the question. docs/evaluation.md lists the forms
     of calls that are read.

@@ -200,7 +200,8 @@ def _limit_and_stop(
 def _graded_rows(
     questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
 ) -> list[_Row]:
-    """lm-eval's metrics of each answer, task by task and filter by filter."""
+    """lm-eval's metrics of each answer, in the order of tasks, then filters, then questions.
+    `answers`: name of a question -> its answer."""
     rows = []
     for questions in questions_by_task:
         for question in questions:

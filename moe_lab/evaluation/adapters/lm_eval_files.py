@@ -55,9 +55,9 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
     """The files that define a task, and the versions of the installed packages that its code
     imports.
 
-    These files are: the task's own file; the files that it includes; the modules that these files
-    name by `!function`, with all local modules that they import; and the data files that these
-    modules name, relative to their folder. UserError for a file that is missing or cannot be read.
+    The files are: the task's own file, and the files that it includes; the modules that these files
+    name by `!function`, and all local modules that those modules import; and the data files that
+    modules name relative to their folder. UserError for a file that is missing or cannot be read.
     """
     files: dict[Path, None] = {}  # an ordered set
     versions: dict[str, str] = {}
@@ -147,7 +147,7 @@ _observers: list[_Observer] = []
 
 class _Observer:
     """Records the files that are read by the current thread and by threads that start later, and
-    keeps these threads from starting programs."""
+    keeps these threads from starting programs. `reader`: who reads, for messages of errors."""
 
     def __init__(self, reader: str) -> None:
         self.reader = reader

@@ -262,7 +262,9 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
 
 
 def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
-    """The label of an item: the number or text of a choice, a list of these, or a text."""
+    """The label of an item: the number or text of a choice, a list of numbers or texts of choices,
+    or, for an item without choices, the text of the right answer."""
+    # if each choice has its own context, lm-eval's doc_to_text returns the label
     return task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
 
 

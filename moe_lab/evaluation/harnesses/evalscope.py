@@ -43,7 +43,8 @@ OWN_SUBSETS = "math_500"
 
 
 class EvalScope(Harness):
-    """EvalScope. It runs in an interpreter of its own, as its requirements contradict moe_lab's."""
+    """The harness that calls EvalScope. EvalScope runs in a separate interpreter, because its
+    requirements contradict moe_lab's."""
 
     metrics = ("acc",)
     question_parameters = ("start_date", "end_date")
@@ -200,8 +201,8 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """Make a data set in `folder` whose files are links to the benchmark's, and return `folder`.
-    Links are used because EvalScope may delete files in a folder that it reads."""
+    """Make a data set in `folder` whose files are links to the benchmark's files, and return
+    `folder`. Links are used because EvalScope may delete files in a folder that it reads."""
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]

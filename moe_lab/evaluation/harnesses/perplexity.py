@@ -44,8 +44,8 @@ class Perplexity(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The results: loss in nats per token, the mean over all predicted tokens; perplexity =
-        exp(loss); bits per byte = loss * tokens / bytes / ln 2.
+        """The results. The loss is the mean over all predicted tokens, in nats per token. The
+        perplexity is exp(loss). The bits per byte are loss * tokens / bytes / ln 2.
 
         All tokens of a window but the first are predicted. Each window is a sample.
         """

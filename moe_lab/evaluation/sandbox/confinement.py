@@ -214,9 +214,10 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 
     Afterwards the process cannot reach the network, and can make no sockets except local pairs. It
-    does not see other processes, their IPC objects or the host name of the machine. Its root is
-    read-only, has no /proc, /home or /tmp, and has the `hidden_folders` without their content. It
-    has no capability and cannot gain a capability. It cannot create memory that outlives a process.
+    sees no other processes and no IPC objects of other processes, and cannot change the machine's
+    host name. Its root is read-only, has no /proc, /home or /tmp, and has the `hidden_folders`
+    without their content. The process has no capability and cannot gain a capability. It cannot
+    create memory that outlives its process.
 
     The caller continues in a fork, as process 1 of a new process tree; the parent only waits for
     the fork. Root becomes the user `nobody`, because limits on processes do not apply to root.
@@ -288,9 +289,9 @@ def fork_process_tree() -> int:
 
 
 def limit_process(memory: int, processes: int) -> None:
-    """Set hard limits of this process and its children: `memory` bytes of address space, which only
-    Linux limits; `processes` processes of this user; 64 open files; no file output; no core
-    dump."""
+    """Set hard limits of this process and its children: `memory` bytes of address space (only on
+    Linux, because macOS refuses this limit); `processes` processes of this user; 64 open files; no
+    file output; no core dump."""
     limits = {
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_FSIZE: 0,
