@@ -121,14 +121,14 @@ class Claim(AbstractContextManager["Claim"]):
             "restarts": restarts(),
             "limit": claims.limit,
         }
-        self.file = _create_file(self.path)
+        self.descriptor = _create_file(self.path)
         try:
             if claims.shared:
-                os.fchmod(self.file, 0o664)
-            status = os.fstat(self.file)
+                os.fchmod(self.descriptor, 0o664)
+            status = os.fstat(self.descriptor)
             owner |= {"device": status.st_dev, "inode": status.st_ino}
-            os.write(self.file, sealed(json.dumps(owner)).encode())
-            os.fsync(self.file)  # other machines see the content from here on
+            os.write(self.descriptor, sealed(json.dumps(owner)).encode())
+            os.fsync(self.descriptor)  # other machines see the content from here on
         except OSError:  # such as a full disk; other processes would wait for an empty claim
             self.abandon()
             raise
@@ -149,7 +149,7 @@ class Claim(AbstractContextManager["Claim"]):
     def abandon(self) -> None:
         """Remove the claim's file, which this process created without getting the claim."""
         self.path.unlink(missing_ok=True)
-        os.close(self.file)
+        os.close(self.descriptor)
 
     def release(self) -> None:
         """Remove the files of this claim and of lower generations. If another process took over the
@@ -163,9 +163,9 @@ class Claim(AbstractContextManager["Claim"]):
                 self.claims.path(self.name, generation).unlink(missing_ok=True)
         except Busy:
             with suppress(OSError):
-                os.utime(self.file, (0, 0))
+                os.utime(self.descriptor, (0, 0))
         finally:
-            os.close(self.file)
+            os.close(self.descriptor)
 
 
 InQueue = Callable[[str, int], bool]
@@ -225,8 +225,8 @@ class Claims:
             if not self.path(name, generation + 1).exists():
                 break
             # a higher generation exists: this file only fills a gap, and is marked as released
-            os.utime(claim.file, (0, 0))
-            os.close(claim.file)
+            os.utime(claim.descriptor, (0, 0))
+            os.close(claim.descriptor)
         with self.lock:
             self.owned.add(claim)
             if not self._has_heartbeat:
@@ -274,7 +274,7 @@ class Claims:
                     with suppress(OSError):
                         # the descriptor stays that of this claim; at the path there may be the file
                         # of another owner
-                        os.utime(claim.file)
+                        os.utime(claim.descriptor)
                 if not self.owned:
                     self._has_heartbeat = False
                     return

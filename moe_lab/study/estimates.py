@@ -258,9 +258,9 @@ def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: 
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
     total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
-        of_kind = [step for step in steps if step.kind == kind]
-        missing = [step for step in of_kind if step.id not in done]
-        counts = (len(of_kind), len(of_kind) - len(missing), len(missing))
+        kind_steps = [step for step in steps if step.kind == kind]
+        missing = [step for step in kind_steps if step.id not in done]
+        counts = (len(kind_steps), len(kind_steps) - len(missing), len(missing))
         hours = _hours(missing, gpu_memory, seconds)
         table.add_row(kind, *map(str, counts), largest_memory(missing), *hours.texts())
         total = Hours(

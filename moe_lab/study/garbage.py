@@ -67,10 +67,10 @@ def gc(store: Store, *, apply: bool = False) -> int:
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
-    if stuck := [path for path in folders if path.exists()]:
+    if remaining_folders := [path for path in folders if path.exists()]:
         raise UserError(
-            f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see "
-            "who owns it"
+            f"store={store.root}: {len(remaining_folders)} folders cannot be removed, such as "
+            f"{remaining_folders[0]}: see who owns it"
         )
     return 0
 
@@ -125,25 +125,26 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
     the steps. `folders_of`: result of `Store.step_folders`."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
-    queue = list(starts)
-    while queue:
-        start = queue.pop()
+    unvisited = list(starts)
+    while unvisited:
+        start = unvisited.pop()
         if start in needed:
             continue
         needed.add(start)
         for folder in folders_of.get(start, ()):
-            queue += [name[-DIGITS:] for name in read_step(folder)["inputs"].values()]
-        queue += inputs.get(start, "").split()
+            unvisited += [name[-DIGITS:] for name in read_step(folder)["inputs"].values()]
+        # inputs of a step in a pack are separated by spaces
+        unvisited += inputs.get(start, "").split()
     return needed
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
     """Scratch folders of all steps, and resume files of unreferenced steps. Files of a step that a
     process is computing are left out. `referenced`: starts of ids."""
-    scratch = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
+    scratch_matches = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_files = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
-    for path, match in scratch:
+    for path, match in scratch_matches:
         if match and match[1] not in claimed:
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_files:

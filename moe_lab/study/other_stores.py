@@ -41,8 +41,8 @@ def open_other(path: str) -> Store:
 def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     """Ids of the steps that are finished in another store."""
     with other.errors_as_sentences():
-        present = other.present()
-    return {step.id for step in steps if step.id[:DIGITS] in present}
+        name_of = other.present()
+    return {step.id for step in steps if step.id[:DIGITS] in name_of}
 
 
 def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
@@ -65,8 +65,8 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     notice.
     """
     with other.errors_as_sentences():
-        present = other.present()
-        names = [present[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in present]
+        name_of = other.present()
+        names = [name_of[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in name_of]
         for pack in other.packs.damaged_packs:
             store.notices.append(
                 f"also={other.root}: {pack} is damaged: its steps are computed again"

@@ -172,9 +172,9 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             claims.enter_context(run.claim())
             run.write_plan(steps)
             store.claims.clear()
-            active = active_runs(store)
+            active_names = active_runs(store)
             for path in folders:
-                if path.name in active:
+                if path.name in active_names:
                     continue
                 # unfinished files of record.json stay: a job without a claim may be writing one
                 for file in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
@@ -209,11 +209,11 @@ def active_runs(store: Store) -> set[str]:
 
 def steps_of_active_runs(store: Store) -> set[str]:
     """Starts of the ids of the steps of all active runs."""
-    active = active_runs(store)
+    active_names = active_runs(store)
     starts: set[str] = set()
     for study in studies(store):
         for run in runs(store, study):
-            if run.folder.name in active and (plan := run.plan):
+            if run.folder.name in active_names and (plan := run.plan):
                 starts.update(folder[-DIGITS:] for folder in plan["steps"])
     return starts
 

@@ -172,8 +172,10 @@ def work(
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:  # None: another process has finished the step
-                    if damaged := [needed for needed in step.needs if not store.readable(needed)]:
-                        raise _input_error(damaged[0])
+                    # all inputs are checked, so that every damaged input is set aside
+                    damaged_inputs = [needed for needed in step.needs if not store.readable(needed)]
+                    if damaged_inputs:
+                        raise _input_error(damaged_inputs[0])
                     execute(step, scratch)
             schedule.finish(step, computed=scratch is not None)
         except Busy:

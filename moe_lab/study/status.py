@@ -156,10 +156,10 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
-    """Id of the job that should have finished a study, that is, written the record, the report and
-    the tracker's runs, and has not completed these. Only the last run with such a job counts. None
-    if there is no such run. None, too, if this run or a later run is active or has completed all,
-    or if a later run without such a job has a record."""
+    """Id of the job that should have finished a study, and has not. Such a job writes the record,
+    the report and the tracker's runs. Only the last run with such a job counts; None if no run has
+    one. None, too, if this run or a later run is active or complete, or if a later run without such
+    a job has a record."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None

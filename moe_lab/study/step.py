@@ -173,5 +173,5 @@ def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
     """`steps` without the shares that a finished step has merged. `finished`: ids of finished
     steps."""
     steps = list(steps)
-    merged = {share.id for step in steps if step.id in finished for share in step.merges}
-    return [step for step in steps if step.id not in merged]
+    merged_ids = {share.id for step in steps if step.id in finished for share in step.merges}
+    return [step for step in steps if step.id not in merged_ids]

@@ -359,9 +359,9 @@ class Store:
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
-            stored = self.folder(name)  # perhaps under another label
-            if stored != folder:
-                folder = stored
+            stored_folder = self.folder(name)  # perhaps under another label
+            if stored_folder != folder:
+                folder = stored_folder
                 states = damage(folder, hash_all=hash_all)
         # a step whose folder is missing may be in a pack
         if not states or folder.exists() or not self.packs.find(name[-DIGITS:]):
