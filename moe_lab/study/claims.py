@@ -361,8 +361,8 @@ def _create_file(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether the owner of a claim is a process of this machine that has ended. A claim's file that
-    was copied from another store counts as such, too. `status`: that of the claim's file.
+    """Whether the owner of a claim is a process of this machine that has ended. True, too, if
+    the claim's file is a copy from another store. `status`: result of `stat` for the claim's file.
 
     The inode shows a copy only if the device is the same, since each mount of a network file system
     has its own device number."""

@@ -214,7 +214,7 @@ def _cell_steps(
     """All steps of one cell. A cell with NO_CRITERION is that of the unpruned model.
 
     `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a pruned model -> task ->
-    evaluation step. Cells with the same pruned model share these steps, so missing ones are added.
+    evaluation step. Cells with the same pruned model share these steps. Missing steps are added.
     """
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)

@@ -97,8 +97,8 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
     """Sentences about texts of one word that a model does not read. There is a sentence for each
-    pair of a calibration set and a list of fields. It names the models that read the texts of one
-    word in all fields of the set except these."""
+    pair of a calibration set and a list of fields. The sentence names the models that read the
+    texts of one word in all fields of the set except the listed fields."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]

@@ -108,7 +108,7 @@ def _run(study: Study) -> int:
                 take_over(store, path, all_steps)
         steps, done = study.in_store()
         if config.tracker.name != "none" or config.objective:
-            # the run returns or logs these results, and so does not wait until a step reads them
+            # this process reads these results at the end of the run, so damage must be found now
             done -= _damaged_results(study, done)
         if store.notices:  # perhaps of a step that was set aside and is part of a report
             outdate_reports(store)
@@ -179,7 +179,7 @@ def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
         gpu_sets = [",".join(devices[start : start + set_size]) for start in starts]
         count = processes or len(gpu_sets)
         if set_size > 1:
-            count = min(count, len(gpu_sets))  # a step with several GPUs fills them
+            count = min(count, len(gpu_sets))  # one step uses all GPUs of its set
         environments = [
             {"CUDA_VISIBLE_DEVICES": gpu_sets[number % len(gpu_sets)]} for number in range(count)
         ]

@@ -247,7 +247,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         if error:
             raise StepError(error)
         if step.small:
-            with suppress(OSError):  # small steps are many, and share one log
+            with suppress(OSError):  # there are many small steps, which share one log
                 if self._append_to_log(log.read_text(errors="replace")):
                     log.unlink()
 
