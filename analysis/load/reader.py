@@ -119,8 +119,8 @@ class Reader:
     def table(
         self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
     ) -> pa.Table | None:
-        """Read `columns` of a Parquet file, and those `optional` columns that the file has; None,
-        with a gap, when the file cannot be read."""
+        """Read `columns` of a Parquet file, and the `optional` columns if the file has them; None,
+        with a gap, when the file cannot be read or lacks one of `columns`."""
         try:
             with pq.ParquetFile(pa.BufferReader(self._read_verified(folder, file))) as parquet_file:
                 present_columns = [

@@ -159,6 +159,7 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
     """Label of each cell: its method, then its calibration set and gate if the pruned cells have
     several of them."""
     pruned = cells[cells["criterion"] != "none"]
+    # the value none, of methods that read no data, is not counted
     varying_axes = [
         axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
     ]

@@ -172,8 +172,8 @@ def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several entries of one cell. Each step and each benchmark is that of the first entry
-    which has the step or benchmark."""
+    """Merge several entries of one cell. A step or benchmark is taken from the first entry that has
+    the step or benchmark."""
     dictionaries = {
         name: _first_values([entry.get(name) or {} for entry in entries]) for name in _DICTIONARIES
     }

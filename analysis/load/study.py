@@ -253,9 +253,8 @@ def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """The allocation of a cell in the record as one text, its name and then the settings
-    replacement and protect: `uniform, replacement=mean_output`. None if the record lacks the
-    allocation."""
+    """The allocation of a record's cell as one text, with its name before its settings replacement
+    and protect: `uniform, replacement=mean_output`. None if the record lacks the allocation."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [

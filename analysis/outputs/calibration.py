@@ -90,7 +90,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
                 # through str, because pandas' types allow any label in an index
                 labels[int(str(cell))] = f"{names.calibration(calibration)}{suffix}"
             pruned = f"{comparison.removed_words(key['ratio'])}, {names.method(str(key['method']))}"
-            yield Block(comparison, pruned, labels, list(labels)[-1])
+            yield Block(comparison, pruned, labels, base=list(labels)[-1])
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
@@ -235,14 +235,17 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     panel_counts = points.groupby(["label", "ratio"])["read"]
-    least = " / ".join(style.tokens(count) for count in panel_counts.min().unique())
+    least_tokens = " / ".join(style.tokens(count) for count in panel_counts.min().unique())
     rows_with_more_tokens = points[points["read"] > panel_counts.transform("min")]
-    is_filled = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])["significant"].any()
+    has_filled_marker = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])[
+        "significant"
+    ].any()
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens "
-        f"({least}) of the same text. Filled markers: the 95 % interval of the paired difference, "
-        "not corrected for the number of benchmarks, excludes zero; with one seed it is over "
-        f"items, for these plans. {is_filled.sum()} of {len(is_filled)} lines have a filled marker."
+        f"({least_tokens}) of the same text. Filled markers: the 95 % interval of the paired "
+        "difference, not corrected for the number of benchmarks, excludes zero; with one seed it "
+        f"is over items, for these plans. {has_filled_marker.sum()} of {len(has_filled_marker)} "
+        "lines have a filled marker."
     )
     return Figure(name, f"Effect of more calibration text: {comparison.model}", caption, drawing)
 

@@ -81,7 +81,7 @@ def claims(
 def verdict(low: float, high: float, p_holm: float) -> str:
     """Verdict on the claim that a difference is above 0; `holds` or `does not hold` only if p_holm
     is below LEVEL and the interval from low to high excludes 0."""
-    if np.isnan(low + high + p_holm):
+    if np.isnan(low + high + p_holm):  # at least one of the three is NaN
         return "not tested"
     if p_holm >= LEVEL or low <= 0 <= high:
         return "undecided"
@@ -278,6 +278,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         "p (Holm)": "p_holm",
     }
     cells = results.study.cells
+    # all cells of a model and ratio have the same text
     removed_words = cells.groupby(["model", "ratio"])["removed_words"].last().to_dict()
     pruned = []
     for model, ratio in zip(rows["model"], rows["ratio"], strict=True):

@@ -88,7 +88,7 @@ def proxy_figure(results: Results, name: str) -> Figure:
     ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(ratio_groups):
         passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        # ratios are drawn next to each other
+        # points of different ratios are drawn next to each other
         y = np.array([passes.index(pair) for pair in passes_of_ratio]) + 0.22 * (number - 0.5)
         look = style.line_look(number)
         axes.hlines(

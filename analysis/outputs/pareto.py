@@ -268,11 +268,11 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
             style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE)
         )
     style.legend(drawing, keys, most=3)
-    colours = " Its colour says how the model was recovered." if len(shades) > 1 else ""
+    colour_sentence = " Its colour says how the model was recovered." if len(shades) > 1 else ""
     caption = (
         "Each mark is a pruned model. Its shape says what was removed and what takes its place."
-        f"{colours} Thin lines join the ratios of a method; bars are 95 % intervals. Steps and "
-        "numbers: the Pareto front, models that no other model beats at their cost or less. "
+        f"{colour_sentence} Thin lines join the ratios of a method; bars are 95 % intervals. Steps "
+        "and numbers: the Pareto front, models that no other model beats at their cost or less. "
         "Dashed: the unpruned model."
     )
     return Figure(name, f"Accuracy against cost: {comparison.model}", caption, drawing)

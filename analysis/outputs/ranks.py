@@ -77,8 +77,8 @@ def _table_of_panels(
         return None
     text = [*PANEL, "Criterion"]
     averages = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
-    scores = [str(column) for column in rows.frame if column not in (*text, *averages)]
-    columns = [*text, *scores, *averages]
+    score_columns = [str(column) for column in rows.frame if column not in (*text, *averages)]
+    columns = [*text, *score_columns, *averages]
     return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL, **fields)
 
 

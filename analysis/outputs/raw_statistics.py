@@ -88,9 +88,9 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     style.legend(drawing, _keys("router weight, tokens"))
     caption = (
         f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
-        "most tokens (b), highest first. Bars: rise of the model's loss without that expert's output; orange: "
-        "the loss falls. Router weight: the gate, the mean over the expert's tokens. Based on "
-        f"{pass_setup(results.study)}"
+        "most tokens (b), highest first. Bars: rise of the model's loss without that expert's "
+        "output; orange: the loss falls. Router weight: the gate, the mean over the expert's "
+        f"tokens. Based on {pass_setup(results.study)}"
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "

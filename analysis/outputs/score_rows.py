@@ -425,10 +425,10 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
 def storage_points(
     study: Study, comparison: Comparison, cells: pd.DataFrame, benchmarks: Sequence[str]
 ) -> pd.DataFrame:
-    """Storage and score, a row per cell. Without rows when none of `benchmarks` was run.
+    """Storage and score, a row per cell; without rows when none of `benchmarks` was run.
 
-    Columns: recovery, ratio, storage (MiB), score (the mean of those of `benchmarks` that were
-    run), low and high (95 %), and merit (the score, with a minus where lower is better)."""
+    Columns: recovery, ratio, storage (MiB), score (the mean over the benchmarks that were run), low
+    and high (95 %), and merit (the score, with a minus where lower is better)."""
     # through str, because pandas' types allow any label in an index
     cell_numbers = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, cell_numbers, benchmarks)

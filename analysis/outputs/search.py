@@ -61,6 +61,7 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 def general_pairs(comparison: Comparison) -> dict[int, int]:
     """The pairs of `searched_pairs` whose two cells were calibrated on general text. The text on
     which the allocation was searched can be any text."""
+    # the two cells of a pair have the same calibration set
     domains = comparison.cells["calibration"].map(names.domain)
     return {
         cell: uniform
@@ -224,8 +225,8 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
 
     EvoESAP Fig. 1: all allocations of one criterion, a panel per ratio and calibration set, a line
     per cell. Of the criteria that were run with most allocations, the figure shows REAP, or else
-    the first in the order of tables. None when no criterion was run with several allocations, one
-    of them searched.
+    the first in the order of tables. None unless a criterion was run with a searched allocation and
+    another allocation.
     """
     shares = densities(results.study, comparison)
     panels = shares.groupby(["criterion", "ratio", "calibration"])

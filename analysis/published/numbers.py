@@ -70,18 +70,18 @@ class Printed:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end of the range of numbers that could have been rounded to this one."""
+        """Lower and upper end of the range of numbers that the paper prints as this number."""
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
-        below = unit / 2
-        above = unit / 2
+        margin_below = unit / 2
+        margin_above = unit / 2
         if self.note.startswith(TRUNCATED):
-            below = Decimal(0)
-            above = unit
+            margin_below = Decimal(0)
+            margin_above = unit
         elif self.note.startswith(ROUNDED_TWICE):
-            below = unit
-            above = unit
-        return float(number - below), float(number + above)
+            margin_below = unit
+            margin_above = unit
+        return float(number - margin_below), float(number + margin_above)
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
     yield from _calibration_differences(number, measured)
     yield from measured.caveats
     yield from _evaluation_differences(number, measured.evaluations)
-    if math.isnan(measured.low + measured.high):
+    if math.isnan(measured.low + measured.high):  # at least one end is NaN
         yield "it has no interval"
 
 

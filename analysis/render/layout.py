@@ -182,7 +182,7 @@ class _Panel:
                 if name in parameters
             }
             transform = self._shift_outwards(along_axis, side, TICK_PAD)
-            end = sides.index(side)
+            end = sides.index(side)  # 0 or 1: the end of the other axis at which labels are
             texts = [
                 self._add_text(
                     tick.label, _point(is_x, tick.position, end), transform, side, **look
@@ -233,6 +233,7 @@ class _Panel:
 
     def _move_title(self) -> None:
         """Move the title above all other texts at the top of the panel."""
+        # axes return only the content of the left title; the title is the child with this content
         content = self.axes.get_title("left")
         for title in self.axes.get_children():
             if (

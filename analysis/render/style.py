@@ -263,12 +263,12 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
     """Add a legend below the panels, with at most `most` entries side by side, or fewer when labels
     are long.
 
-    The drawing must have room for three rows of entries; more rows make it higher.
+    The drawing must have room for three rows of entries; more rows make the drawing higher.
     """
     entries = list(handles)
-    longest_label = max((len(str(entry.get_label())) for entry in entries), default=0)
+    label_length = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters, 14.5 per inch
-    columns = max(1, min(most, len(entries), width // (longest_label + 8)))  # 8 for line and gap
+    columns = max(1, min(most, len(entries), width // (label_length + 8)))  # 8 for line and gap
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
@@ -384,7 +384,7 @@ def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any])
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
         ordered = np.sort(values[values.index == layer].to_numpy(float))
-        image = colormaps[SEQUENTIAL](level(ordered))[None]
+        image = colormaps[SEQUENTIAL](level(ordered))[None]  # (1, experts, red-green-blue-alpha)
         zeros = int((ordered == 0).sum())
         image[0, :zeros, 3] = 0  # fully transparent
         axes.imshow(

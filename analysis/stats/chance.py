@@ -34,10 +34,12 @@ class Chance:
 
     def margin(self, plans: int) -> float:
         """Distance above the mean that the best of `plans` further random plans exceeds with at
-        most 5 % probability; by symmetry, also the distance below the mean for the worst.
+        most 5 % probability. By symmetry, the worst of these plans is further below the mean with
+        the same probability.
 
-        It is t(1 - .05 / plans) sd sqrt(1 + 1/n), where n is the number of random plans, t the
-        quantile of Student's distribution, and the division by `plans` Bonferroni's correction.
+        The distance is t(1 - .05 / plans) sd sqrt(1 + 1/n), where n is the number of random plans
+        and t the quantile of Student's distribution. The division by `plans` is Bonferroni's
+        correction.
         """
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
 

@@ -260,12 +260,13 @@ class Comparison:
         return Estimate(float(scores @ factors))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells) of plans: each row has one plan of each cell, which are
-        compared with each other. The array has size 0 if a cell has no result.
+        """Row numbers (replicates, cells) of plans. Each row of the array has one plan of each
+        cell; the plans of a row are compared with each other. The array has size 0 if a cell has no
+        result.
 
         If the cells with several plans have at least two seeds in common, the plans in a row have
-        the same seed; otherwise they have the same position among the plans of their cells. A cell
-        with only one plan has this plan in all rows.
+        the same seed. Otherwise the plans in a row have the same position among the plans of their
+        cells. A cell with only one plan has this plan in all rows.
         """
         has_score = self._has_score(target)
         rows_by_seed = []
@@ -274,14 +275,14 @@ class Comparison:
                 seed: self._row_numbers[plan] for seed, plan in self.plans_by_seed[cell].items()
             }
             rows_by_seed.append({seed: row for seed, row in rows.items() if has_score[row]})
-        seeds_of_cells = [set(by_seed) for by_seed in rows_by_seed if len(by_seed) > 1]
+        seeds_of_cells = [set(row_of_seed) for row_of_seed in rows_by_seed if len(row_of_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []
-        for by_seed in rows_by_seed:
-            if len(by_seed) > 1 and len(common_seeds) > 1:
-                rows_of_cells.append([by_seed[seed] for seed in common_seeds])
+        for row_of_seed in rows_by_seed:
+            if len(row_of_seed) > 1 and len(common_seeds) > 1:
+                rows_of_cells.append([row_of_seed[seed] for seed in common_seeds])
             else:
-                rows_of_cells.append(list(by_seed.values()))
+                rows_of_cells.append(list(row_of_seed.values()))
         # cells with one plan take part in every row, so that they do not limit the number of rows
         count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
         rows_of_equal_length = [

@@ -79,11 +79,11 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
     """Overlap between calibration sets for every S(b, alpha, beta), one row per model, ratio and
     variant; columns model, ratio, VARIANT and the values of `agreement`.
 
-    family: see `Study.family`. MEASURES of DEGENERATE are NaN. Models with fewer than two
-    calibration sets have no rows.
+    family: see `Study.family`. The values MEASURES of the variant DEGENERATE are NaN. Models with
+    fewer than two calibration sets have no rows.
     """
     rows = []
-    for model, scores in groups(family, ["model"]):
+    for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
@@ -97,7 +97,7 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
                     overlap |= {name: float("nan") for name in MEASURES}
                 rows.append(
                     {
-                        **model,
+                        **key,
                         "ratio": ratio,
                         **dict(zip(VARIANT, variant, strict=True)),
                         **overlap,

@@ -88,8 +88,8 @@ class Quantity:
         return np.exp(computed) if self.scale == "perplexity" else computed
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
-        """Convert a difference of computed numbers, `reference + difference` minus `reference`, to
-        the difference of the displayed numbers."""
+        """Convert the difference of a computed number to the computed number `reference` into the
+        difference of the displayed numbers."""
         if self.scale != "perplexity":
             return difference
         return self.displayed(reference + difference) - self.displayed(reference)

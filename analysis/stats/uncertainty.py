@@ -299,6 +299,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     Under the null hypothesis, an item that only one plan has right favours either plan with
     probability 1/2.
     """
+    # numbers of items that only one of the two plans has right
     first_wins = ((first == 1) & (second == 0)).sum(axis=-1)
     second_wins = ((first == 0) & (second == 1)).sum(axis=-1)
     tail = bdtr(np.minimum(first_wins, second_wins), first_wins + second_wins, 0.5)
