@@ -31,8 +31,6 @@ from moe_lab.evaluation.harnesses.evalscope import HARNESS
 from moe_lab.evaluation.items import Answer, Reply
 from moe_lab.start import command
 
-pytestmark = pytest.mark.slow
-
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
     HARNESS.version(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
@@ -183,6 +181,7 @@ def judged_programs(namespaces: None, tmp_path_factory: pytest.TempPathFactory) 
     return JudgedPrograms(model, result, rows, protocol(folder / "out"))
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_evalscope_judges_programs_that_run_in_the_sandbox(
     judged_programs: JudgedPrograms,
@@ -194,6 +193,7 @@ def test_evalscope_judges_programs_that_run_in_the_sandbox(
     assert record["sandbox"] == NAMESPACES and record["evalscope"]["evalscope"]
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms) -> None:
     verdicts = {name: sample["extracted"] for name, sample in judged_programs.samples.items()}
@@ -204,6 +204,7 @@ def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms)
     )
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> None:
     conversations = list(judged_programs.model.tokenizer.rendered.values())
@@ -211,6 +212,7 @@ def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> Non
     assert "Problem 0" in conversations[0][1]["content"]
 
 
+@pytest.mark.slow
 def test_ended_runner_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
     monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
@@ -256,6 +258,7 @@ def gsm8k_run(tmp_path_factory: pytest.TempPathFactory) -> Gsm8kRun:
     return Gsm8kRun(benchmark, model, result, samples(folder / "out"))
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
     rows = gsm8k_run.samples
@@ -265,6 +268,7 @@ def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
     assert gsm8k_run.result["score"] == 0.5 and (settings.max_tokens, settings.chat) == (64, True)
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_equal_questions_are_asked_once(gsm8k_run: Gsm8kRun) -> None:
     rendered = gsm8k_run.model.tokenizer.rendered.values()
@@ -276,6 +280,7 @@ def test_equal_questions_are_asked_once(gsm8k_run: Gsm8kRun) -> None:
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
 
 
+@pytest.mark.slow
 @needs_evalscope
 def test_evalscope_deletes_no_file_of_a_mirror(gsm8k_run: Gsm8kRun) -> None:
     assert (mirror.folder(gsm8k_run.benchmark) / "dataset_infos.json").exists()
@@ -320,6 +325,7 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "hostile").exists()
 
 
+@pytest.mark.slow
 def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
     python, *arguments = command("moe_lab.child_process", evalscope_worker.__name__)
@@ -331,6 +337,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "kind", "message"),
     [
@@ -391,6 +398,7 @@ def code_benchmark(tmp_path: Path) -> BenchmarkConfig:
     return benchmark
 
 
+@pytest.mark.slow
 def test_interpreter_without_evalscope_is_reported(code_benchmark: BenchmarkConfig) -> None:
     messages = problems([code_benchmark], Policy(allow_code_execution=True))
     assert any(
@@ -400,6 +408,7 @@ def test_interpreter_without_evalscope_is_reported(code_benchmark: BenchmarkConf
     assert any("allow_pickled_data=false" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_missing_interpreter_is_reported(code_benchmark: BenchmarkConfig, tmp_path: Path) -> None:
     missing = replace(code_benchmark, python=str(tmp_path / "nowhere"))
     assert any(
@@ -408,6 +417,7 @@ def test_missing_interpreter_is_reported(code_benchmark: BenchmarkConfig, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_unset_interpreter_is_reported(
     code_benchmark: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +457,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @needs_evalscope
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None:
