@@ -22,5 +22,5 @@ table = study.cells[["criterion", "ratio"]].join(scores)
 print(table.round(3).to_string())
 
 [comparison] = Results(study).comparisons
-averages = comparison.score(comparison.averaged(comparison.benchmarks_of))
+averages = comparison.score(comparison.average_columns(comparison.benchmarks_of))
 print("\nmean of the displayed columns, by cell:", averages.round(3).to_dict())
