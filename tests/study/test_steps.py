@@ -45,8 +45,7 @@ from moe_lab.study.steps.evaluation import Contamination, Evaluate
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Pruned
-from moe_lab.study.steps.recovery import unpruned_model
+from moe_lab.study.steps.recovery import Pruned, unpruned_model
 from moe_lab.study.store import Store
 
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
