@@ -314,6 +314,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     first_row = packed.rows[0]
     while first_row[-1] == GAP:
         first_row = first_row[:-1]
+    # the 0 is not used, because rows without a filler id have no GAP
     ids = [
         packed.filler_id or 0 if position == GAP else packed.ids[position] for position in first_row
     ]

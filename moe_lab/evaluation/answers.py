@@ -191,8 +191,8 @@ class _Encoder:
         """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
         already has them or is a rendered chat. Trailing special tokens are cut off."""
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
-            return _encode_text(self.engine.tokenizer, text, False)
-        tokens = _encode_text(self.engine.tokenizer, text, True)
+            return _encode_text(self.engine.tokenizer, text, add_special=False)
+        tokens = _encode_text(self.engine.tokenizer, text, add_special=True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
@@ -215,7 +215,7 @@ class _Encoder:
             row = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
         else:
-            row = _encode_text(self.engine.tokenizer, continuation, False)
+            row = _encode_text(self.engine.tokenizer, continuation, add_special=False)
             start = 1
             if self.first_token is not None and row[:1] != (self.first_token,):
                 row = (self.first_token, *row)

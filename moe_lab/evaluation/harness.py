@@ -147,6 +147,7 @@ class Harness(ABC):
             except UserError:  # `missing` reports the error
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
+        # the versions are hashed only if there are any
         digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
         for file in files:
             content = file.read_bytes()

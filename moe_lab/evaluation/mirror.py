@@ -109,6 +109,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
         return table
     if file.suffix == ".csv":
+        # line ends are kept because a quoted field may have several lines
         return list(csv.DictReader(text_of(file, "data").splitlines(keepends=True)))
     rows_of_file = [row for _, row in records(file, "data")]
     if not all(isinstance(row, dict) for row in rows_of_file):
@@ -319,7 +320,9 @@ def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
     is None, the files of all subsets except the subset `all`, which repeats the others."""
     from huggingface_hub import metadata_load
 
-    configs = ((metadata_load(card) if card.is_file() else None) or {}).get("configs") or ()
+    # None without a card, and for a card without metadata
+    metadata = metadata_load(card) if card.is_file() else None
+    configs = (metadata or {}).get("configs") or ()
     if not configs:
         for split, patterns in _SPLITS.items():
             yield subset or "default", split, rf"(?:^|[-_./])(?:{patterns})[-_./]"

@@ -135,6 +135,7 @@ def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
     """Name of a stack of weights in an experts module -> the matrix of each expert, with the rows
     and columns of the stack."""
     if is_ragged(experts):
+        # each expert has a pair (gate and up, down)
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
         return {"gate_up_packed": gate_up, "down_packed": down}
     stacks = {

@@ -301,7 +301,7 @@ def _repair_bias() -> None:
             if bias is None or self.use_grouped_topk or not is_softmax:
                 return original(self, hidden_states, router_logits, indices_type, **named)
             scores = torch.softmax(router_logits.float(), dim=-1)
-            index = (scores + bias).topk(self.top_k, dim=-1)[1]
+            index = (scores + bias).topk(self.top_k, dim=-1).indices
             weights = scores.gather(1, index)
             if self.renormalize:
                 weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-12)

@@ -225,6 +225,7 @@ def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
 
     values = _outputs(outcome)
     printed_texts = list[str]()  # from this list EvalScope reads the printed text
+    # EvalScope takes a function of this name from the compiled solution, and calls it
     solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(values)})
 
     def call_method(method: Any, _: str) -> None:

@@ -123,6 +123,7 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
     the names of the question's functions are tried before other names. Raises Undecodable for a
     message to a function that has no JSON object of arguments.
     """
+    # longest first, because a name may begin with another name
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
     header = re.compile(
         rf"({names})(?:<\|channel\|>)?(?:commentary|analysis)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*"

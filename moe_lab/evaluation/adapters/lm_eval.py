@@ -320,6 +320,7 @@ def _result(
         samples.append({**_sample(result_name, name, row, loss), "units": units})
         losses.append(loss)
         weights.append(units)
+    # such as "nats per word" for word_perplexity
     unit = unit or f"nats per {name.partition('_')[0]}"
     return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
 

@@ -234,6 +234,7 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
 
 def _module_files() -> dict[str, str]:
     """Name -> file, for each imported module that has a file. Namespace packages have none."""
+    # a copy of the items, because reading an attribute of a module may import other modules
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {name: file for name, file in files.items() if file}
 

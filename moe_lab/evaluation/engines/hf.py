@@ -229,12 +229,11 @@ def _generate(
         )
         output = model(**model_inputs, return_dict=True)
         new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
-        choices = dict(zip(rows, zip(new_tokens.tolist(), logits, strict=True), strict=True))
-        # Rows of complete texts may still be in the batch; their tokens are not used.
-        for row in open_rows:
-            token, logit = choices[row]
-            check_finite(logit, "logit")
-            texts[row].tokens.append(token)
+        for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
+            # rows of complete texts may still be in the batch; their tokens are not used
+            if row in open_rows:
+                check_finite(logit, "logit")
+                texts[row].tokens.append(token)
         unseen = 1
 
 

@@ -193,7 +193,7 @@ def _trial_agrees(model: Any) -> bool:
     tokens, answers = TRIAL
     question = _Question(tokens, {answer: [] for answer in answers})
     logits = _logits(model, [question])[0].float()
-    start = 1
+    start = 1  # logits[0] come after the question
     for answer in answers:
         reference = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
         part = logits[start : start + len(answer)]
