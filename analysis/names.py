@@ -286,6 +286,7 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
+        """(position in the order, name) of each part of a method, for comparison part by part."""
         criterion_name, allocation, recovery = parts(method_key)
         kind, replacement = _split_replacement(allocation)
         values = (criterion_name, replacement, kind, recovery)

@@ -147,8 +147,8 @@ class Reader:
         return None if table is None else table.to_pandas()
 
     def _read_verified(self, folder: Path, file: str) -> bytes:
-        """The content of a file of a step. Raises ValueError when its sha256 is not the one in the
-        step's step.json."""
+        """The content of a file of a step. Raises ValueError when the sha256 of the content differs
+        from the sha256 in the step's step.json."""
         content = self._read_unverified(folder, file)
         checksum = self._checksums(folder).get(file)
         if checksum is not None and sha256(content).hexdigest() != checksum:

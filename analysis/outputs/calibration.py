@@ -271,14 +271,15 @@ def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
         line_counts[family] += 1
         shade = _SHADES.get(family, style.OTHER)
         marker = style.MARKERS[number % len(style.MARKERS)]
+        # other dashes when the family's lines have used all markers
         look: Any = {
             "color": shade,
             "linestyle": ("-", "--", ":")[number // len(style.MARKERS) % 3],
             "linewidth": 1.0,
         }
         axes.plot(line["read"], line["difference"], **look)
-        for significant, face in ((False, style.SURFACE), (True, shade)):
-            rows = line[line["significant"] == significant]
+        for is_significant, face in ((False, style.SURFACE), (True, shade)):
+            rows = line[line["significant"] == is_significant]
             mark: Any = {
                 "color": shade,
                 "markerfacecolor": face,

@@ -303,7 +303,7 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
     panels = [(f"Layer {layer}", stacks[layer]) for layer in shallow_middle_deep(list(stacks))]
     label = settings.method_labels(cells)[cell]
     title = f"Channel scores and budgets, expert by expert: {comparison.model}"
-    return bars_figure(results.study, panels, name, title, f"Plan: {label}.")
+    return bars_figure(results.study, panels, name, title, plans=f"Plan: {label}.")
 
 
 @output(
@@ -339,7 +339,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
         panels,
         name,
         title,
-        f"Above by {above}, below by {below} (weight times gradient).",
+        plans=f"Above by {above}, below by {below} (weight times gradient).",
     )
 
 

@@ -135,10 +135,11 @@ def block_table(
 
     Columns of the table:
 
-    - those of `columns` (benchmarks and averages) that were run, with intervals
-    - for blocks with a base, the score of the cell minus the score of the base in the last of these
-      columns, with interval, and the p-value of this difference after Holm's correction over the
-      table; no p-value unless the cell and the base have several seeds
+    - the benchmarks and averages in `columns` that were run, with intervals
+    - DIFFERENCE, for blocks with a base: the cell's score in the last of these columns minus the
+      score of the base, with interval
+    - P: the p-value of this difference after Holm's correction over the table; a cell has no
+      p-value unless the cell and the base have several seeds
     - `costs`
     """
     blocks_with_scores = [

@@ -225,6 +225,7 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
     Only requests on the first device of the model's rows count."""
     rows = requests(study)
     rows = rows[rows["cell"].isin(comparison.cells.index)]
+    # isin and iloc[:1], because there may be no rows
     rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
     prompt_tokens = rows["batch_size"] * rows["prompt_length"]
     rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)

@@ -362,6 +362,7 @@ class Comparison:
             for plan in self.scored_plans(target, cell):
                 rows.append(self._row_numbers[plan])
                 methods.append(number)
+        # each plan is one replicate, with the weight 1
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
         return uncertainty.best_of_many(pairs, strata, np.array(methods))

@@ -218,7 +218,7 @@ def _pooled_variances(
 @cache
 def range_quantile(methods: int, freedom: float = np.inf) -> float:
     """The value that the studentised range of `methods` means exceeds with probability LEVEL if the
-    true means are equal."""
+    true means are equal; computed by bisection."""
     low = 0.0
     high = 1e3
     while high - low > 1e-9 * high:

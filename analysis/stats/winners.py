@@ -146,8 +146,8 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 
 
 def study_of_losses(study: Study) -> Study:
-    """The study with losses on right answers in place of scores, in `results` and `samples`;
-    benchmarks for which no such losses were measured are left out."""
+    """A copy of the study whose frames `results` and `samples` have losses on right answers in
+    place of scores. Benchmarks for which no such losses were measured are left out."""
     samples_with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(
         ["cell", "benchmark", "item"]
     )
