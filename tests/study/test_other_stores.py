@@ -169,7 +169,9 @@ def test_a_damaged_pack_of_the_other_store_is_reported(
     assert Worker.executed and str(pack) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["", __file__, "missing", "s3://bucket/x"])
+@pytest.mark.parametrize(
+    "path", ["", __file__, "missing", "s3://bucket/x"], ids=["folder", "file", "missing", "url"]
+)
 def test_also_without_a_store_is_refused(
     path: str, aimer_study: StudyRequest, tmp_path: Path
 ) -> None:
