@@ -193,9 +193,9 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     path = _folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
     if benchmark.url or (source is not None and source.is_file()):
-        origin, files = _one_file(benchmark, source, path)
+        origin, files = _copy_file(benchmark, source, path)
     elif source is not None:
-        origin, files = _copy(benchmark, source, path)
+        origin, files = _copy_folder(benchmark, source, path)
     else:
         origin, files = _download(benchmark, path)
     entries: dict[str, dict[str, Any]] = {
@@ -226,8 +226,8 @@ Layout = dict[str, tuple[str, str]]
 
 
 def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
-    """Download the files of the benchmark's subset. Returns NAME@COMMIT of the data set, and the
-    layout of the files."""
+    """Download the files of the benchmark's subset from the hub to the mirror `path`. Returns
+    NAME@COMMIT of the data set, and the layout of the files."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, snapshot_download
 
@@ -253,9 +253,9 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
     return origin, files
 
 
-def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
-    """Copy the file `source`, or download the file at benchmark.url. Returns the address of
-    the file, and a layout of this file alone."""
+def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
+    """Copy the file `source` to the mirror `path`; if `source` is None, download the file at
+    benchmark.url. Returns the address of the file, and a layout of this file alone."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -278,9 +278,10 @@ def _one_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tu
     return address, {name: (subset, split)}
 
 
-def _copy(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset from a folder laid out as on the hub, or from its
-    subfolder OWNER/NAME. Returns the folder with the files, and the layout of the files."""
+def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
+    """Copy the files of the benchmark's subset to the mirror `path`. They are in the folder
+    `source`, which is laid out as on the hub, or in its subfolder OWNER/NAME. Returns the folder
+    that has the files, and the layout of the files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source

@@ -83,12 +83,13 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
 
 
 class _RecoveredTensors:
-    """Computes the changed tensors of a pruned checkpoint, with one decoder layer in memory at a
-    time."""
+    """Computes the changed tensors of the pruned checkpoint in `folder`, with one decoder layer in
+    memory at a time. modules: parts of the model to round, maybe (); tuned: see `recovered`."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
     ) -> None:
+        # the code in the folder is moe_lab's own, since the folder is an export
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
         self.dtype = dtype
         self.modules = modules

@@ -84,6 +84,7 @@ class PlanWorker:
             router.moe_lab_mask.copy_(mask)
             bias = getattr(router, "e_score_correction_bias", None)
             if bias is not None:
+                # moe_lab_bias: the bias as the checkpoint has it
                 if not hasattr(router, "moe_lab_bias"):
                     router.moe_lab_bias = bias.detach().clone()
                 bias.detach().copy_(router.moe_lab_bias + mask.to(bias))

@@ -160,6 +160,7 @@ def _uneven_class(name: str) -> type:
         _check_support(name, module, vllm_config, layers)
         make_layers = module.make_layers
 
+        # make_layers calls layer_fn(prefix=...) for each layer; the prefix has the layer's index
         def make(n_layers: int, layer_fn: Any, prefix: str) -> Any:
             def build(prefix: str) -> Any:
                 with _field_values(config, layers.get(extract_layer_index(prefix), {})):
@@ -296,6 +297,8 @@ def _repair_bias() -> None:
         def _compute_routing(
             self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any
         ) -> Any:
+            """(gates, ids) of the experts of each token, both (T, K): the experts are selected by
+            scores plus bias, and the gates are scores without bias."""
             bias = self.e_score_correction_bias
             is_softmax = self.custom_routing_function is None and self.scoring_func == "softmax"
             if bias is None or self.use_grouped_topk or not is_softmax:

@@ -135,8 +135,9 @@ class Programs:
         self._comparison.close()
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
-        """{"outcome": 1 if the program in an answer passes every test, else 0, "extracted": "",
-        "why": the reason of a failure}."""
+        """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
+        else 0; "extracted": ""; "why": the reason of a failure}. The remaining tests run only if
+        the program passes the first tests."""
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:

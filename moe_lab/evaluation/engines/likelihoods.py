@@ -50,7 +50,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     A pass has at most `batch_size` questions, and at most as many tokens as `batch_size` rows of
     the largest length.
     """
-    questions = _questions(rows, share=bool(rows) and _can_share(model))
+    questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model)
     )
@@ -72,11 +72,11 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     return [likelihoods[row] for row in rows]
 
 
-def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
-    """The rows by question, the longest question first. If `share` is false, each question has one
+def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
+    """The rows by question, the longest question first. If `can_share` is false, each question has one
     answer, which one or more rows have.
 
-    If `share` is true, a question has several answers as long as all its answers together are no
+    If `can_share` is true, a question has several answers as long as all its answers together are no
     longer than the question. The remaining answers follow another copy of the question. So the
     answers at most double the tokens that are read for a question, which bounds the memory of the
     attention mask. Also, windows of a document are not read together as answers to the first token
@@ -90,7 +90,7 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
     for tokens, answers in answers_of.items():
         copy = _Question(tokens)
         for answer, answer_rows in answers.items():
-            if copy.answers and not (share and len(copy) + len(answer) <= 2 * len(tokens)):
+            if copy.answers and not (can_share and len(copy) + len(answer) <= 2 * len(tokens)):
                 questions.append(copy)
                 copy = _Question(tokens)
             copy.answers[answer] = answer_rows

@@ -47,7 +47,8 @@ class Stories(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def _rows(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """Id -> line of the data file, up to the limit."""
+        """Id -> row of the data file, for the first `limit` rows. UserError for a row without an
+        id, a prompt or a rule."""
         file = self.data_files(benchmark)[-1]
         rows = mirror.read_rows(file)[: benchmark.limit]
         for row in rows:

@@ -132,7 +132,7 @@ def _fingerprint(value: Any) -> int:
             return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
-    return id(value)
+    return id(value)  # an object of another type that cannot be hashed
 
 
 def encode(value: Any) -> Any:
