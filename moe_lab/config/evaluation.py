@@ -139,7 +139,7 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 """The folder of the harnesses, each a module."""
 
 
-def _checked_harness(name: str) -> str:
+def _validate_harness(name: str) -> str:
     """`name` itself. ValueError unless a module of `HARNESSES` has this name; no module is
     imported."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
@@ -161,7 +161,7 @@ class BenchmarkConfig(Group):
 
     name: Name
     """Name of the benchmark in file names."""
-    harness: Annotated[str, AfterValidator(_checked_harness)]
+    harness: Annotated[str, AfterValidator(_validate_harness)]
     """The program that makes the prompts and grades the answers: a module of
     moe_lab/evaluation/harnesses, such as lm_eval or perplexity."""
     task: str

@@ -43,10 +43,10 @@ def loss_rises(
     ablation (E,)  without the output of each expert
     scaling ()     with the routed output times SCALE; shared experts and other layers unchanged
 
-    A few rows are read at a time. The hidden states before every MoE layer are stored, so that a
-    change in a layer only runs the model from this layer on: of L MoE layers, (L + 1) / 2 on
+    A few rows are read at a time. The hidden states before every MoE layer are stored, so after a
+    change in a layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on
     average for each scaled layer or ablated expert. Sums are saved in the folder `out` after every
-    layer, and an interrupted pass resumes from them. UserError when no two valid tokens are
+    layer, and an interrupted pass resumes from these sums. UserError when no two valid tokens are
     adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
@@ -58,6 +58,7 @@ def loss_rises(
     reader = None
     for step in range(done, len(rows) * len(layers)):
         number, position = divmod(step, len(layers))
+        # a reader is for one batch; a resumed pass may begin in the middle of a batch
         if reader is None or position == 0:
             reader = _Reader(model, layers, *rows[number])
         index = layers[position].index
@@ -71,8 +72,8 @@ def loss_rises(
 
 
 class _Reader:
-    """Runs the model on a few rows: once unchanged, and then from any MoE layer on, with other
-    gates in this layer."""
+    """Runs the model on a few rows: first unchanged, and then again from any MoE layer on, with
+    other gates in that layer."""
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class _Reader:
         """() fp64: increase of the summed loss when the gates (T, K) of the MoE layer number
         `position` are `change(expert ids, gates)`."""
         start = (0,) * position
-        # any schedule that differs from the unpruned one at this layer
+        # any schedule will do that differs from the unpruned schedule at this layer: it makes the
+        # decoder start here, from the stored states
         schedule = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
@@ -147,7 +149,8 @@ def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
 
 
 def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches split into parts that fit one forward pass, of at least one row each."""
+    """The batches, split into smaller batches of at least one row. The logits of such a batch fit
+    into memory, unless it has one row."""
     tokens = min(device.PASS_TOKENS, device.tokens_with_logits(model))
     parts: list[Batch] = []
     for ids, valid in batches:

@@ -39,8 +39,8 @@ class Cost:
 
 
 class Plans:
-    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer ->
-    per expert), but none of `protected` (layer -> ids)."""
+    """Converts schedules to plans. Each layer drops the experts with the lowest `scores` (layer ->
+    a score per expert), but no expert of `protected` (layer -> ids)."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Plans:
         }
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule. Raises UserError when a layer keeps too few experts."""
-        remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
+        """The plan of one schedule. UserError when a layer retains too few experts."""
+        remove = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
 
@@ -79,13 +79,13 @@ class Batch:
 class Candidates:
     """The fitness of schedules over a search set, for one model and one ranking of its experts.
 
-    `rows` are as from answer_batches. Values equal those of the masked model, run from its first to
-    its last layer on the whole set. Three computations are saved:
+    `rows`: the result of answer_batches. The fitness is exactly that of the masked model, run from
+    its first to its last layer on the whole set. Three computations are saved:
 
-    - layers before the first layer in which a schedule differs from another schedule of the same
-      call or from the elites, the best schedules so far;
-    - the vocabulary head at positions that are not evaluated;
-    - the unpruned model's log-probabilities, which are stored if they fit `settings.memory_budget`.
+    - A schedule runs from the first layer in which it differs from another schedule of the same
+      call, or from an elite, which is one of the best schedules so far.
+    - The vocabulary head runs at the evaluated positions only.
+    - The unpruned model's log-probabilities are stored if they fit `settings.memory_budget`.
 
     Hidden states of the elites use the rest of `settings.memory_budget`.
     """
@@ -111,10 +111,11 @@ class Candidates:
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
         needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
-        self._full: dict[int, torch.Tensor] = {}
+        self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
-        self._stores_full = needed <= settings.memory_budget
-        remaining = settings.memory_budget - needed * self._stores_full
+        self._stores_log_p = needed <= settings.memory_budget
+        # False counts as 0: log-probabilities that are not stored take nothing from the budget
+        remaining = settings.memory_budget - needed * self._stores_log_p
         self.prefix_states = PrefixStates(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
@@ -133,7 +134,8 @@ class Candidates:
         return [values[schedule] for schedule in schedules]
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
-        """Schedule -> the sum of the fitness over each row of the batch `number`."""
+        """Schedule -> for each row of the batch `number`, the sum of the fitness over its
+        positions."""
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
@@ -145,7 +147,7 @@ class Candidates:
             sums[schedule] = row_sums(
                 self.settings.fitness, log_p, logits, batch.positions
             ).tolist()
-            self.cost.forwards += self._share(layers_run, batch)
+            self.cost.forwards += self._cost_share(layers_run, batch)
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
@@ -164,28 +166,28 @@ class Candidates:
         if the fitness does not need it."""
         if self.settings.fitness == "nll":
             return None
-        if number in self._full:
-            return self._full[number]
+        if number in self._log_p:
+            return self._log_p[number]
         batch = self.batches[number]
         unpruned = (0,) * len(self.plans.layers)
         logits, layers_run = self.decoder.logits(
             batch.ids, batch.valid, batch.positions.is_evaluated, unpruned, {}
         )
-        self.cost.full += self._share(layers_run, batch)
+        self.cost.full += self._cost_share(layers_run, batch)
         log_p = log_probabilities(logits)
-        if self._stores_full:
-            self._full[number] = log_p
+        if self._stores_log_p:
+            self._log_p[number] = log_p
         return log_p
 
-    def _share(self, layers: int, batch: Batch) -> float:
+    def _cost_share(self, layers: int, batch: Batch) -> float:
         """The cost of running `layers` decoder layers on one batch, as a share of a forward pass
         over the whole search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The batches of `rows` that have positions to evaluate, without the tokens after the last such
-    position. UserError when no batch has any."""
+    """The batches of `rows` that have positions to evaluate. Tokens after the last evaluated
+    position are cut off. UserError when no batch has such a position."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in rows:
@@ -231,12 +233,14 @@ class Decoder:
         schedule: Schedule,
         states: States,
     ) -> tuple[torch.Tensor, int]:
-        """Logits (N, V) at the N evaluated positions, and how many layers were run, for a batch of
-        `ids` with the attention mask `valid` and the flags `is_evaluated` (all (B, S)). Starts from
-        the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The
-        caller must have masked the model as `schedule` says."""
+        """(logits (N, V) at the N evaluated positions, number of decoder layers that were run).
+
+        `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The model is run from the
+        longest prefix of `schedule` in `states`, to which the states of longer prefixes are added.
+        The caller must have masked the model as `schedule` says.
+        """
         n_layers = len(schedule)
-        # the MoE layer whose input is stored, or -1
+        # number of the last MoE layer whose input is in `states`, or -1
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
@@ -269,17 +273,17 @@ def _store_input(layer: nn.Module, prefix: Schedule, states: States) -> Removabl
 
 
 class PrefixStates:
-    """Hidden states of earlier schedules, by prefix, for later schedules with the same prefix. All
-    batches together take at most `budget` bytes, each an equal part."""
+    """Hidden states of earlier schedules, by prefix, for later schedules with the same prefix. The
+    states of all `batches` take at most `budget` bytes, an equal part for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
         self.budget = budget // max(batches, 1)
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
-        """Each schedule with all stored states of its prefixes; the caller adds the states of new
-        prefixes before it takes the next schedule. Schedules are sorted, so that schedules with a
-        common prefix follow each other and share the states of this prefix."""
+        """(schedule, states of its prefixes) for each schedule. The caller adds the states of new
+        prefixes to the yielded dict before it takes the next schedule. Schedules are sorted, so
+        schedules with a common prefix follow each other and share the states of this prefix."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}

@@ -36,7 +36,7 @@ UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 predict them."""
 
 
-def _checked_pattern(name: str) -> str:
+def _validate_pattern(name: str) -> str:
     """`name` itself. UserError unless a pattern has this name."""
     check_known("pattern", name, PATTERNS)
     return name
@@ -62,7 +62,7 @@ class SearchSettings:
     """G: layers keep, and transfers move, multiples of this number of experts."""
     seed: Count = 42
     """Seed of numpy's PCG64, the only source of randomness."""
-    patterns: list[Annotated[str, AfterValidator(_checked_pattern)]] = field(
+    patterns: list[Annotated[str, AfterValidator(_validate_pattern)]] = field(
         default_factory=lambda: list(PATTERNS)
     )
     """The first schedules of the first population, one per pattern; the others are drawn uniformly
@@ -110,15 +110,15 @@ def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
 def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
-    """The schedules to search. `settings`: fields of AllocationConfig and the ratio; `facts`: facts
-    of the model. UserError when the routers cannot work with the ratio, and for `parameters` that
-    cannot work on these layers."""
+    """The space of the schedules to search. `settings`: fields of AllocationConfig and the ratio.
+    `facts`: facts of the model. `parameters`: settings of the search. UserError when the ratio is
+    infeasible for the routers, and for `parameters` that are infeasible for these layers."""
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    lost = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
+    total = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
     space = space_of(
-        [layer_limits[layer] for layer in sorted(layer_limits)], lost, parameters.granularity
+        [layer_limits[layer] for layer in sorted(layer_limits)], total, parameters.granularity
     )
     if parameters.max_transfer < space.step:
         raise UserError(
@@ -141,8 +141,8 @@ class Outcome:
     history: list[dict[str, Any]]
     """One row for each proposed schedule, in order; see `evolve`."""
     counts: dict[str, int]
-    """How many generations were evaluated; how many schedules were made (proposed), evaluated, and
-    known (proposed again)."""
+    """generations: evaluated generations. made: proposed schedules. evaluated: schedules whose
+    fitness was computed. known: proposed schedules whose fitness was known already."""
 
 
 _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
@@ -154,10 +154,15 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
 
     `evaluate` is called at most once per generation, with schedules that no earlier call had.
 
-    Rows of the history: generation (from 0), schedule and parent (lists of int; None without a
-    parent), origin (a pattern's name, uniform_feasible or mutation), evaluated (bool: in this
-    generation, for the first time), fitness, elite (bool: among the m best once the generation was
-    evaluated).
+    Columns of the history:
+
+    generation  number from 0
+    schedule    list of int
+    origin      name of a pattern, uniform_feasible or mutation
+    parent      list of int; None for a schedule without a parent
+    evaluated   whether this row was the first with its schedule, whose fitness was then computed
+    fitness     of the schedule
+    elite       whether the schedule is among the m best after this generation
     """
     random = Generator(PCG64(settings.seed))
     fitness: dict[Schedule, float] = {}
@@ -206,19 +211,20 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
 
 
 def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
-    """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
+    """The first population: the patterns, then schedules that are drawn uniformly from all feasible
+    schedules."""
     names = settings.patterns[: settings.population]
-    drawn = settings.population - len(names)
+    n_draws = settings.population - len(names)
     return [
         *((pattern(name, space, random), name, None) for name in names),
-        *((space.sample(random), "uniform_feasible", None) for _ in range(drawn)),
+        *((space.sample(random), "uniform_feasible", None) for _ in range(n_draws)),
     ]
 
 
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """Children of random elites, which fill the population together with the elites."""
+    """Children of random elites: as many as the population has places besides the elites."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -245,10 +251,10 @@ def _transfer(
     largest: int,
     random: Generator,
 ) -> tuple[int, int, int]:
-    """A random transfer: (layer that gets units back, another layer that loses them, how many
-    units). The paper draws ordered pairs of distinct layers and sizes until a draw is feasible,
-    which is the same as one uniform draw from all feasible transfers. A space of two schedules
-    always has a feasible transfer of size 1."""
+    """A random transfer: (layer that gets units back, another layer that loses these units, number
+    of units, at most `largest`). The paper draws ordered pairs of distinct layers and sizes until a
+    draw is feasible, which is the same as one uniform draw from all feasible transfers. If a space
+    has two schedules or more, a transfer of size 1 is always feasible."""
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes
     can_take = units_removed + sizes <= capacity

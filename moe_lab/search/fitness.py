@@ -67,8 +67,8 @@ POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, 
 
 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Draw tokens (N,) from `probabilities` (N, V), whose rows need not sum to 1, by the uniform
-    numbers `draws` (N,)."""
+    """Tokens (N,), drawn from `probabilities` (N, V) by the numbers `draws` (N,), uniform on [0,
+    1). Rows of `probabilities` need not sum to 1."""
     cumulative = probabilities.double().cumsum(-1)
     thresholds = draws * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
@@ -92,14 +92,15 @@ def contexts(
 def row_sums(
     name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
 ) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the `positions` of each row. `log_p` (N,
-    V) fp32: log-probabilities of the full model, None for a fitness that does not need them.
+    """(B,) fp64 on the CPU: the fitness `name`, summed over the `positions` of each row. `log_p`
+    (N, V) fp32: log-probabilities of the full model; None for a fitness that does not read log p.
     `logits` (N, V): logits of the candidate."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
     for part in torch.arange(len(positions.rows)).split(CHUNK):
         log_q = log_probabilities(logits[part.to(device)])
+        # without log_p the function does not read its first argument
         full_log_p = log_q if log_p is None else log_p[part].to(device)
         piece = Contexts(
             positions.is_evaluated,
@@ -114,12 +115,13 @@ def row_sums(
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """log softmax in fp32."""
+    """log softmax over the last axis, in fp32."""
     return logits.float().log_softmax(-1)
 
 
 def average(sums: Iterable[float], counts: Iterable[int], averaging: str) -> float:
-    """The average fitness, from each row's sum and number of positions (or of proposed tokens).
+    """The average fitness. `sums`: the sum over the positions of each row. `counts`: the number of
+    positions of each row. For spec_dec, proposed tokens take the place of positions.
 
     `averaging` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows
     without positions are left out."""

@@ -50,16 +50,17 @@ def reconstruct(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> Reconstruction:
-    """Try all choices of experts in every layer, in a single forward pass, and keep the best of
-    each layer.
+    """Try all choices of experts in every layer, in a single forward pass, and keep the best choice
+    of each layer.
 
-    Each layer loses the share `ratio` as in allocation=uniform; of choices with equal errors, the
-    one that drops the lower ids is best. `facts`: facts of the model. The pass runs every expert on
-    every token and a router once for each choice; errors are computed from inner products of the
-    experts' outputs, so memory does not grow with the number of choices. `read` makes the pass, by
-    `gather` or `stream`, and returns the sums that the given hook collects. UserError as from
-    `removals_within_limit`, for routers that cannot be called again, and for outputs that are not
-    finite.
+    Each layer loses the share `ratio` as in allocation=uniform. Of choices with equal errors, the
+    choice that drops the lower ids is best. The pass runs every expert on every token, and a router
+    once for each choice. Errors are computed from inner products of the experts' outputs, so memory
+    does not grow with the number of choices.
+
+    `read(hook)` makes the pass, by `gather` or `stream`, and returns the sums that `hook` collects.
+    `facts`: facts of the model. UserError as from `removals_within_limit`, for routers that cannot
+    be called again, and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -69,11 +70,12 @@ def reconstruct(
         choices[layer] = retained_subsets(
             router["n_experts"], removed[layer], router["n_group"], protected
         )
+    # a subclass, because an observer makes the hooks itself, one per layer
     hook = type("Choices", (SubsetHook,), {"subsets": choices})
-    return _best(choices, read(hook).layers)
+    return _best_choices(choices, read(hook).layers)
 
 
-def _best(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
+def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
     """The choice of least error in each layer, from the sums that SubsetHook collects."""
     retained: dict[int, tuple[int, ...]] = {}
     table = []
@@ -169,9 +171,9 @@ class SubsetHook(StatisticsHook):
 def route(
     layer: MoELayer, retained: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Gates (T, E) that the layer's router, called with `args` and `kwargs`, gives if only the
-    experts `retained` exist; 0 for all others. The router's own code runs on the rows and biases of
-    these experts, as in a pruned model."""
+    """Gates (T, E) if only the experts `retained` exist; 0 for all other experts. The layer's
+    router is called with `args` and `kwargs`. Its own code runs on the rows and biases of the
+    retained experts, as in a pruned model."""
     with sliced_router(layer, retained) as slices:
         sliced_args = [slices.get(id(value), value) for value in args]
         sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}

@@ -44,12 +44,13 @@ def search(
     """Search for the schedule of highest fitness and write plan.json, history.parquet and
     search.json in `out`.
 
-    `facts`: facts of the model, perhaps with protected experts; `scores`: layer -> a score per
-    expert, of which the lowest are dropped first; `settings`: fields of AllocationConfig and the
-    ratio; `text`: the search set, tasks with answers. The fitness values of every generation are
-    saved in the folder `partial`, which belongs to this search alone; an interrupted search resumes
-    from them and ends with the same plan and history. UserError for settings, a ratio or a search
-    set that cannot work, and a fitness that is not finite.
+    `facts`: facts of the model, perhaps with protected experts. `scores`: layer -> a score per
+    expert; the experts with the lowest scores are dropped first. `settings`: fields of
+    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers. The
+    fitness values of every generation are saved in the folder `partial`, which no other search may
+    use. An interrupted search resumes from these values, and ends with the same plan and history.
+    UserError for settings, a ratio or a search set that cannot work, and for a fitness that is not
+    finite.
     """
     parameters = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, parameters)
@@ -60,8 +61,8 @@ def search(
     plans = Plans(model, scores, protected)
     candidates: Candidates | DraftingCandidates
     if parameters.fitness == "spec_dec":
-        ends = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
-        candidates = DraftingCandidates(model, plans, rows, parameters, ends)
+        end_tokens = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
+        candidates = DraftingCandidates(model, plans, rows, parameters, end_tokens)
     else:
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()

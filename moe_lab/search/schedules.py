@@ -82,17 +82,17 @@ class Space:
         return self.schedule(tuple(removed))
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
-        """Draw a feasible schedule uniformly: each has probability 1 / size."""
-        bits = random.bytes(
-            16 + self.size.bit_length() // 8
-        )  # numpy draws integers of at most 64 bits
+        """A random feasible schedule. Each schedule has the probability 1 / size."""
+        # numpy draws integers of at most 64 bits, and `size` may be larger
+        bits = random.bytes(16 + self.size.bit_length() // 8)
         return self.nth(Random(bits).randrange(self.size))
 
 
 def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
     """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of
-    its step and of `granularity`. UserError when a layer has no such multiple that its router
-    allows, when layers need different steps, and for an infeasible budget."""
+    its step and of `granularity`. `layers`: limits of each layer. UserError when the router of a
+    layer allows no such multiple, when layers need different steps, and for an infeasible
+    budget."""
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
@@ -117,9 +117,9 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """The budget in units beyond `lowest`, the experts that must be removed anyway. UserError, with
-    the nearest feasible budgets, when the units are not a whole number or exceed the layers'
-    capacity."""
+    """Number of units of `step` experts to remove, beyond the `lowest` experts that all layers must
+    lose. `budget`: experts to remove. `capacity`: units that all layers can lose. UserError, with
+    the nearest feasible budgets, when the number is not whole or exceeds the capacity."""
     units, remainder = divmod(budget - lowest, step)
     if remainder == 0 and 0 <= units <= capacity:
         return units
@@ -163,10 +163,10 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """The feasible schedule whose units are closest to proportional to positive `weights` (L,).
-    Every layer gets the integer part of its share, within its capacity. The remaining units are
-    given out one by one, to the largest fractions first (ties: lower layer), then round-robin from
-    the first layer on."""
+    """The feasible schedule whose units are nearly proportional to positive `weights` (L,). Every
+    layer gets the integer part of its share, within its capacity. The remaining units are given out
+    one by one. In the first round, layers with larger fractions come first, and of equal fractions
+    the lower layer. In later rounds, layers come in their order."""
     total = fsum(weights)  # rounds once: results of `sum` differ between versions of Python
     shares = [space.units * weight / total for weight in weights]
     removed = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]

@@ -31,8 +31,8 @@ def prune_sequentially(
     out: Path,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
-    `choose` gets the number and the sums of a layer and returns a plan of that layer alone. It must
+    """The plan of all MoE layers, which are planned from the first to the last, with one decoder
+    layer in memory at a time. `choose(number, sums)` returns a plan of one layer alone, and must
     return the same plan for the same sums. Each MoE layer runs twice over `batches`: once to
     collect the sums, and once pruned, for the input of the next layer. `out` and resuming are as in
     `stream`."""

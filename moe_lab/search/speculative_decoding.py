@@ -29,9 +29,10 @@ evaluated positions, fp64 on the CPU."""
 
 
 class DraftingCandidates:
-    """The fitness spec_dec of schedules: the loaded model drafts under the schedule's mask and
-    verifies without it. `rows` are as from answer_batches, with one task per row; `ends` are the
-    tokens that end a text. Candidates share no hidden states, because their texts differ."""
+    """The fitness spec_dec of schedules. The loaded model drafts under the schedule's mask, and
+    verifies without the mask. `rows`: the result of answer_batches, with one task per row. `ends`:
+    ids of the tokens that end a text. Candidates share no hidden states, because their texts
+    differ."""
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class DraftingCandidates:
         self.settings = settings
         self.ends = ends
         self.decoder = Decoder(model)
-        texts = [prompts(*batch) for batch in rows]
+        texts = [prompts(*batch) for batch in rows]  # batch -> row -> tokens
         sizes = list(map(len, texts))
         generator = torch.Generator().manual_seed(settings.seed)
+        # three random numbers for each row and step; see `accepted_and_proposed`
         draws = torch.rand(
             sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64
         )
@@ -98,13 +100,14 @@ class DraftingCandidates:
     ) -> torch.Tensor:
         """Next-token probabilities (N, V) of the model with its current mask; see
         `Probabilities`."""
+        # an empty schedule and no states: all layers run, and nothing is stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
 
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
-    """The tokens before the first answer token of each row (B, S); [] for a row without an answer
-    or a prompt. UserError for rows with several documents."""
+    """For each row of `ids` (B, S), the tokens before the first answer token; [] for a row without
+    an answer or without a prompt. UserError for rows with several documents."""
     texts = []
     for row, is_valid, is_answer in zip(ids, valid, answers, strict=True):
         first = int(is_answer.int().argmax()) if bool(is_answer.any()) else 0
@@ -125,8 +128,8 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Numbers (accepted, proposed) of tokens for each text; none are proposed for an empty text.
-    `draws` (texts, steps, 3): random numbers for draft, acceptance and next token of each step, the
+    """(accepted tokens, proposed tokens) for each text; (0, 0) for an empty text. `draws` (texts,
+    steps, 3): random numbers for the draft, the acceptance and the next token of each step, the
     same for all candidates. A text ends with one of the tokens `ends`, or as soon as it has `steps`
     new tokens."""
     ids = [list(text) for text in texts]
@@ -138,14 +141,15 @@ def accepted_and_proposed(
         uniform = torch.stack([draws[number, proposed[number]] for number in unfinished])
         q = candidate(*_pad_right([ids[number] for number in unfinished], 1))
         draft = draw_tokens(q, uniform[:, 0])
-        drafted = [
+        drafted_texts = [
             [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
         ]
         # two rows for each text: at the position before the draft, and at the draft
-        verified = full(*_pad_right(drafted, 2))
-        p = verified[0::2]
-        p_after_draft = verified[1::2]
+        full_probabilities = full(*_pad_right(drafted_texts, 2))
+        p = full_probabilities[0::2]
+        p_after_draft = full_probabilities[1::2]
         column = draft[:, None]
+        # u < p_y / q_y, without a division
         is_accepted = uniform[:, 1] * q.gather(1, column)[:, 0] < p.gather(1, column)[:, 0]
         residual = (p - q).clamp(min=0)
         next_tokens = draw_tokens(
@@ -168,8 +172,8 @@ def accepted_and_proposed(
 def _pad_right(
     texts: Sequence[Sequence[int]], last: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ids, valid and is_evaluated (B, S) of texts padded on the right; the `last` positions of each
-    text are evaluated."""
+    """(ids, valid, is_evaluated), (B, S) each, of texts that are padded on the right. The last
+    `last` positions of each text are evaluated."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])
