@@ -169,7 +169,9 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
         sections.append(published)
     gap_items, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes, *_sentence_on_empty(items_by_output)]
-    sections.append(Section(GAPS, "Gaps", "Missing results", text, gap_items[GAPS]))
+    sections.append(
+        Section(GAPS, short="Gaps", title="Missing results", text=text, outputs=gap_items[GAPS])
+    )
     return [*sections, _provenance(study, items_by_output)]
 
 

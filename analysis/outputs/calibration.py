@@ -95,7 +95,8 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
     """(label, ratio) -> cells of one method and gate, sorted by the number of tokens of their
-    calibration set (column read). The sets are one text, read with several numbers of tokens.
+    calibration set (column read). The calibration sets of these cells are one text, of which they
+    have different numbers of tokens.
 
     label: the method and the text."""
     counts = token_counts(study, comparison.model)
@@ -108,6 +109,7 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
     for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
         if rows["read"].nunique() > 1:
             line = rows.sort_values("read", kind="stable")
+            # the set with most tokens names the text
             text = names.calibration(str(line["calibration"].iloc[-1]))
             label = f"{names.method(str(key['method']))}, {text}"
             lines[label, float(key["ratio"])] = line

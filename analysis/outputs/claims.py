@@ -230,6 +230,7 @@ def layer_differences(
     layer."""
     differences = []
     for layer in layers:
+        # [:, None, :] gives (calibration sets, 1 layer, experts)
         shares = {
             variant: overlap.agreement(overlap.bottom_sets(scores, ratio)[:, None, :])["triple"]
             for variant, scores in layer.items()

@@ -451,10 +451,10 @@ def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Sectio
     tables = [table for table in all_tables if len(table.frame)]
     return Section(
         "published",
-        "Published",
-        "Comparison with published numbers",
-        published_summary(tables),
-        tables,
+        short="Published",
+        title="Comparison with published numbers",
+        text=published_summary(tables),
+        outputs=tables,
         filters={table.name: "Model|Pruned|Calibration|Criterion|Benchmark" for table in tables},
         folded=True,
     )

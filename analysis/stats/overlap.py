@@ -118,6 +118,7 @@ def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, flo
 
     layers: for each layer, scores (calibration sets, experts).
     """
+    # (calibration sets, 1, experts): each layer on its own
     measured = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
     return {name: float(np.mean([layer[name] for layer in measured])) for name in measured[0]}
 

@@ -171,6 +171,7 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
     `best_of_many`.
     """
     seeds, methods, blocks = table.shape
+    # (methods x seeds, blocks): a row per plan, the plans of the first method first
     numbers_by_plan = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
     stratum = Stratum(numbers_by_plan / blocks, np.full(blocks, 1 / blocks))
     return best_of_many(pairs, [stratum], np.repeat(np.arange(methods), seeds))
@@ -249,11 +250,13 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
         # For each deviate: probability that another deviate is lower by at most `values`.
         probabilities = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
         return np.asarray(1 - methods * (_WEIGHTS * probabilities ** (methods - 1)).sum(axis=-1))
-    half = freedom / 2
-    low, high = np.log(gammaincinv(half, [1e-10, 1 - 1e-13]) / half) / 2
+    half_freedom = freedom / 2
+    # nearly all estimates of the standard deviation are between these limits
+    low, high = np.log(gammaincinv(half_freedom, [1e-10, 1 - 1e-13]) / half_freedom) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
-    density = np.exp(freedom * logs + half * (1 - np.exp(2 * logs)))
+    density = np.exp(freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
     scaled = np.asarray(values, float)[..., None] * np.exp(logs)
+    # for a given standard deviation, the degrees of freedom are infinite
     p_values = (studentized_range(scaled, methods) * density).sum(axis=-1) / density.sum()
     return np.asarray(np.maximum(p_values, 0))
 

@@ -132,7 +132,7 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
 
 def label(winners: Sequence[str], score: float) -> str:
     """Text of one cell of the map: names of the methods on the first place, `all 0` if several
-    share it with a score of 0, or `gap` if no method has a score."""
+    methods share the first place with a score of 0, or `gap` if no method has a score."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
