@@ -38,16 +38,14 @@ def fit(
     partial: Path,
 ) -> dict[str, Any]:
     """Fit the down projections of the merged experts of `plan` to the outputs of their members on
-    `text`. Returns the report: numbers of experts that were fitted and that stay averaged, seconds,
-    and for each merged expert its members and the result of `_fit_expert`.
+    `text`. Returns the report: numbers of fitted experts and of experts that stay averaged,
+    seconds, and for each merged expert its members and the result of `_fit_expert`.
 
-    The folder `out` gets two files, from which `apply.recovered` makes the fitted model.
-    tuned.safetensors has the weights of the experts of each layer with merged experts, by the names
-    of the weights in the pruned model's state dict. finetune.json has the report.
-
-    Sums are saved in the folder `partial`, from which a stopped fit continues; no other fit may use
-    this folder. UserError for a plan that merges no experts, for outputs that are not finite, and
-    for a text in which no expert has enough tokens.
+    The folder `out` gets two files for `apply.recovered`: tuned.safetensors with the experts of
+    each layer that has merged experts, by their names in the pruned model's state dict, and
+    finetune.json with the report. Sums are saved in the folder `partial`, from which a stopped fit
+    continues; no other fit may use this folder. UserError for a plan that merges no experts, for
+    outputs that are not finite, and for a text in which no expert has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(

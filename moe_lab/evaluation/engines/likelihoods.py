@@ -73,11 +73,11 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
 
 
 def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
-    """The rows by question, the longest question first. If `can_share` is false, each question has one
-    answer, which one or more rows have.
+    """The rows by question, the longest question first. If `can_share` is false, each question has
+    one answer, which one or more rows have.
 
-    If `can_share` is true, a question has several answers as long as all its answers together are no
-    longer than the question. The remaining answers follow another copy of the question. So the
+    If `can_share` is true, a question has several answers as long as all its answers together are
+    no longer than the question. The remaining answers follow another copy of the question. So the
     answers at most double the tokens that are read for a question, which bounds the memory of the
     attention mask. Also, windows of a document are not read together as answers to the first token
     that they have in common, because such a question is too short.
