@@ -216,8 +216,8 @@ def _merge_equal_ratios(
         )
     merged_entries: dict[int, Mapping[str, Any]] = {}
     # the first member of a group has the lowest requested ratio
-    by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
-    for members in by_axes.groups.values():
+    cells_by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
+    for members in cells_by_axes.groups.values():
         merged_entries[int(members[0])] = studies.joined_entry(
             [entries[member] for member in members]
         )
@@ -268,10 +268,10 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
 def _method_keys(cells: pd.DataFrame) -> list[str]:
     """The key of each cell's method, see `names.key`.
 
-    The key has the recovery if the study has several recoveries and the cell is recovered. It has
-    the allocation if the study has several allocations and the cell's allocation is not the default
-    (see `_has_default_allocation`). It always has an allocation that replaces dropped experts,
-    because the name of a criterion alone means that experts are dropped.
+    The key has the recovery if the study has several recoveries and the cell is recovered. The key
+    has the allocation if the study has several allocations and the cell's allocation is not the
+    default (see `_has_default_allocation`). An allocation that replaces dropped experts is always
+    in the key, because the name of a criterion alone means that experts are dropped.
     """
     pruned = cells[cells["criterion"] != "none"]
     has_several_allocations = pruned["allocation"].nunique() > 1

@@ -56,8 +56,8 @@ def claims(
     costs: cell, routed_kept; family: see `Study.family`. Returned columns:
 
     - claim, model, ratio; compared: number of pairs
-    - difference, low, high (95 %): of Avg; for the third claim, of the share of experts on which
-    all calibration sets agree; above 0 if the claim holds
+    - difference, low, high (95 %): difference of Avg; for the third claim, difference of the share
+    of experts on which all calibration sets agree. The difference is above 0 if the claim holds
     - detectable: the difference that this study would find in 80 % of cases
     - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
     - verdict: see `verdict`

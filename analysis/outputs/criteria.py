@@ -106,6 +106,7 @@ def _scores(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array
     parameters: of the criterion; inputs: see `_inputs`."""
     from moe_lab.criteria import Layer, get
 
+    # index 0, and `model` as the gate
     layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
     return layer.criterion.function(layer, **parameters)
 

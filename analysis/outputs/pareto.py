@@ -147,9 +147,9 @@ def pareto_table(results: Results, name: str) -> Table:
     and bytes. The rows of a model are sorted by retained parameters, most parameters first."""
     frames = []
     for comparison in results.comparisons:
-        mean = comparison.quantity(comparison.average).mean_name
+        mean_name = comparison.quantity(comparison.average).mean_name
         model_rows = against_cost(results.study, comparison)
-        frames.append(model_rows.assign(model=comparison.model, mean=mean))
+        frames.append(model_rows.assign(model=comparison.model, mean=mean_name))
     rows = pd.concat(frames).sort_values(
         ["model", "parameters_kept", "merit"],
         ascending=[True, False, False],

@@ -94,9 +94,9 @@ def allocation_table(
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    A row per cell of the pairs. Columns: scores in those of `columns` that were run, and in rows of
-    searched cells the paired differences (searched minus uniform), with intervals, and the names of
-    the columns with significant differences.
+    A row per cell of the pairs. Every row has the scores in `columns`, as far as these were run,
+    with intervals. Rows of searched cells also have the paired differences (searched minus
+    uniform), with intervals, and the names of the columns with significant differences.
 
     title_end: last words of the title; pairs: function from the comparison of a model to the
     model's pairs (searched cell -> uniform cell).

@@ -121,8 +121,10 @@ class _Panel:
     def overhang(self, width: float) -> tuple[float, float]:
         """Inches by which labels of the x axis reach beyond a panel of `width` inches, on the left
         and on the right."""
-        left = max((half - share * width for share, half in self.ends), default=0.0)
-        right = max((half - (1 - share) * width for share, half in self.ends), default=0.0)
+        left = max((half_label - share * width for share, half_label in self.ends), default=0.0)
+        right = max(
+            (half_label - (1 - share) * width for share, half_label in self.ends), default=0.0
+        )
         return left, right
 
     def _reserve(self, side: Side, inches: float) -> None:

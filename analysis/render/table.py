@@ -114,7 +114,7 @@ def format_number(value: object, form: str) -> str:
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether the row lacks its number in `column`, and should have one. Numbers in optional
+    """Whether the row lacks a number in `column` that the row should have. Numbers in optional
     columns may be missing, and so may the rank of the unpruned model, which is not ranked."""
     is_unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
     is_needed = not is_unranked and column not in table.optional

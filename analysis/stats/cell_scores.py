@@ -99,8 +99,8 @@ def column_targets(
     for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
-    mean = comparison.quantity(overall(comparison, cells)).mean_name
-    requested_names = [mean if name == AVG else name for name in columns]
+    mean_name = comparison.quantity(overall(comparison, cells)).mean_name
+    requested_names = [mean_name if name == AVG else name for name in columns]
     return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 
 

@@ -444,7 +444,7 @@ def remarks(ranking: Ranking) -> list[str]:
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     """Text with the number of plans of a kind that are above chance. If no plan is above chance, a
-    second sentence says with how many random plans the best plan would be.
+    second sentence says with how many random plans the best plan would be above chance.
 
     "" if the ranking has no plans of this kind besides random ones.
     """
