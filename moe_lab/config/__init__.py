@@ -84,8 +84,8 @@ OWNED = {
 
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with hyphens for underscores in their names. ValueError for an option in `OWNED`,
-    or an abbreviation of one."""
+    """The options of sbatch in `options`, with hyphens instead of underscores in their names.
+    ValueError for an option in OWNED, and for an abbreviation of such an option."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     for name in options.keys() - {"gpus"}:
         # sbatch accepts abbreviated names; gpus is a name of its own, not short for gpus-per-node
@@ -174,8 +174,8 @@ class ResourcesConfig(Group):
     take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
-        """The entry of `models` for a model, by its name or by the name without _topN; None if
-        there is no entry."""
+        """The entry of `models` for the name of a model, or else for its name without _topN. None
+        if there is no entry."""
         return self.models.get(
             model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
         )

@@ -44,8 +44,8 @@ LARGEST = 2**63 - 1
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A validator that raises ValueError, with the message `expected`, for a text that `pattern`
-    does not match from its beginning to its end."""
+    """A validator that raises ValueError, with the message `expected`, unless `pattern` matches the
+    whole text."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -85,7 +85,8 @@ class Group:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """`settings`, an object of a base class, as an object of this class."""
+        """An object of this class with the values of `settings`, an object of a base class.
+        `settings` itself if it is of this class already."""
         if isinstance(settings, cls):
             return settings
         return cls(**{field.name: getattr(settings, field.name) for field in fields(settings)})
@@ -105,6 +106,7 @@ class Group:
     @classmethod
     def _check_internal(cls, content: Any) -> Any:
         """Raise ValueError for values of `internal` fields in a file or a command."""
+        # values from a file or a command come as a dict, values from Python do not
         for name in cls.internal & content.keys() if isinstance(content, dict) else ():
             raise ValueError(
                 f"{name} is set by other settings, and neither by a file nor by a command"
@@ -122,8 +124,9 @@ class Group:
 
 
 def storage_problems(value: Any, setting: str) -> Iterator[str]:
-    """A sentence for each value in a setting that cannot be stored with results: a secret, a number
-    that JSON does not have, a text with an interpolation of OmegaConf."""
+    """A sentence for each value in a setting that cannot be stored with results. Such values are
+    secrets, numbers that are infinite, NaN or too large, and texts with an interpolation of
+    OmegaConf."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from storage_problems(inner, f"{setting}.{name}")
@@ -155,8 +158,8 @@ class SettingsError(UserError):
 
 
 class Mistakes(list[str], AbstractContextManager["Mistakes"]):
-    """A list of mistakes that are reported together: the end of its `with` block raises
-    SettingsError unless the list is empty."""
+    """A list of mistakes that are reported together. The end of its `with` block raises
+    SettingsError unless the list is empty. A UserError in the block is added to the list."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -168,8 +171,8 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A context that ends at a UserError, whose mistakes are added to the list; the program
-        continues after the block."""
+        """A context that a UserError ends. The mistakes of the error are added to the list, and the
+        program continues after the context."""
         try:
             yield
         except UserError as error:
@@ -177,25 +180,25 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
 
 def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
-    """The settings in `content` as an object of `kind`.
+    """The settings in `content` as an object of the type `kind`.
 
-    Raises SettingsError with all mistakes. `group`: dotted name of the settings in messages, such
-    as allocation.parameters, "" for a whole study. `origin`: the choice that `content` is from,
-    if messages name it, such as calibration=c4.
+    SettingsError with all mistakes. `group`: dotted name of the settings in messages, such as
+    allocation.parameters; "" for a whole study. `origin`: the choice that `content` is from, such
+    as calibration=c4; "" if messages name no choice.
     """
     try:
-        checked: T = TypeAdapter(kind).validate_python(content)
+        settings: T = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         prefix = f"{origin}: " if origin else ""
         raise SettingsError(
             prefix + sentence for sentence in sentences(error, kind, group)
         ) from None
-    return checked
+    return settings
 
 
 def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
-    """A sentence for each mistake in the settings `group`, with the setting, its value, what is
-    expected, and the nearest valid choice."""
+    """A sentence for each mistake in the settings `group`, which are of the type `kind`. A sentence
+    has the setting, its value, what is expected, and the nearest valid choice."""
     for item in error.errors(include_url=False):
         path = [
             str(part)
@@ -259,7 +262,8 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
 
 
 def _unknown_setting(key: str, known: Iterable[str]) -> str:
-    """The sentence for a setting that does not exist; `known`: the settings of its group."""
+    """The sentence for a setting `key` that does not exist. `known`: names of the settings in its
+    group."""
     group, dot, name = key.rpartition(".")
     names = sorted(known)
     close = nearest(name, names)
@@ -278,8 +282,8 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def type_at(kind: Any, path: Iterable[str]) -> Any:
-    """The type of the setting at a path inside a group, without None; None if there is no such
-    setting."""
+    """The type of the setting at `path`, a list of keys, inside the type `kind` of a group; X for a
+    type X | None. None if there is no such setting."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:
@@ -287,11 +291,11 @@ def type_at(kind: Any, path: Iterable[str]) -> Any:
         if plain is Any:
             return Any
         origin = get_origin(plain)
-        inner = get_args(plain)
+        arguments = get_args(plain)
         if origin is dict:
-            kind = inner[1]
+            kind = arguments[1]
         elif origin in (list, tuple):
-            kind = inner[0]
+            kind = arguments[0]
         else:
             kind = fields_of(plain).get(part)
     return without_none(kind)
@@ -321,9 +325,9 @@ def is_text(kind: Any) -> bool:
 
 
 def identity(value: Any) -> Any:
-    """The part of a value that changes a result, JSON-ready: the attribute `identity` if the value
-    has it, `identity_fields` of any other dataclass, the identities of the entries of a mapping or
-    a list, and other values unchanged."""
+    """The part of `value` that changes a result, JSON-ready. This is the attribute `identity` if
+    the value has one, and `identity_fields` for any other dataclass. For a mapping or a list, it
+    has the identities of the entries. Other values are returned unchanged."""
     document = getattr(value, "identity", None)
     if document is not None:
         return document
@@ -337,8 +341,8 @@ def identity(value: Any) -> Any:
 
 
 def identity_fields(group: Any, *without: str) -> dict[str, Any]:
-    """Name -> identity of each field of a dataclass that changes a result, except the names in
-    `without`."""
+    """Name -> identity, for the fields of a dataclass that change a result. Fields in `runtime` and
+    the names in `without` are left out."""
     skipped = {*getattr(group, "runtime", ()), *without}
     return {
         field.name: identity(getattr(group, field.name))

@@ -76,6 +76,7 @@ class JudgeConfig(Group):
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
+        """Raise ValueError for fields of a request that moe_lab sets."""
         for name in self.extra:
             if name in ("model", "messages", "max_tokens", "stream"):
                 raise ValueError(
@@ -107,8 +108,8 @@ class BackendConfig(Group):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The name, with the command line of a server, or the arguments of vLLM except
-        `PLACEMENT`."""
+        """The settings that change a completion: the name; for a server also the command line, and
+        for vLLM also the arguments, without those in PLACEMENT."""
         if self.name == "server":
             return {"name": self.name, "command": self.command}
         if self.name == "vllm":
@@ -140,8 +141,8 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 
 
 def _validate_harness(name: str) -> str:
-    """`name` itself. ValueError unless a module of `HARNESSES` has this name; no module is
-    imported."""
+    """`name` itself, for pydantic. ValueError unless a module in the folder HARNESSES has this
+    name. No module is imported."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
     if name in names:
         return name

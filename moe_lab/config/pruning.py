@@ -38,7 +38,7 @@ Device = Annotated[
 
 
 def _iso_date(text: str) -> str:
-    """The date in the form YYYY-MM-DD."""
+    """The date in `text`, in the form YYYY-MM-DD. ValueError unless `text` is a date."""
     try:
         return calendar_date.fromisoformat(text).isoformat()
     except ValueError:
@@ -244,8 +244,8 @@ class CalibrationConfig(Group):
 
     @property
     def batches(self) -> int:
-        """Batches of the rows, of which the last may have fewer rows."""
-        return -(-self.rows // self.batch_size)
+        """Number of batches; the last batch may have fewer rows."""
+        return -(-self.rows // self.batch_size)  # rounded up
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
@@ -265,8 +265,9 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Raise ValueError for settings that a mixture leaves to its sets, for shares that do not
-        add up to 1, and without a path or a mixture."""
+        """Raise ValueError if there is neither a path nor a mixture. Raise ValueError for a mixture
+        with settings that its sets have, or with shares that do not add up to 1. Raise ValueError
+        for both a field and a template."""
         for name in OF_DOCUMENTS if self.sources else ():
             if (value := getattr(self, name)) != getattr(type(self), name):
                 raise ValueError(
@@ -329,8 +330,8 @@ class AllocationConfig(Group):
 
     @model_validator(mode="after")
     def _check_readers(self) -> Self:
-        """Raise ValueError for a setting that the allocation does not read, and without a search
-        text that the allocation needs."""
+        """Raise ValueError for a setting that the allocation does not read, and if the allocation
+        needs a search text that is not set."""
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
@@ -406,8 +407,8 @@ class RecoveryConfig(Group):
 
     @property
     def text_role(self) -> str | None:
-        """The setting in `TEXTS` that names the text of the recovery; None where weights are
-        neither trained nor fitted."""
+        """The setting in TEXTS that names the text of the recovery. None if weights are neither
+        trained nor fitted."""
         return next((role for role in TEXTS if getattr(self, role) is not None), None)
 
     @property
@@ -436,20 +437,22 @@ class RecoveryConfig(Group):
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
             names = tuple(field.name for field in fields(type(self)))
-            read = tuple(name for name in names if name not in OF_ADAPTERS)
-            self._check_unread(read, "is about adapters, which train=routers does not have")
+            relevant_names = tuple(name for name in names if name not in OF_ADAPTERS)
+            self._check_unread(
+                relevant_names, "is about adapters, which train=routers does not have"
+            )
         return self
 
-    def _check_unread(self, read: tuple[str, ...], why: str) -> None:
-        """Raise ValueError, which gives the reason `why`, for a setting that is not in `read` and
-        differs from its default."""
+    def _check_unread(self, relevant_names: tuple[str, ...], reason: str) -> None:
+        """Raise ValueError for a setting that differs from its default and is not in
+        `relevant_names`. `reason`: the middle of the message."""
         for setting in fields(type(self)):
             value = getattr(self, setting.name)
             default = setting.default
             if callable(setting.default_factory):
                 default = setting.default_factory()
-            if setting.name not in read and value != default:
-                raise ValueError(f"{setting.name}={value} {why}: expected {default}")
+            if setting.name not in relevant_names and value != default:
+                raise ValueError(f"{setting.name}={value} {reason}: expected {default}")
 
 
 @dataclass(config=SETTINGS, frozen=True)

@@ -17,8 +17,8 @@ from moe_lab.config.base import fields_of, without_none
 
 
 class Setting(NamedTuple):
-    """One setting, as it is typed; `meaning` is the text under the setting in its class, and
-    `basic` whether --help shows it."""
+    """One setting. `default`: the default as it is typed. `meaning`: the text under the setting in
+    its class. `basic`: whether --help shows the setting."""
 
     group: str
     name: str
@@ -28,6 +28,7 @@ class Setting(NamedTuple):
 
     @property
     def key(self) -> str:
+        """Dotted name of the setting."""
         return f"{self.group}.{self.name}".lstrip(".")
 
 
@@ -41,8 +42,8 @@ def settings() -> list[Setting]:
 
 
 def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
-    """The settings of the class `kind`, whose group is called `group`, then those of its
-    subgroups."""
+    """The settings of the class `kind`, and then the settings of its subgroups. `group`: dotted
+    name of the group of `kind`."""
     meanings = _meanings(kind)
     subgroups = []
     for name, hint in fields_of(kind).items():
@@ -86,8 +87,8 @@ def _default(field: Field[Any]) -> str:
 
 
 def basic_lines() -> str:
-    """The basic settings for a terminal: each line has a setting with its default, and a
-    sentence."""
+    """A text with a line for each basic setting: the setting with its default, and the first
+    sentence of its meaning."""
     lines = {
         f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")
         for setting in settings()
