@@ -120,51 +120,51 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
     from moe_lab.config import GATES
 
     # functions that draw the numbers of one signal each
-    activation, routing, gradient, weight = (
+    draw_activations, draw_routing, draw_gradients, draw_weights = (
         _draws(number + 10 * (signal == signal_to_change))  # a signal that changes: another seed
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
     channels = (EXPERTS, CHANNELS)
-    tokens = 5 * routing(EXPERTS)
+    tokens = 5 * draw_routing(EXPERTS)
     # (experts, exponent of the gate, exponent of the norm); without gate and norm: token counts
-    sums = activation(EXPERTS, 3, 3) * np.concatenate(
-        [np.ones((EXPERTS, 1, 3)), routing(EXPERTS, 2, 3)], axis=1
+    sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
+        [np.ones((EXPERTS, 1, 3)), draw_routing(EXPERTS, 2, 3)], axis=1
     )
-    sums[:, :, 0] = routing(EXPERTS, 3)
+    sums[:, :, 0] = draw_routing(EXPERTS, 3)
     sums[:, 0, 0] = tokens
-    phi = activation(*channels)
-    gated = phi * routing(*channels)
+    phi = draw_activations(*channels)
+    gated = phi * draw_routing(*channels)
     return {
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
-        "output_sum": activation(EXPERTS, HIDDEN) * 0.1,
+        "output_sum": draw_activations(EXPERTS, HIDDEN) * 0.1,
         **{
-            name: activation(EXPERTS) * routing(EXPERTS)
+            name: draw_activations(EXPERTS) * draw_routing(EXPERTS)
             for name in ("damage", "ala_first", "ala_second")
         },
-        "layer_loss": activation().reshape(()),
+        "layer_loss": draw_activations().reshape(()),
         "channel_square": phi,
         "channel_max": phi,
         "gate_channel_square": gated,
         "gate_channel_max": gated,
         "renormalized_channel_square": gated,
         "renormalized_channel_max": gated,
-        "channel_gradient_square": gradient(*channels),
-        "channel_product": phi * gradient(*channels),
-        "channel_product_abs": phi * gradient(*channels),
+        "channel_gradient_square": draw_gradients(*channels),
+        "channel_product": phi * draw_gradients(*channels),
+        "channel_product_abs": phi * draw_gradients(*channels),
         **{
-            f"snip_{part}": weight(*channels) * gradient(*channels)
+            f"snip_{part}": draw_weights(*channels) * draw_gradients(*channels)
             for part in ("down", "gate", "up")
         },
-        "abs_sum": weight(EXPERTS),
-        "square_sum": weight(EXPERTS),
+        "abs_sum": draw_weights(EXPERTS),
+        "square_sum": draw_weights(EXPERTS),
         "count": np.asarray(9.0),
         **{
-            f"channel_{part}": weight(*channels)
+            f"channel_{part}": draw_weights(*channels)
             for part in ("down_square", "down_abs", "gate_square", "up_square")
         },
-        "shift_weighted": activation(EXPERTS) * routing(EXPERTS),
+        "shift_weighted": draw_activations(EXPERTS) * draw_routing(EXPERTS),
     }
 
 

@@ -170,8 +170,8 @@ def best(table: Table) -> pd.DataFrame:
 
 
 def printed_frame(table: Table) -> pd.DataFrame:
-    """The frame as it is printed: rows of the unpruned model have Pruned = 0 %, in place of the
-    ratio of the block in which `Table.frame` lists them."""
+    """The frame as it is printed: in rows of the unpruned model, Pruned is 0 %. In `Table.frame`,
+    these rows have the ratio of their block."""
     if not {KEY, "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
@@ -316,7 +316,7 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
         return f"<td{kind}{block}>{content}"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP
-    number = float(str(value))
+    number = float(str(value))  # through str, because a frame has values of any type
     form = table.formats[column]
     bar = (
         f' style="--v:{number:.3f}"'

@@ -466,9 +466,9 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
         ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
-            competing = cells[cells["calibration"].isin([calibration, "none"])]
+            panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
             cell_of_method = dict(
-                zip(competing["method"].astype(str), competing.index.astype(int), strict=True)
+                zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
             )
             order = names.methods_in_order(cell_of_method)
             competitors = {key: cell_of_method[key] for key in order}

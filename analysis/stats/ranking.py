@@ -278,7 +278,7 @@ def _compare_with_chance(
     "" for a random plan, for a plan without a score, and for a kind without random plans.
     """
     chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
-    score = float(str(row["score"]))
+    score = float(str(row["score"]))  # through str, because a row has values of any type
     if chance_of_kind is None or np.isnan(score) or row["criterion"] in RANDOM:
         return ""
     lead = quantity.sign * (score - chance_of_kind.mean)
