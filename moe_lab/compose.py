@@ -128,7 +128,7 @@ def register_choices(modules: Sequence[str]) -> None:
 
 
 class Groups:
-    """Access to the configuration groups through Hydra. Each choice is composed once.
+    """Access to the configuration groups through Hydra, which composes each choice once.
     `searchpath`: further folders with files of groups, from hydra.searchpath."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
@@ -136,7 +136,7 @@ class Groups:
             [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
         )
         self._names: dict[str, list[str]] = {}
-        self._composed: dict[Choice, dict[str, Any]] = {}
+        self._contents: dict[Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
         """Names of the choices of a group; choices in subgroups have names of the form
@@ -153,30 +153,32 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """Choice -> content. New choices are composed in one call of Hydra, which takes 50 ms
-        for one choice and for fifty. Raises SettingsError with a sentence for each choice that
-        cannot be composed, or that sets a key outside its group."""
+        """Choice -> content. All new choices are composed in one call of Hydra, because a call
+        takes 50 ms for one choice as well as for fifty. Raises SettingsError with a sentence for
+        each choice that cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
-        new_choices = [choice for choice in choices if choice not in self._composed]
+        new_choices = [choice for choice in choices if choice not in self._contents]
         try:
             self._compose(new_choices)
-        except UserError:  # from a call for all choices together
+        except UserError:  # the call for all choices may not name the choice that is the cause
             with Mistakes() as mistakes:
                 for choice in new_choices:
                     with mistakes.caught():
                         self._compose([choice])
-        return {choice: self._composed[choice] for choice in choices}
+        return {choice: self._contents[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose all choices in one call of Hydra, each under a key of its own. A UserError names
-        the first choice, which need not be the cause; `load` then composes each choice alone."""
+        """Compose `choices` in one call of Hydra, each under a key of its own, and store their
+        contents. A UserError names the first choice, which need not be the cause."""
         if not choices:
             return
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
         keyed_overrides = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
         try:
-            composed = _plain(hydra_compose(overrides=[*self._searchpath, *keyed_overrides]))
+            composed = _plain_content(
+                hydra_compose(overrides=[*self._searchpath, *keyed_overrides])
+            )
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{group}={name}: {explain(error)}") from None
         if outer_keys := [key for key in composed if key not in keys.values()]:
@@ -184,10 +186,10 @@ class Groups:
                 f"{group}={name} sets {outer_keys[0]}, expected nothing outside {group}: a file "
                 "that sets several groups is an experiment"
             )
-        self._composed.update({choice: composed.get(key) or {} for choice, key in keys.items()})
+        self._contents.update({choice: composed.get(key) or {} for choice, key in keys.items()})
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
+def _plain_content(config: DictConfig) -> dict[str, Any]:
     """A configuration as plain dictionaries, without Hydra's settings and without missing values
     (???). Interpolations are not resolved."""
 
@@ -204,12 +206,12 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
     """(settings, cells with their benchmarks) of the study that a command line describes. `texts`:
     overrides. Must be called within a `hydra_context`. SettingsError with all mistakes in overrides
-    and settings; if there are none, with all mistakes in cells."""
+    and settings. If these have no mistakes, SettingsError with all mistakes in cells."""
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
             register_choices(overrides.list_of_texts("plugins", parsed))
-        # of the command line alone, since the overrides determine what is composed
+        # the search path of the command line alone: overrides determine what is composed
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
         hydra_texts: list[str] = []
@@ -236,7 +238,7 @@ def _compose_study(
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
-        return _plain(composed), choices, list(composed.hydra.searchpath)
+        return _plain_content(composed), choices, list(composed.hydra.searchpath)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error)) from None
 

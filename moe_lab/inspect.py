@@ -27,8 +27,8 @@ Row = tuple[str, str]
 
 
 def main(arguments: list[str]) -> int:
-    """Print the facts on a model. Exit code 0 if it is supported, 1 if it is not, 2 for a user's
-    mistake."""
+    """Print a description of the model that `arguments` name. Returns the exit code: 0 if the model
+    is supported, 1 if it is not supported, 2 for a user's mistake."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -52,8 +52,9 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
-    """Describe a model. Returns (title, rows, whether moe_lab supports the model). A model that is
-    not available counts as supported if its settings have `expected`."""
+    """(title, rows, whether moe_lab supports the model) of the description of a model. A model that
+    is not available counts as supported if its settings have `expected`, from which the rows are
+    then made."""
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
@@ -61,12 +62,12 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
     if folder is None and model.expected is None:
         return (
             title,
-            [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")],
+            [("configuration", f"{_ABSENCE}; give a folder, or a hub id that can be reached")],
             False,
         )
     if folder is None:
         sentence = (
-            f"{_ABSENT}: these rows are what is expected of it; routers and exports are listed "
+            f"{_ABSENCE}: these rows are what is expected of it; routers and exports are listed "
             "once config.json is there"
         )
         return title, [("configuration", sentence), *_expected_rows(model)], True
@@ -80,7 +81,7 @@ def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
     return title, rows, True
 
 
-_ABSENT = "neither on this machine nor to be had from the hub"
+_ABSENCE = "neither on this machine nor to be had from the hub"
 """Description of a config.json that is not available."""
 
 
@@ -97,7 +98,7 @@ def _expected_rows(model: ModelConfig) -> Iterator[Row]:
 
 
 def _parameter_rows(count: int) -> Iterator[Row]:
-    """Rows with the number of parameters, `count`, and the memory that they take."""
+    """A row with `count`, the number of parameters, and a row with the memory that they take."""
     yield "parameters, all", f"{count:,}"
     yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"  # 2 bytes per parameter
 

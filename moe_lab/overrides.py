@@ -25,8 +25,8 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 def for_hydra(text: str) -> str:
     """An override in the form that Hydra accepts, also for settings that no file has. For example,
-    study=2026_11_25 becomes ++study='2026_11_25', with quotes because the setting is a text. To
-    overrides of groups and experiments, only `quote_letters` is applied."""
+    study=2026_11_25 becomes ++study='2026_11_25', with quotes because the setting is a text. In
+    overrides of groups and experiments, only letters outside ASCII are quoted (`quote_letters`)."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
@@ -43,8 +43,8 @@ def for_hydra(text: str) -> str:
 
 
 def quote_letters(text: str) -> str:
-    """An override with quotes around those of its values that have letters outside ASCII, since
-    Hydra's grammar accepts such letters only in quotes."""
+    """An override with quotes around each value that has letters outside ASCII, because Hydra's
+    grammar accepts such letters only in quotes."""
 
     def quote(match: re.Match[str]) -> str:
         """One value, with quotes if needed."""
@@ -75,14 +75,15 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
         except HydraException:
             raise UserError(
                 f"{text} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with "
-                f"special characters is put in quotes, as in {_in_quotes(text)}"
+                f"special characters is put in quotes, as in {_quote_override(text)}"
             ) from None
     return parsed
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """The texts in the lists that overrides give to the setting `key`. Values that are not texts in
-    lists are left out. For settings that are needed before overrides are checked."""
+    """The texts in the lists that overrides give to the setting `key`. `parsed`: result of `parse`.
+    Values that are no lists, and entries that are no texts, are left out without an error, because
+    some settings are needed before overrides are checked."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -91,19 +92,19 @@ def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]
     return texts
 
 
-def _in_quotes(text: str) -> str:
-    """An override with its value in quotes for Hydra, and the whole in quotes for a shell."""
+def _quote_override(text: str) -> str:
+    """An override in quotes for a shell, with its value in quotes for Hydra."""
     key, _, value = text.partition("=")
     escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
     return f"\"{key}='{escaped}'\""
 
 
 def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override that sets cells to `draft`. Returns a list with the text for Hydra if Hydra
-    must apply the override, else [].
+    """Add an override to `draft` if the override is about cells. Returns a list with the text for
+    Hydra if Hydra must apply the override; otherwise [].
 
-    Raises UserError for an unknown setting or choice, and for several values of a setting that has
-    a single value in a study.
+    UserError for an unknown setting or choice, for an override without values, and for several
+    values of a setting that has a single value in a study.
     """
     key = override.key_or_group
     group = key.partition(".")[0]
@@ -118,26 +119,28 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
             return [text]
         draft.overrides.append((key, grid.REMOVED))
         return []
-    listed = values(override)
-    is_several = len(listed) > 1 or override.is_sweep_override()
-    if not listed or (override.is_sweep_override() and not override.is_discrete_sweep()):
+    override_values = values(override)
+    has_several = len(override_values) > 1 or override.is_sweep_override()
+    if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
-    if key in grid.VALUES or (is_several and group in grid.GROUPS):
-        draft.command_lists[key] = listed
+    if key in grid.VALUES or (has_several and group in grid.GROUPS):
+        draft.command_lists[key] = override_values
         return []
-    if is_several:
+    if has_several:
         raise UserError(
             f"{text} names several values, and {key} has one in a study: expected one (a text with "
-            f"a comma as {_in_quotes(text)}), or -m in front for several studies"
+            f"a comma as {_quote_override(text)}), or -m in front for several studies"
         )
     if group in grid.GROUPS:
-        draft.overrides.append((key, listed[0]))
+        draft.overrides.append((key, override_values[0]))
         return []
     return [for_hydra(text)]
 
 
 def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Do what `add_to_draft` does for an override that names files of a group."""
+    """Add an override that names files of a group to `draft`. Returns a list with the text for
+    Hydra if the override names one file that exists; otherwise []. UserError as from
+    `add_to_draft`."""
     group = override.key_or_group
     available = files.names(group)
     names: list[str] = []
@@ -157,8 +160,8 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def values(override: Override) -> list[Any]:
-    """The values of an override. There are several values if the override has commas or one of
-    Hydra's functions for sweeps, such as choice(...)."""
+    """The values of an override: several if the override has commas, or a function of Hydra for
+    sweeps, such as choice(...)."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

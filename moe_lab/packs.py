@@ -60,8 +60,8 @@ class PackedStep(NamedTuple):
 
 
 class Packs:
-    """The packs in a folder, which may be missing, and an index of the steps in the packs. Safe for
-    threads. `start` is the first digits of a step's id."""
+    """The packs in a folder, which need not exist, and an index of the steps in the packs. Threads
+    can share the object. In all methods `start` is the first digits of a step's id."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,12 +76,12 @@ class Packs:
         """Name of a pack -> start of a step -> KIND/LABEL."""
         self._replaces: dict[str, list[str]] = {}
         """Name of a pack -> names of the packs that it replaces."""
-        self._current: list[str] = []
-        """Names of the packs that no other pack replaces."""
+        self._current_packs: list[str] = []
+        """Names of the packs that no other pack replaces, sorted."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # another process opens connections of its own
+        # pickled as a call of `packs_in`, since another process opens connections of its own
         return packs_in, (self.folder.parent,)
 
     def refresh(self) -> None:
@@ -97,7 +97,9 @@ class Packs:
                 del self._replaces[name]
             for name in names - self._connections.keys():
                 self._load(name)
-            self._current = sorted(self._connections.keys() - set().union(*self._replaces.values()))
+            self._current_packs = sorted(
+                self._connections.keys() - set().union(*self._replaces.values())
+            )
 
     def _load(self, name: str) -> None:
         """Open a pack and read its summaries. A pack that cannot be read is added to
@@ -125,11 +127,11 @@ class Packs:
     def _pack_of(self, start: str) -> str | None:
         """Name of the pack that has a step, as of the last `refresh`; None if no pack has it."""
         with self._lock:
-            return next((pack for pack in self._current if start in self._steps[pack]), None)
+            return next((pack for pack in self._current_packs if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/LABEL-START of a step; None when no pack has the step. New packs are opened if
-        necessary."""
+        """KIND/LABEL-START of a step; None when no pack has the step, or the step is damaged. New
+        packs are opened if necessary."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
@@ -151,7 +153,8 @@ class Packs:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 
     def files(self, start: str) -> list[str]:
-        """Names of the files of a step, including step.json."""
+        """Names of the files of a step, including step.json; [] when no pack has the step. Raises
+        Damaged when the pack cannot be read."""
         rows = self._rows(start, "select name from file where start = ?", start)
         return [name for (name,) in rows]
 
@@ -161,8 +164,9 @@ class Packs:
         return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of a query on the pack that has the step `start`; [] when no pack has it. New packs
-        are opened if necessary. `values`: parameters of the query."""
+        """Rows of a query on the pack that has the step `start`; [] when no pack has the step. New
+        packs are opened if necessary. `values`: parameters of the query. Raises Damaged when the
+        pack cannot be read."""
         with self._lock:
             for _ in range(2):  # again if the pack was replaced and removed meanwhile
                 if self._pack_of(start) is None:
@@ -180,13 +184,16 @@ class Packs:
     def starts(self) -> set[str]:
         """Starts of all steps in packs, as of the last `refresh`."""
         with self._lock:
-            return set().union(*(self._steps[pack] for pack in self._current)) - self.damaged_steps
+            return (
+                set().union(*(self._steps[pack] for pack in self._current_packs))
+                - self.damaged_steps
+            )
 
     def steps(self) -> dict[str, str]:
         """Start -> KIND/LABEL-START, for all steps in packs, as of the last `refresh`."""
         names = {}
         with self._lock:
-            for pack in self._current:
+            for pack in self._current_packs:
                 for start, name in self._steps[pack].items():
                     if start not in self.damaged_steps:
                         names[start] = f"{name}-{start}"
@@ -197,7 +204,7 @@ class Packs:
         the last `refresh`. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
-            for pack in self._current:
+            for pack in self._current_packs:
                 inputs.update(_summary(self._connections[pack], "inputs"))
         return inputs
 
@@ -212,17 +219,19 @@ class Packs:
         """Write the steps of the packs `names` to one new pack that replaces them, and return its
         path, as `add` does. `without`: starts of steps that are left out. Raises Damaged, with the
         name of the pack, when a pack cannot be read."""
-        return self._write(self._steps_without(names, without), names)
+        return self._write(self._remaining_steps(names, without), names)
 
-    def _steps_without(
+    def _remaining_steps(
         self, names: Iterable[str], without: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of the packs `names`, with compressed files, without the steps whose starts are
-        in `without`. A step in several packs is yielded once."""
+        """The steps of the packs `names`, with compressed files. Steps whose starts are in
+        `without` are left out. A step in several packs is yielded once. Raises Damaged, with the
+        name of the pack, when a pack cannot be read."""
         for pack in names:
             try:
                 inputs = _summary(self._connections[pack], "inputs")
                 for start, name in self._steps[pack].items():
+                    # of several packs with the step, one counts: the first in the index
                     if start in without or self._pack_of(start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
@@ -232,8 +241,8 @@ class Packs:
                 raise Damaged(pack) from None
 
     def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
-        """Write `steps`, whose files are compressed, to a new pack, and return its path. See `add`.
-        `replaces`: names of the packs that this pack replaces."""
+        """Write `steps`, whose files are compressed, to a new pack, and return the path of the
+        pack, which is not published. `replaces`: names of the packs that the new pack replaces."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{PART_ENDING}"
         names = {}
@@ -267,10 +276,10 @@ class Packs:
         for path in self.folder.glob(f".*{PART_ENDING}"):
             path.unlink(missing_ok=True)
         self.refresh()
-        for name, replaced in list(self._replaces.items()):
-            if replaced and time.time() - self.path(name).stat().st_mtime > GRACE:
-                for old in replaced:
-                    self.path(old).unlink(missing_ok=True)
+        for name, replaced_names in list(self._replaces.items()):
+            if replaced_names and time.time() - self.path(name).stat().st_mtime > GRACE:
+                for old_name in replaced_names:
+                    self.path(old_name).unlink(missing_ok=True)
         self.refresh()
 
     def packs_with(self, starts: Iterable[str]) -> set[str]:
@@ -279,7 +288,7 @@ class Packs:
 
     def sizes(self) -> dict[str, int]:
         """Name -> size in bytes, for packs that are not replaced."""
-        return {name: self.path(name).stat().st_size for name in self._current}
+        return {name: self.path(name).stat().st_size for name in self._current_packs}
 
 
 def _compress(step: PackedStep) -> PackedStep:
