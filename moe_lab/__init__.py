@@ -108,7 +108,7 @@ def calibrate(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
-    """Compute the statistics that `criteria` need: sums over the tokens of a text, and for some
+    """The statistics that `criteria` need. These are sums over the tokens of a text, and for some
     criteria sums over the weights.
 
     Most criteria of whole experts need one forward pass; heapr and others also need a backward
@@ -130,6 +130,7 @@ def calibrate(
     from moe_lab.models.identity import check_tokenizer, model_digests
     from moe_lab.statistics import merge_passes
 
+    # the passes that are needed, each once and in order
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     needs |= dict.fromkeys(grouping.needs(replacement))
     facts = model_facts(model)
@@ -138,8 +139,9 @@ def calibrate(
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _eval_mode(model):
         sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
-    empty: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
-    layers = merge_passes([empty, *sums.values()])
+    # every layer has an entry, also if no pass was needed
+    empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
+    layers = merge_passes([empty_layers, *sums.values()])
     digests = {name: compute() for name, compute in model_digests(model)}
     return ModelStatistics(layers, sums, facts, calibration.report, digests)
 
@@ -168,7 +170,7 @@ def _calibration(
 
 @contextmanager
 def _eval_mode(model: Any) -> Iterator[None]:
-    """A context in which the model is in eval mode."""
+    """A context in which the model is in eval mode. Its end restores the mode."""
     is_training = model.training
     model.eval()
     try:
@@ -184,7 +186,7 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # imported here, as processes that run programs of models import moe_lab, and should be small
+    # imported here to keep the import of moe_lab small for processes that run programs of models
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -196,8 +198,8 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
-    """Layer -> name -> numpy array: the sums that the pass `need` computes on the batches `rows`,
-    or over weights."""
+    """Layer -> name -> numpy array, for the sums of the pass `need`. The pass reads the batches
+    `rows`, or the weights of the model."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
@@ -273,9 +275,9 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores (E,), or (E, I) for channels, from a data frame with rows in any order.
-    `layers`: facts of the model's layers. Numbers may be strings, like keys of JSON objects.
-    Raises UserError unless there is exactly one row for each expert, or for each channel."""
+    """Layer -> scores (E,), or (E, I) for channels, from a data frame. Its rows may be in any
+    order, and its numbers may be strings, like keys of JSON objects. `layers`: layer -> facts.
+    UserError unless there is exactly one row for each expert, or for each channel."""
     import numpy as np
     import pandas as pd
 
@@ -323,7 +325,8 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Decide which experts or channels stay when `ratio` of routed experts' parameters is removed.
+    """The plan that says which experts or channels stay if the share `ratio` of the parameters of
+    routed experts is removed.
 
     `scores`: a data frame of `score`, or your own with the columns layer, expert, (channel,) score,
     and one row per expert or channel, numbered from 0. Lower scores are removed first.
@@ -365,10 +368,10 @@ def plan(
         warnings.warn(
             f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2
         )
-    if tied := ties(plan, values, facts["layers"]):
+    if tie_counts := ties(plan, values, facts["layers"]):
         warnings.warn(
-            f"plan: {sum(tied.values())} scores in {len(tied)} layers are equal at the cut, where "
-            "the lowest ids are dropped",
+            f"plan: {sum(tie_counts.values())} scores in {len(tie_counts)} layers are equal at the "
+            "cut, where the lowest ids are dropped",
             stacklevel=2,
         )
     return plan
@@ -401,8 +404,8 @@ def align(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> Plan:
-    """Match the channels of the experts that `plan` merges, which is necessary before the experts'
-    weights are summed. Returns a plan with the matched channels.
+    """The plan `plan` with matched channels: for each merged expert, which of its channels is added
+    to which channel of its owner. Plans of some replacements cannot be used before this.
 
     Without a text, channels are matched by weights, as in M-SMoE (arXiv 2310.01334). With a text,
     they are matched by weights and by activations on the text, as in REAM (arXiv 2604.04356). The
@@ -448,26 +451,27 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute. The weights of
     the model are not changed.
 
-    A plan has a digest of the weights for which it was made, and the fingerprint of the checkpoint
-    from which they were loaded, if any. Raises UserError for a plan of another model, or when the
-    weights were changed after the plan was made. With `any_model=True`, only layers and counts must
-    agree. This is also so, with a warning, for a plan without digests. See
-    `moe_lab.pruning.mask.mask` for how exactly results agree, and for further errors.
+    A plan has a digest of the weights for which it was made. If the weights were loaded from a
+    checkpoint, the plan also has the fingerprint of the checkpoint. Raises UserError for a plan of
+    another model, or when the weights were changed after the plan was made. With `any_model=True`,
+    only layers and counts must agree. For a plan without digests, only layers and counts are
+    compared, with a warning. See `moe_lab.pruning.mask.mask` for how exactly results agree, and for
+    further errors.
     """
-    from moe_lab.pruning.mask import mask as masked
+    from moe_lab.pruning.mask import mask as mask_model
 
     _check_origin(plan, model, any_model)
-    with masked(model, plan):
+    with mask_model(model, plan):
         yield
 
 
 def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
     """A smaller copy of `model`, with only the experts and channels that `plan` retains; see
     `moe_lab.pruning.prune.prune`. `any_model`: as in `mask`."""
-    from moe_lab.pruning.prune import prune as pruned
+    from moe_lab.pruning.prune import prune as prune_model
 
     _check_origin(plan, model, any_model)
-    return pruned(model, plan)
+    return prune_model(model, plan)
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:

@@ -43,8 +43,8 @@ class Refused(RuntimeError):
 
 
 class Child(AbstractContextManager["Child"]):
-    """A process that runs `serve`, in a session of its own. Its standard error is a temporary
-    log."""
+    """A process that runs `serve`, in a session of its own. Its standard error is a temporary log.
+    `environment`, `folder` (the current folder of the process) and `umask`: as in Popen."""
 
     def __init__(
         self,
@@ -86,8 +86,9 @@ class Child(AbstractContextManager["Child"]):
         """The replies to a request, of which the last one has the key `done`. `seconds`: time limit
         for each reply; None: no limit.
 
-        Raises Refused; or Ended or TimeoutError, after which the process does not run any more. If
-        the caller does not take the last reply, the process is ended, too, since the next request
+        Raises Refused if the reply is an error, Ended if the process has ended, and TimeoutError if
+        a reply takes too long. After Ended and TimeoutError the process does not run any more. If
+        the caller does not take the last reply, the process is ended, too, because the next request
         would get the remaining replies.
         """
         assert self.process.stdin is not None
@@ -132,14 +133,14 @@ class Child(AbstractContextManager["Child"]):
         return self._log_content.decode(errors="replace")
 
     def close(self) -> None:
-        """Let the process end by itself within GRACE seconds; then kill it, and the processes of
-        its group, which it has started."""
+        """Let the process end by itself within GRACE seconds. Then kill its process group, which
+        has the process and the processes that it has started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        # these errors mean that no process of the group is left
+        # either error means that no process of the group is left
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -59,15 +59,18 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
 
 
 def check_installed(package: str, extra: str, reason: str) -> None:
-    """Raise UserError with the command that installs `package` when it is not installed."""
+    """Raise UserError unless `package` is installed. The message has the command that installs it:
+    `extra` is the extra of moe-lab that requires the package. `reason`: the setting that needs the
+    package."""
     if find_spec(package.replace("-", "_")) is None:
-        missing = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
-        raise missing from ModuleNotFoundError(package)
+        error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+        raise error from ModuleNotFoundError(package)
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """The sentences of the mistakes that a check finds when it is called with `arguments`. `check`:
-    a function that returns an iterator of sentences or anything else, and may raise UserError."""
+    """The sentences of the mistakes that `check(*arguments)` finds. If `check` returns an iterator,
+    the items are such sentences; other results are ignored. If it raises UserError, the message is
+    a sentence."""
     try:
         result = check(*arguments)
         if isinstance(result, Iterator):
@@ -138,8 +141,9 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """A sentence if the value of a setting is a text that looks like a secret, or that contains a
-    secret of the environment; else nothing. `setting`: dotted name."""
+    """A sentence if the value of a setting is a text that contains a secret, by its form or from
+    the environment, or if the name of the setting is that of a secret. No sentence for other
+    values. `setting`: dotted name."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)
@@ -154,8 +158,8 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
 
 
 def mask(text: str) -> str:
-    """The text with *** in place of the values of environment variables whose names are those of
-    secrets."""
+    """The text with MASK in place of the values of environment variables that hold secrets. The
+    name of a variable says whether it does."""
     values = {
         value
         for name, value in os.environ.items()

@@ -193,14 +193,17 @@ class _Axes:
         self._choices: dict[tuple[str, str | None, str], Any] = {}
 
     def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of a grid in a file, overridden by values and lists of the command line."""
+        """The lists of a grid after the overrides of the command line. `lists`: lists of the grid
+        in a file. A list of a setting that the command line sets is left out, and a list of the
+        command line replaces the list of the same key."""
         override_keys = [key for key, _ in self.draft.overrides]
         file_lists = {key: values for key, values in lists.items() if key not in override_keys}
         return {**file_lists, **self.draft.command_lists}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """A list with the lists of a further grid, without choices that the command line excludes;
-        [] if the command line excludes all choices of an axis. `first`: lists of the first grid."""
+        """[lists of a further grid], without choices that the command line excludes. [] if the
+        command line excludes all choices of an axis. `first`: lists of the first grid, which count
+        for axes without a list in `lists`, the lists of the further grid in a file."""
         axis_names = {}
         for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
@@ -239,8 +242,9 @@ class _Axes:
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files that match the list of a group, or [None] without a list. None stands
-        for the content in the composed configuration."""
+        """Names of the files that match the list of a group; [None] if the group has no list. None
+        stands for the content in the composed configuration, which also takes the place of the name
+        of the file that this content comes from. SettingsError for names without a file."""
         available = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
@@ -254,7 +258,8 @@ class _Axes:
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """The files that grids name. Axes with a mistake are left out."""
+        """The files that the lists of `grids` name. Axes with a mistake are left out here, because
+        `values` reports the mistake."""
         for axis, lists in itertools.product(GROUPS, grids):
             with Mistakes().caught():
                 for name in self._names(axis, lists):
@@ -280,9 +285,10 @@ class _Axes:
         return list(choices.values())
 
     def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group with all overrides, composed once; None: the choice in the
-        composed configuration. `settings`: setting -> one value of its list, for settings with
-        lists. These values are appended to the name of the choice."""
+        """The choice `name` of a group with all overrides. The choice is composed once, so equal
+        arguments return the same object. If `name` is None, it is the choice in the composed
+        configuration. `settings`: setting -> one value of its list, for settings with lists. These
+        values are appended to the name of the choice."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, settings)
@@ -292,7 +298,8 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """Compose and check what `_choice` returns, without the settings of a mixture's sources."""
+        """The result of `_choice`, newly composed and checked. If the choice is a mixture of
+        calibration sets, the settings of its sources are not filled in."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -309,8 +316,8 @@ class _Axes:
         return replace(choice, name=as_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """The calibration set, with `is_default` set for a shipped set that no setting names.
-        UserError for the name none, which cells of the unpruned model have."""
+        """The calibration set `text`. `is_default` is true in the result if the set is shipped and
+        no setting names it. UserError for the name none, which cells of the unpruned model have."""
         if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
@@ -321,8 +328,9 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The settings of a choice, not yet checked: the content of its file, changed by what the
-        composed configuration, such as an experiment, sets in the group besides naming a file."""
+        """The settings of a choice, not yet checked. They are the content of its file, with the
+        changes that the composed configuration makes to the group: an experiment, for example, may
+        set single settings of a group. If `name` is None, they are the composed content itself."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
             raise UserError(
@@ -332,7 +340,7 @@ class _Axes:
             return composed
         composed_name = self.draft.file_names.get(axis, "")
         defaults = composed
-        if name is None:  # no calibration set is named
+        if name is None:  # no calibration set is named, so all that is composed are changes
             name = SHIPPED_TEXT
             defaults = {}
         elif composed_name in self.files.names(axis):
@@ -344,7 +352,7 @@ class _Axes:
 
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) for each value in `new` that `old` lacks, or has with another value."""
+    """(dotted key, value in `new`) for each key whose value in `old` is another one or missing."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
             for inner_key, inner_value in _changes(old[key], value):
@@ -354,8 +362,9 @@ def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[s
 
 
 def assign(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value under a dotted key in `content`. If the old and the new value are mappings,
-    they are merged. REMOVED removes the key."""
+    """Set the value under a dotted key in `content`, in place. If the old and the new value are
+    mappings, the entries of the new mapping are added to the old one. The value REMOVED removes the
+    key."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(content.get(part), dict):
@@ -378,8 +387,8 @@ def is_shipped(model: ModelConfig) -> bool:
 
 
 def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """The suite on which a model is evaluated: `config.suite`, except that shipped models have the
-    benchmarks of SHIPPED_SUITE if no suite is named."""
+    """The suite on which a model is evaluated, which is `config.suite`. If no suite is named,
+    shipped models have the benchmarks of SHIPPED_SUITE."""
     if config.suite.benchmarks is not None or not is_shipped(model):
         return config.suite
     choice = ("suite", SHIPPED_SUITE)
@@ -387,9 +396,9 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks. Cells with the same benchmarks, which depend on
-    the protocol and on whether the model is shipped, are in one request. Raises SettingsError for
-    texts and benchmarks that are unknown or invalid."""
+    """The cells of a study with their benchmarks. The benchmarks of a cell depend on its protocol
+    and on whether its model is shipped; cells with the same benchmarks are in one request.
+    SettingsError for texts and benchmarks that are unknown or invalid."""
     # (id of a model, id of an allocation) -> the allocation with the model's parameters
     searches: dict[tuple[int, int], AllocationConfig] = {}
 
@@ -403,7 +412,7 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
     def cell_at(point: Point) -> Cell:
         """The cell at a point, with its texts and with the model's parameters of searches."""
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # the engine is that of the calibration set, since both texts are for the same model
+        # flops_text is read by the engine of the calibration set, since the model is the same
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -446,9 +455,9 @@ def _text(
 
 
 def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """The calibration set `text`; if it is a mixture, the settings of its sources are added from
-    their files. Overrides such as calibration.X=... do not apply to sources. UserError for an
-    unknown source, a source that is named twice, and a mixture in a mixture."""
+    """The calibration set `text`. If it is a mixture, the settings of its sources, which are read
+    from their files, are added. Overrides such as calibration.X=... do not apply to sources.
+    UserError for an unknown source, a source that is named twice, and a mixture in a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
@@ -498,8 +507,8 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of a benchmark. `content`: content of the benchmark's file. UserError for
-    suite.path with a benchmark that has its own data; SettingsError for invalid fields."""
+    """The config of the benchmark `name`. `content`: content of the benchmark's file. UserError for
+    suite.path with a benchmark that has its own data. SettingsError for invalid fields."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
@@ -514,7 +523,8 @@ def _benchmark_config(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
             f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
-    path = config.suite.path  # a file, or a folder with the file `task`
+    # suite.path is the file that a benchmark without `task` reads, or the folder of the file `task`
+    path = config.suite.path
     task = benchmark.task
     return replace(
         benchmark,

@@ -171,14 +171,14 @@ class ResultCache:
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of a batch, read from the file or else computed by `compute`. The batch and
-        the result must be JSON documents."""
+        """The result of a batch, as it was read from the file or computed before, or else as
+        `compute` returns it. The batch and the result must be JSON documents."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
             if self.file:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                # the first newline ends an incomplete line
+                # the first newline ends the last line, in case that line is incomplete
                 with self.file.open("a", encoding="utf-8") as lines:
                     result = self._results[key]
                     lines.write(f"\n{json.dumps([key, result, _digest(key, result)])}\n")
@@ -186,5 +186,5 @@ class ResultCache:
 
 
 def _digest(key: str, result: Any) -> str:
-    """sha256 of a line of a cache."""
+    """sha256 of the other parts of a line of a cache: the key of a batch and its result."""
     return sha256(json.dumps([key, result]).encode()).hexdigest()

@@ -39,8 +39,9 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Number of processors that this process may use: the least of the number to which the process
-    is bound, the limits of its control groups, and the request of its Slurm job."""
+    """Number of processors that this process may use. This is the least of three numbers: the
+    processors to which the process is bound, the limits of its control groups, and the request of
+    its Slurm job."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
@@ -54,21 +55,21 @@ def cores() -> int:
     for quota, period in limit_pairs:
         if quota not in ("max", "-1"):
             limits.append(math.ceil(int(quota) / int(period)))
-    # clusters may not bind processes to the processors that they requested
+    # not all clusters bind processes to the processors that the job has requested
     if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
         limits.append(int(requested))
     return max(1, min(limits))
 
 
 def main_memory() -> float:
-    """Bytes of main memory that this process may use: the least of the machine's memory, the limits
-    of the process's control groups and the request of its Slurm job, divided by the number of
-    workers (WORKERS)."""
+    """Bytes of main memory that this process may use. This is the least of the machine's memory,
+    the limits of the process's control groups, and the request of its Slurm job. The least number
+    is divided by the number of workers (WORKERS)."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
             limits.append(float(text))
-    # clusters may not limit the control group to what the job has requested
+    # not all clusters limit the control group to what the job has requested
     requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB; 0 for all
     if requested.strip("0").isdigit():
         limits.append(2.0**20 * int(requested))
@@ -93,8 +94,9 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process. Torch is imported in
-    another process, because the import takes seconds, and only if torch is built for GPUs."""
+    """Number of GPUs that torch finds with the environment of this process; 0 without torch. Torch
+    is only imported if it is built for GPUs, and in another process, because the import takes
+    seconds."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -103,7 +105,7 @@ def gpu_count() -> int:
         return 0
     program = "import torch; print(torch.cuda.device_count())"
     completed = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True)
-    # 0 if torch is broken, which a step that needs torch reports
+    # no output, thus 0, if torch is broken; a step that needs torch reports this
     return int(completed.stdout or 0)
 
 
@@ -135,11 +137,12 @@ def package_version(package: str) -> str | None:
 
 
 def interpreter(module: str, path: str | None, user: str) -> str:
-    """Path of a Python interpreter that has `module`: `path`, the value of interpreters.MODULE; or
-    else the interpreter that `make MODULE` installs; or else the interpreter of this process.
+    """Path of a Python interpreter that has `module`. The first that exists is returned: `path`,
+    the value of interpreters.MODULE; the interpreter that `make MODULE` installs; the interpreter
+    of this process, if it has the module.
 
-    Raises UserError when no interpreter has the module. `user`: the setting that needs the module,
-    for the message.
+    UserError when no interpreter has the module, and when there is no file at `path`. `user`: the
+    setting that needs the module, for the message.
     """
     if path is not None:
         python = Path(path).expanduser()

@@ -81,8 +81,10 @@ def cache_folder(name: str) -> Path:
 
 def private_cache(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab, for files that are executed. The folder is
-    made so that no other user may enter or replace it. Raises UserError when the folder or its
-    parent belongs to another user, and when the home folder cannot be written."""
+    made if it is missing, with permissions by which no other user can enter or replace it. Raises
+    UserError when the folder or its parent belongs to another user, and when the home folder cannot
+    be written."""
+    # the temporary folder, which `user_cache` returns if the home folder cannot be written
     if user_cache().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
@@ -105,9 +107,9 @@ def _make_private(folder: Path, mode: int) -> Path:
 
 
 def user_cache() -> Path:
-    """The folder of the user's caches: $XDG_CACHE_HOME, or else ~/.cache. If this cannot be
-    written, a temporary folder of the user. Raises UserError when the temporary folder belongs to
-    another user."""
+    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache if this variable is not set. If
+    that folder cannot be written, the result is a temporary folder of the user. Raises UserError
+    when the temporary folder belongs to another user."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # not Path.exists, which raises an error below a folder that may not be entered
     existing_parent = next(filter(os.path.exists, (default, *default.parents)))
@@ -154,10 +156,10 @@ def validate_name(text: str) -> str:
 
 
 def as_name(text: str, default: str = "unnamed") -> str:
-    """A valid name made from `text`: other characters become _, and a long text is cut. `default`
-    if nothing is left."""
-    plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
-    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or default
+    """A valid name made from `text`. Characters that are not valid become _, and a long text is
+    cut. The result is `default` if nothing is left of `text`."""
+    name = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
+    return name.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
 
 def check_name(field: str, name: str) -> None:
@@ -172,8 +174,8 @@ def check_name(field: str, name: str) -> None:
 
 
 def shorten(name: str, longest: int = LONGEST_NAME) -> str:
-    """A name of at most `longest` bytes. If `name` is longer, its end is replaced by a digest of
-    the whole name."""
+    """`name` if it has at most `longest` bytes. Otherwise a name of at most `longest` bytes, in
+    which a digest of the whole `name` replaces the end."""
     encoded = name.encode()
     if len(encoded) <= longest:
         return name

@@ -45,6 +45,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             for function in allocation.functions.values()
             if function
         ]
+        # a function may be in another module of the plugin's top package
         if not any(
             function.__module__.split(".")[0] == module.split(".")[0] for function in functions
         ):
@@ -56,8 +57,8 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """Path relative to a folder of sys.path -> file, for all files in the top packages of plugins.
-    If a plugin's top module is no package, this is the file of the module."""
+    """Path relative to a folder of sys.path -> file, for all files in the top packages of the
+    plugins `modules`. For a plugin whose top module is no package, the file of this module."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
@@ -75,9 +76,9 @@ def module_location(function: Callable[..., object]) -> dict[str, str]:
 
 
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
-    """Import modules at locations that `module_location` has returned. Folders are appended to
-    sys.path, where they shadow no other module. UserError for a module whose code has changed since
-    then, because ids of steps include the old digest."""
+    """Import the modules at `locations`, which are results of `module_location`. Their folders are
+    appended to sys.path, so they shadow no other module. UserError for a module whose code has
+    changed meanwhile, because ids of steps include the old digest."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:

@@ -19,7 +19,8 @@ _last_write = 0.0
 
 
 def update(done: float, total: float, unit: str) -> None:
-    """Set the progress of this process to `done` of `total` units."""
+    """Set the progress of this process to `done` of `total` units. `unit`: name of the units, such
+    as batches. Errors of the disk are ignored."""
     global _latest, _last_write
     _latest = (done, total, unit)
     if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
@@ -31,7 +32,7 @@ def update(done: float, total: float, unit: str) -> None:
 
 
 def add(units: float) -> None:
-    """Add `units` to the units that are done."""
+    """Add `units` to the number of units that are done; the total stays the same."""
     done, total, unit = _latest
     update(done + units, total, unit)
 

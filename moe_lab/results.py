@@ -127,15 +127,16 @@ records no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> record of the run, oldest first, for the runs of a study whose records no
-    later record replaces. Replaced records are not opened. Raises Damaged for a damaged record."""
+    """Name of a run -> record of the run, oldest first, for the runs of a study. Runs whose record
+    a later record replaces are left out, and their records are not opened. `root`: folder of the
+    store. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
-    replaced: set[str] = set()
+    replaced_runs: set[str] = set()
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
-        if path.parent.name not in replaced:
+        if path.parent.name not in replaced_runs:
             record = read_sealed(path, RECORD_SHAPE)
             records[path.parent.name] = record
-            replaced.update(record["replaces"])
+            replaced_runs.update(record["replaces"])
     return dict(reversed(records.items()))
 
 
@@ -168,6 +169,7 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         for figure, rows in figures.items():
             for row in record[figure]:
                 key = _key({name: row[name] for name in KEY})
+                # a row without a step does not replace a row with a step
                 if row["step"] or key not in rows:
                     rows[key] = row
     last = list(current)[-1]
@@ -210,8 +212,9 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """The folders in `old` and `new`; where both have a folder, that in `new`. None if two such
-    folders are of steps with different ids; labels in the names of folders may differ."""
+    """The folders in `old` and `new`. If both have a folder under a name, the folder in `new`
+    counts. None if two such folders are of steps with different ids; the labels in the names of the
+    folders may differ."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
@@ -222,7 +225,8 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
-    """Folders (KIND/LABEL-ID) of all finished steps that a record names; the empty set for {}."""
+    """Folders (KIND/LABEL-ID) of all finished steps that a record names. The record {} names no
+    steps."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)

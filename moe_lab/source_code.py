@@ -40,8 +40,8 @@ _distributions = cache(metadata.packages_distributions)
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Digest of the module that defines a function; "" for functions of moe_lab. For a function
-    that was typed into an interpreter, digest of the function's bytecode."""
+    """Digest of the module that defines a function; "" for a function of moe_lab. For a function
+    that was typed into an interpreter, the digest of the function's bytecode."""
     name = function.__module__
     if name.startswith("moe_lab."):
         return ""
@@ -60,14 +60,14 @@ def digest_of(name: str, file: Path) -> str:
     """sha256 of all that `code_of` returns for the module `name` in `file`: the content of local
     modules, and versions of installed packages."""
     files, versions = code_of(name, file)
-    local = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
-    return sha256(json.dumps([local, versions], sort_keys=True).encode()).hexdigest()
+    digests = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
+    return sha256(json.dumps([digests, versions], sort_keys=True).encode()).hexdigest()
 
 
 def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The code of the module `name` in `file`, and of the modules that it imports directly or
-    indirectly: (module -> file, for local modules; distribution -> version, for installed
-    packages).
+    """(files, versions) of the module `name` in `file`, and of the modules that it imports directly
+    or indirectly. `files`: module -> file, for local modules. `versions`: distribution -> version,
+    for installed packages.
 
     Local modules are the module itself, modules in the same folder or package, including all parts
     of a namespace package, and packages that are installed as editable. The code is parsed and not
@@ -105,8 +105,8 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name`, which is searched in `folder` and then on sys.path; None if it
-    is not found. Nothing is imported."""
+    """The file of the module `name`. It is searched in `folder` and then on sys.path; None if it is
+    not found. Nothing is imported."""
     return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
 
 
@@ -118,8 +118,8 @@ def folder_of(name: str, file: Path) -> Path:
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
     """Absolute names of all that a module imports. `content`: code of the module. `package`: the
-    package to which relative names are relative. `from a import b` gives a.b, which is a module, or
-    a value in the module a."""
+    package to which relative names are relative. For `from a import b` the name is a.b, which may
+    be a module, or a value in the module a."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # an import of the module would fail, too
