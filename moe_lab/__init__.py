@@ -325,8 +325,7 @@ def plan(
     protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """The plan that says which experts or channels stay if the share `ratio` of the parameters of
-    routed experts is removed.
+    """The plan that removes the share `ratio` of the routed experts, or of their channels.
 
     `scores`: a data frame of `score`, or your own with the columns layer, expert, (channel,) score,
     and one row per expert or channel, numbered from 0. Lower scores are removed first.
