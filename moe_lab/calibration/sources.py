@@ -178,9 +178,10 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 
 def lines(text: str) -> list[str]:
-    """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", any
-    other line keeps its line end. A last line without a line end is dropped."""
-    return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
+    """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", and
+    any other line ends with a line end, the last one too."""
+    *ended, last = text.split("\n")
+    return [f"{line}\n" if line.strip() else "" for line in (*ended, *([last] if last else []))]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:

@@ -485,6 +485,13 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
         assert read(replace(chosen, path=str(path))) == [Text(measured)]
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_the_last_line_of_a_joined_text_is_read(end: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", f"First .\n\nLast .{end}")
+    settings = CalibrationConfig(name="own", path=str(path), joined=True)
+    assert read(settings) == [Text("First .\n\n\n\n\nLast .\n")]
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
