@@ -331,10 +331,11 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     Returns a list with one legend entry for all bands; [] when no band is drawn."""
     # kind -> removed share in per cent -> (low, high)
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
-    for _, cells in by_ratio(comparison.cells):
+    random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
+    for _, cells in by_ratio(random_cells):
+        removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
         for kind, plans in random_scores(comparison, cells, target).items():
-            removed = cells.loc[cells["criterion"].isin(RANDOM), "removed"].mean()
-            bands.setdefault(kind, {})[100 * removed] = chance_of(plans).band
+            bands.setdefault(kind, {})[100 * removed[kind]] = chance_of(plans).band
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:

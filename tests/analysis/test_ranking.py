@@ -436,6 +436,22 @@ def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparis
     assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
 
 
+def test_a_band_of_chance_is_at_the_removed_shares_of_its_own_kind() -> None:
+    cells = [
+        cell(criterion, ratio=ratio, seed=seed)
+        for criterion in ("random", "channel_random")
+        for ratio in (0.25, 0.5)
+        for seed in range(2)
+    ]
+    compared = comparison_of(cells, {"gsm8k": [first(count) for count in range(len(cells))]})
+    all_cells = compared.all_cells
+    removed = all_cells["removed"] + 0.125 * (all_cells["granularity"] == "channel")
+    axes = Figure().subplots()
+    draw_chance(axes, replace(compared, all_cells=all_cells.assign(removed=removed)), ("gsm8k",))
+    paths = [path for bands in axes.collections for path in bands.get_paths()]
+    assert [set(np.asarray(path.vertices)[:, 0]) for path in paths] == [{37.5, 62.5}, {25.0, 50.0}]
+
+
 def test_plans_are_matched_by_seed_or_single(
     several: Comparison,
 ) -> None:
