@@ -138,7 +138,7 @@ def calibrate(
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _eval_mode(model):
-        sums = {str(need): _gather(need, model, calibration.rows) for need in needs}
+        sums = {str(need): _run_pass(need, model, calibration.rows) for need in needs}
     # every layer has an entry, also if no pass was needed
     empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = merge_passes([empty_layers, *sums.values()])
@@ -197,9 +197,9 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
         yield str(file)
 
 
-def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
-    """Layer -> name -> numpy array, for the sums of the pass `need`. The pass reads the batches
-    `rows`, or the weights of the model."""
+def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
+    """Run the pass `name` and return its sums: layer -> name of a sum -> numpy array. The pass
+    reads `batches`, or only the weights of the model."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
@@ -207,18 +207,18 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
 
     passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: gather(model, ForwardHook, rows),
-        "damage": lambda: gather(model, DamageHook, rows),
-        "similarity": lambda: gather(model, SimilarityHook, rows),
-        "gradients": lambda: gather_gradients(model, GradientHook, rows),
-        "weight_gradients": lambda: gather_gradients(model, WeightGradientHook, rows),
+        "statistics": lambda: gather(model, ForwardHook, batches),
+        "damage": lambda: gather(model, DamageHook, batches),
+        "similarity": lambda: gather(model, SimilarityHook, batches),
+        "gradients": lambda: gather_gradients(model, GradientHook, batches),
+        "weight_gradients": lambda: gather_gradients(model, WeightGradientHook, batches),
         "weights": lambda: weigh_experts(model),
         "channel_weights": lambda: weigh_channels(model),
         "weight_distances": lambda: compare_experts(model, device=str(model.device)),
     }
-    sums = passes[need]()
+    sums = passes[name]()
     return {
-        layer: {name: tensor.numpy() for name, tensor in tensors.items()}
+        layer: {sum_name: tensor.numpy() for sum_name, tensor in tensors.items()}
         for layer, tensors in sums.layers.items()
     }
 

@@ -194,7 +194,7 @@ class Outcomes:
     a cell are NaN if its score is not their mean."""
     units: dict[str, np.ndarray] = field(default_factory=dict)
     """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
-    unexplained: list[tuple[int, str]] = field(default_factory=list)
+    unexplained_scores: list[tuple[int, str]] = field(default_factory=list)
     """Pairs (cell, benchmark) whose score is not the mean of its outcomes, for benchmarks in
     `matrices`."""
 
@@ -224,7 +224,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
             continue
-        outcomes.unexplained.extend(
+        outcomes.unexplained_scores.extend(
             # through str, because pandas' types allow any label in an index
             (int(str(cell)), name)
             for cell in scores.index[is_comparable & ~is_explained]

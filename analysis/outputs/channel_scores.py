@@ -35,8 +35,8 @@ PANELS = 6
 """Largest number of panels in a figure."""
 PIECES = 10
 """Number of pieces of an expert's bar; a piece is a tenth of the expert's channels."""
-WIDE = 64
-"""Largest number of experts in one panel."""
+EXPERTS_PER_PANEL = 64
+"""Largest number of experts in a panel of `expert_bars_by_score`."""
 ACTIVATION, WEIGHT_GRADIENT = "channel_activation", "snip"
 """The two channel scores that the published Fig. 16 compares."""
 RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
@@ -356,6 +356,7 @@ def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
 
 
 def _split(stacks: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split the experts of a layer into parts of nearly equal size, of at most WIDE experts."""
-    count = -(-len(stacks) // WIDE)
-    return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), count)]
+    """Split `stacks`, which has a row per expert, into parts of nearly equal size. A part has at
+    most EXPERTS_PER_PANEL rows."""
+    part_count = -(-len(stacks) // EXPERTS_PER_PANEL)  # rounded up
+    return [stacks.iloc[rows] for rows in np.array_split(np.arange(len(stacks)), part_count)]

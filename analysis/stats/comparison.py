@@ -233,14 +233,14 @@ class Comparison:
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
         """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
         answers = self._binary_outcomes(target)
-        plans = [self._row_numbers[plan] for plan in self.plans_by_seed[cell].values()]
-        if answers is None or np.isnan(answers[plans]).all():
+        rows = [self._row_numbers[plan] for plan in self.plans_by_seed[cell].values()]
+        if answers is None or np.isnan(answers[rows]).all():
             return self.estimate(target, {cell: 1.0}).interval
-        if len(plans) > 1:
+        if len(rows) > 1:
             estimate = self.estimate(target, {cell: 1.0})
             if estimate.error != 0:
                 return estimate.interval
-        plan_answers = answers[plans[0]]
+        plan_answers = answers[rows[0]]
         low, high = uncertainty.wilson(np.nansum(plan_answers), np.isfinite(plan_answers).sum())
         return float(low), float(high)
 
@@ -260,21 +260,23 @@ class Comparison:
         return Estimate(float(scores @ factors))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells) of plans. Each row of the array has one plan of each
-        cell; the plans of a row are compared with each other. The array has size 0 if a cell has no
-        result.
+        """Row numbers (replicates, cells) of plans. A replicate of the comparison has one plan of
+        each cell, and these plans are compared with each other. The array has size 0 if a cell has
+        no result.
 
-        If the cells with several plans have at least two seeds in common, the plans in a row have
-        the same seed. Otherwise the plans in a row have the same position among the plans of their
-        cells. A cell with only one plan has this plan in all rows.
+        If the cells with several plans have at least two seeds in common, the plans of a replicate
+        have the same seed. Otherwise the plans of a replicate have the same position among the
+        plans of their cells. A cell with only one plan has this plan in all replicates.
         """
-        has_score = self._has_score(target)
-        rows_by_seed = []
+        rows_by_seed = []  # a dict for each cell
         for cell in cells:
-            rows = {
-                seed: self._row_numbers[plan] for seed, plan in self.plans_by_seed[cell].items()
+            scored_plans = self.scored_plans(target, cell)
+            row_of_seed = {
+                seed: self._row_numbers[plan]
+                for seed, plan in self.plans_by_seed[cell].items()
+                if plan in scored_plans
             }
-            rows_by_seed.append({seed: row for seed, row in rows.items() if has_score[row]})
+            rows_by_seed.append(row_of_seed)
         seeds_of_cells = [set(row_of_seed) for row_of_seed in rows_by_seed if len(row_of_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
         rows_of_cells = []
@@ -283,7 +285,7 @@ class Comparison:
                 rows_of_cells.append([row_of_seed[seed] for seed in common_seeds])
             else:
                 rows_of_cells.append(list(row_of_seed.values()))
-        # cells with one plan take part in every row, so that they do not limit the number of rows
+        # cells with one plan take part in all replicates and do not limit their number
         count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
         rows_of_equal_length = [
             (rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells
@@ -294,7 +296,7 @@ class Comparison:
     def _row_numbers(self) -> dict[int, int]:
         """Plan -> its row number in `all_cells`."""
         # through str, because pandas' types allow any label in an index
-        return {int(str(plan)): row for row, plan in enumerate(self.all_cells.index)}
+        return {int(str(plan)): number for number, plan in enumerate(self.all_cells.index)}
 
     @cached_property
     def _has_score(self) -> Callable[[Target], np.ndarray]:
@@ -304,9 +306,9 @@ class Comparison:
     def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
         """A stratum for each benchmark of a target, with weighted sums of plans' outcomes.
 
-        rows: row numbers (replicates, cells) of plans; factors: weights (cells,) of the plans in a
-        row. Empty when a benchmark has no outcomes, or no item that all these plans were asked.
-        Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum.
+        rows: row numbers (replicates, cells) of plans; factors: weights (cells,) of the plans of a
+        replicate. Empty when a benchmark has no outcomes, or no item that all these plans were
+        asked. Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum.
         """
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
@@ -430,7 +432,7 @@ def _comparison(
     )
     outcomes = evaluations.outcome_matrices(samples, scores.astype(float))
     labels = settings.labels(cells)
-    for cell, benchmark in outcomes.unexplained:
+    for cell, benchmark in outcomes.unexplained_scores:
         reader.gap(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )

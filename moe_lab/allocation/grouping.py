@@ -119,10 +119,10 @@ def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
 def by_salience(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
-    """Groups that the retained experts fill one after the other, in the order of `retained`: by
-    descending score. A retained expert takes the nearest experts that no group has yet, until its
-    group has `group_size` members or no expert is free. Of equally near experts, the lower id comes
-    first. UserError when the groups cannot hold all experts."""
+    """Groups that the retained experts fill in turn. `retained`: ids by descending score. Each
+    retained expert takes the nearest experts that no group has yet, until its group has
+    `group_size` members or no expert is free. Of equally near experts, the lower id comes first.
+    UserError when the groups cannot hold all experts."""
     check_capacity(len(distances), len(retained), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
@@ -203,7 +203,8 @@ def groups(
     retained: Sequence[int],
     protected: Sequence[int] = (),
 ) -> Groups:
-    """The sorted groups of the grouping settings["replacement"], as many as `retained` has ids.
+    """One group per retained expert, by the method settings["replacement"]. The groups, and the
+    ids in each group, are sorted.
 
     Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`: the
     sums of one layer. `scores`: (E,), from the criterion. UserError when all retained experts are
@@ -212,9 +213,9 @@ def groups(
     name = settings["replacement"]
     grouping = GROUPINGS[name]
     unprotected = [expert for expert in range(len(scores)) if expert not in protected]
-    groups = [[expert] for expert in protected]
+    all_groups = [[expert] for expert in protected]
     if not unprotected:
-        return groups
+        return all_groups
     owners = sorted(
         (expert for expert in retained if expert not in protected),
         key=lambda expert: -scores[expert],
@@ -238,8 +239,8 @@ def groups(
         distances, positions, **accepted(grouping.cluster, settings["parameters"])
     )
     for cluster in clusters:
-        groups.append(sorted(unprotected[position] for position in cluster))
-    return sorted(groups)
+        all_groups.append(sorted(unprotected[position] for position in cluster))
+    return sorted(all_groups)
 
 
 def member_weights(

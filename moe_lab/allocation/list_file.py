@@ -65,27 +65,29 @@ def read_as(path: str | None, granularity: str) -> dict[str, Any]:
 
 
 def removals(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, from the file problem.path. UserError when the file does not fit
-    the layers, their routers or the ratio."""
+    """Layer -> number of experts to remove, from the file problem.path. UserError when the
+    file does not fit the layers, their routers or the ratio."""
     content = read_as(problem.path, "expert")
     if is_plan(content):  # reduce the plan to a schedule
-        layers = content["layers"].items()
-        content = {number: layer["experts"] - len(layer["retained"]) for number, layer in layers}
-    remove = _layer_values(content, problem.limits)
+        content = {
+            layer: plan["experts"] - len(plan["retained"])
+            for layer, plan in content["layers"].items()
+        }
+    removed_counts = _layer_values(content, problem.limits)
     for layer, limit in problem.limits.items():
-        retained = limit.count - remove[layer]
+        retained = limit.count - removed_counts[layer]
         if not limit.smallest <= retained <= limit.largest or retained % limit.step:
             nearest = min(
                 range(limit.smallest, limit.largest + 1, limit.step),
                 key=lambda count: abs(count - retained),
             )
             raise UserError(
-                f"allocation.path: removes {remove[layer]} of {limit.count} experts in layer "
-                f"{layer}, {limit.count - nearest} is the nearest feasible"
+                f"allocation.path: removes {removed_counts[layer]} of {limit.count} experts in "
+                f"layer {layer}, {limit.count - nearest} is the nearest feasible"
             )
-    count = sum(limit.count for limit in problem.limits.values())
-    _check_ratio(sum(remove.values()) / count, problem.ratio)
-    return remove
+    total = sum(limit.count for limit in problem.limits.values())
+    _check_ratio(sum(removed_counts.values()) / total, problem.ratio)
+    return removed_counts
 
 
 def budgets(problem: Channels) -> Budgets:

@@ -236,28 +236,28 @@ _EXPECTED = {
 """Kind of mistake -> expected value."""
 
 
-def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
-    """The sentence for a mistake `item` of pydantic in the setting `key`, which is at `path` inside
-    the type `kind`."""
-    mistake = item["type"]
-    value = item["input"]
-    if mistake == "missing":
+def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
+    """The sentence for a `mistake` that pydantic found in the setting `key`, which is at `path`
+    inside the type `kind`."""
+    mistake_type = mistake["type"]
+    value = mistake["input"]
+    if mistake_type == "missing":
         return f"{key} is not set: add {key}=VALUE"
-    if mistake in ("unexpected_keyword_argument", "extra_forbidden"):
+    if mistake_type in ("unexpected_keyword_argument", "extra_forbidden"):
         return _unknown_setting(key, fields_of(type_at(kind, path[:-1])))
-    if mistake == "literal_error":
+    if mistake_type == "literal_error":
         return str(unknown(key, str(value), choices(type_at(kind, path))))
-    if mistake == "value_error":
-        message = str(item["ctx"]["error"])
+    if mistake_type == "value_error":
+        message = str(mistake["ctx"]["error"])
         # a check of a whole group begins its message with a setting: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)
             else f"{key}.{message}".lstrip(".")
         )
-    expected = item["msg"]
-    if mistake in _EXPECTED:
-        expected = _EXPECTED[mistake].format(**item.get("ctx", {}))
+    expected = mistake["msg"]
+    if mistake_type in _EXPECTED:
+        expected = _EXPECTED[mistake_type].format(**mistake.get("ctx", {}))
     return f"{key}={value}: expected {expected}"
 
 

@@ -162,23 +162,23 @@ def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
 
-def check_plain_weights(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when the weights are quantised, and the setting `user` needs plain
-    weights."""
-    if (method := quantization(settings)) is not None:
+def check_plain_weights(model: ModelConfig, setting: str) -> None:
+    """Raise UserError when the model's weights are quantised. `setting`: the setting that needs
+    plain weights, such as timing=true, for the message."""
+    if (method := quantization(model)) is not None:
         raise UserError(
-            f"{user} needs plain weights, but model={settings.name} is stored as {method}: "
+            f"{setting} needs plain weights, but model={model.name} is stored as {method}: "
             "expected a checkpoint in bfloat16 or float32"
         )
 
 
-def check_trained_top_k(settings: ModelConfig, user: str) -> None:
-    """Raise UserError when model.top_k is set. That setting only changes a loaded model, and the
-    setting `user` writes files."""
-    if settings.top_k is not None:
+def check_trained_top_k(model: ModelConfig, setting: str) -> None:
+    """Raise UserError when model.top_k is set, which changes a loaded model but no files.
+    `setting`: the setting for which files are written, such as export=natural, for the message."""
+    if model.top_k is not None:
         raise UserError(
-            f"{user} gives a checkpoint that routes as it was trained, not by "
-            f"model.top_k={settings.top_k}: expected null"
+            f"{setting} gives a checkpoint that routes as it was trained, not by "
+            f"model.top_k={model.top_k}: expected null"
         )
 
 

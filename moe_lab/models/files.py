@@ -94,8 +94,8 @@ def _answers(address: str) -> bool:
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
     """File -> (size, digest), for all files of the repository `name` on the hub; None when the hub
-    cannot be reached or has no such repository. The digest is sha256, or for a small file git's id
-    of its content. `kind`: model or dataset."""
+    cannot be reached or has no such repository. The digest is sha256; for small files, it is git's
+    blob id. `kind`: model or dataset."""
     if not hub_answers():
         return None
     from httpx import HTTPError

@@ -29,10 +29,11 @@ class Member(NamedTuple):
     """One term of the weighted sum that makes a stored expert."""
 
     expert: int
-    weight: float | None
+    weight: float | None = None
     """The factor of the expert's weights; None: the weights are copied, bit by bit."""
-    channels: Channels | None
-    """Which channels of the expert are used; None: all, in their order."""
+    channels: Channels | None = None
+    """Which channels of the expert are used, with -1 for a channel of zeros; None: all channels, in
+    their order."""
 
 
 class StoredExpert(NamedTuple):
@@ -170,17 +171,18 @@ class LayerPlan:
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
         """The stored form of an expert with `width` channels: first the retained channels of the
-        expert, then zeros. If `width` is None, the expert has all its channels."""
-        if expert in self.merged:  # owners have all their channels
+        expert, then zeros. If `width` is None, or the expert owns a group, the expert has all its
+        channels."""
+        if expert in self.merged:
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
-            return StoredExpert((Member(expert, None, None),))
+            return StoredExpert((Member(expert),))
         retained = numpy.flatnonzero(self.channels[expert])
         if len(retained) == width == self.width:
-            return StoredExpert((Member(expert, None, None),))
-        channels = numpy.full(width, -1)
+            return StoredExpert((Member(expert),))
+        channels = numpy.full(width, -1)  # -1: zeros
         channels[: len(retained)] = retained
-        return StoredExpert((Member(expert, None, channels),))
+        return StoredExpert((Member(expert, channels=channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
         """The members of the group of `owner`, by ascending id, each with the order in which its
@@ -199,7 +201,7 @@ class LayerPlan:
         if self.channels is None or self.channels[expert].all():
             return self.stored_expert(expert)
         channels = numpy.where(self.channels[expert], numpy.arange(self.channels.shape[1]), -1)
-        return StoredExpert((Member(expert, None, channels),))
+        return StoredExpert((Member(expert, channels=channels),))
 
     def as_json(self) -> dict[str, Any]:
         """The layer as in plan.json, with the sha256 of its arrays."""

@@ -71,10 +71,10 @@ class DamageHook(StatisticsHook):
         1 + k, they sum to y - (y without the token's k-th expert)."""
         t, k = index.shape
         n_experts = self.layer.n_experts
-        factors = spread(*self._reroute(tokens, None), n_experts)[:, None]
-        # K rows for each token, each without another one of the token's experts
+        gates = spread(*self._reroute(tokens, None), n_experts)[:, None]
+        # K rows for each token: row k has the token's gates without its k-th expert
         remaining = spread(*self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts)
-        return torch.cat((factors, factors - remaining.view(t, k, n_experts)), 1)
+        return torch.cat((gates, gates - remaining.view(t, k, n_experts)), 1)
 
     def _reroute(
         self, tokens: torch.Tensor, removed: torch.Tensor | None

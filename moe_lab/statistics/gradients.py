@@ -226,8 +226,8 @@ class WeightGradientHook(StatisticsHook):
         return sums
 
     def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
-        """Add the gradient of `leaf`, the matrix `name` of an expert, to `gradients`, and clear
-        it."""
+        """Add `leaf.grad` to `gradients`, and clear `leaf.grad`. `leaf`: the expert's matrix
+        `name`."""
         assert leaf.grad is not None
         gradient = wide(leaf.grad)
         leaf.grad = None

@@ -313,8 +313,9 @@ def _sums(observer: Observer) -> Layers:
 def _gradient_at_head(
     streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the loss, times LOSS_SCALE, at the output of the last decoder layer, (B, S,
-    H)."""
+    """LOSS_SCALE times the gradient (B, S, H) of the loss at `state` (B, S, H), the output of the
+    last decoder layer. No layer has its weights here, so all layers are bypassed: the model only
+    computes what follows the last layer."""
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:

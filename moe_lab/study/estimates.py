@@ -244,18 +244,19 @@ def _work(step: Step) -> float:
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
-    """Table for a dry run: numbers of distinct, cached and missing steps of each kind, and
-    estimated memory and time of the missing steps. `done`: ids of finished steps."""
+    """Table for a dry run: numbers of distinct, cached and missing steps of each kind. For the
+    missing steps of a kind, the table has the largest estimated memory of a step and the estimated
+    time of all steps. `done`: ids of finished steps."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
         "cached",
         "missing",
-        "memory of one",
+        "largest memory",
         "hours",
         "GPU-hours",
     )
-    table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
+    table = Table(*columns, title="steps, and estimates for missing steps", show_footer=True)
     total = Hours()
     for kind in dict.fromkeys(step.kind for step in steps):
         kind_steps = [step for step in steps if step.kind == kind]

@@ -343,10 +343,11 @@ class Contamination(Step):
         model = self.facts.model
         tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).rows:
+            # pairs (token, is_valid) of the only row: batch_size is 1
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
-            for is_valid, tokens in groupby(row, key=lambda token: token[1]):
+            for is_valid, pairs in groupby(row, key=lambda pair: pair[1]):
                 if is_valid:
-                    yield tokenizer.decode([token for token, _ in tokens])
+                    yield tokenizer.decode([token for token, _ in pairs])
 
 
 Task = Callable[[Pruned], Evaluate | Grade]

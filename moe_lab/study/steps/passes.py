@@ -190,9 +190,11 @@ class Pass(Step):
         merges passes over shares of the rows, except where a model needs several GPUs."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
-        on_several_gpus = cls.whole_model and text.engine == "streamed"
+        # a text is streamed if one GPU does not hold the model; a step with `whole_model` loads
+        # this model entirely
+        needs_several_gpus = cls.whole_model and text.engine == "streamed"
         shares: tuple[Self, ...] = ()
-        if cls.kinds[kind].can_divide and not on_several_gpus:
+        if cls.kinds[kind].can_divide and not needs_several_gpus:
             bounds = calibrations.part_bounds(text)
             shares = tuple(cls(kind, model, text, rows=rows) for rows in bounds)
         return cls(kind, model, text, merges=shares)
@@ -296,14 +298,15 @@ class WeightSums(Step):
         model = self.facts.model
         measurement = self.kinds[self.kind]
         sums = resolve_name(measurement.function)(
-            local_folder(model), device=device_of_files(model)
+            local_folder(model), device=device_for_sums(model)
         )
         save_sums(sums, measurement.figures, files)
 
 
-def device_of_files(model: ModelConfig) -> str:
-    """The device on which sums over the weights of a checkpoint are computed. On machines without a
-    GPU, such as in Slurm jobs for such steps, this is the CPU."""
+def device_for_sums(model: ModelConfig) -> str:
+    """The device on which sums over the weights of a checkpoint are computed: that of the model. A
+    device map would spread a model over several GPUs, so it stands for cuda. On machines without a
+    GPU, such as in Slurm jobs for such steps, the device is the CPU."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS

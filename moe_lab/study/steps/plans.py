@@ -88,9 +88,9 @@ def check_engine(cell: Cell) -> None:
 
 
 def check_layout(cell: Cell) -> None:
-    """Raise UserError when the plan changes channels of experts, and the layout of the experts in
-    the model does not allow this. The layout is not checked if config.json is not available; the
-    plan checks again with the model."""
+    """Raise UserError when the cell's plan would change channels of experts, but the layout of the
+    model's experts does not allow such changes. Nothing is checked if config.json is not available.
+    The layout is checked again when the plan is applied to the model."""
     if drops_whole_experts(cell):
         return
     reason = family_of(config_of(cell.model).get("model_type")).unfit
