@@ -35,16 +35,18 @@ for _module in pkgutil.iter_modules(__path__):
 
 def perform(step: Step, files: Files) -> None:
     """Do the work of `step`, and write its result and provenance. Any exception means that the step
-    has failed. The provenance includes the units and the pace of the step, from which the time of
-    later steps is estimated, and the names of the shares that the step merges."""
+    has failed. The provenance includes the amount of work (`Resources.units`) and what determines
+    the seconds per unit (`Resources.pace`), from which the time of later steps is estimated. If the
+    step merges shares, it also includes their names."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
+    # the work, and programs that it starts, report progress to this file
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     resources = step.resources()
-    work = {"units": resources.units, "pace": list(resources.pace)}
-    write_json(files.out / "provenance.json", {**provenance(start), **work, **merged})
+    amount = {"units": resources.units, "pace": list(resources.pace)}
+    write_json(files.out / "provenance.json", {**provenance(start), **amount, **merged})
 
 
 _MODELS = Models()
@@ -52,8 +54,9 @@ _MODELS = Models()
 
 
 def perform_pickled(work: str) -> dict[str, Any]:
-    """Do a step in a worker process. Returns {}, or the error document of a failed step. Output is
-    appended to the log of the step. `work`: base64 of the pickle of (step, `Files`)."""
+    """Do a step in a worker process. `work` is base64 of the pickle of (step, `Files`). Returns the
+    error document if the step failed, else {}. All output of the process is appended to the log of
+    the step, and a log without output is deleted."""
     step, files = pickle.loads(b64decode(work))
     files = replace(files, models=_MODELS)
     with suppress(OSError):

@@ -25,9 +25,9 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """The timing config; if its `device` is None, it is set to the name of the model's device on
-    this machine. If this machine has no such device, `device` stays None, and the conditions of the
-    step fail."""
+    """`timed` with its device set. A device that is None becomes the name of `model`'s device on
+    this machine. If this machine has no such device, it stays None, and the conditions of the
+    timing step fail."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=device_here(model.device))
     return timed
@@ -57,8 +57,10 @@ class Cost(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The step for the cost of a pruned model. `unpruned`: the step for the cost of the
-        unpruned model; None if `pruned` is the unpruned model."""
+        """The step for the cost of a pruned model. `text`: FLOPs are for rows of its length, and it
+        is also read if routing must be measured. `unpruned`: the step for the cost of the unpruned
+        model; None if `pruned` is the unpruned model."""
+        # even routing suffices if all experts of a layer have the same width
         if pruned.plan is None:
             needs_routing = has_packed_experts(config_of(pruned.model))
         else:
@@ -78,8 +80,9 @@ class Cost(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Storage is counted on the meta device, without a copy of the model. Costs of pruned
-        models are part of the Slurm jobs of evaluations, which load the model anyway."""
+        """Resources of a pass over the text if routing is measured. Otherwise almost none, since
+        storage is counted on the meta device, without a copy of the model. Costs of pruned models
+        are part of the Slurm jobs of evaluations, which load the model anyway."""
         model = self.pruned.model
         pace = [self.facts.id, self.text is not None]
         needed = Resources(model=model, pace=pace)
@@ -88,6 +91,8 @@ class Cost(Step):
         return needed._replace(job="evaluate", steps_per_job="models") if self.plan else needed
 
     def work(self, files: Files) -> None:
+        """Write parameters, storage and FLOPs of the pruned model. Raises UserError if FLOPs depend
+        on routing but the step has no text to measure it on."""
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
@@ -127,12 +132,15 @@ class Profile(Step):
         return self.plan.label() if self.plan else self.loaded.model.name
 
     def resources(self) -> Resources:
+        """Resources of a pass with the whole model in memory. Merged experts are new weights, for
+        which a second copy is counted."""
         copies = 2 if self.plan and self.plan.request.merges_experts else 1
         return text_pass(
             self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
         )
 
     def work(self, files: Files) -> None:
+        """Write the table of the pruned model's profile on the text."""
         from moe_lab.pruning.profile import profile
 
         network, tokenizer = files.models.load(self.loaded.model)
@@ -160,8 +168,8 @@ class Timing(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The step that times a pruned model on the device `timed.device`, with prompts from a
-        text."""
+        """The step that times a pruned model on the device `timed.device`, with prompts from
+        `text`."""
         return cls(
             pruned.loaded,
             IdentifiedText.of(text),
@@ -177,6 +185,8 @@ class Timing(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
+        """Resources of a pass on one GPU, or on several if the device is several GPUs. If the
+        device is None, a condition reports that this machine has no such device."""
         model = self.loaded.model
         device = self.timed.device
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
@@ -206,7 +216,8 @@ class Timing(Step):
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
-        load = os.getloadavg()[0]  # before the measurement, so without its own load
+        # of the CPUs, before the measurement, so without its own load
+        load = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
         conditions = {
             "device": device,
@@ -222,7 +233,7 @@ class Timing(Step):
 
     def deployed_model(self, network: Any, files: Files) -> Any:
         """The model as a server would load it: pruned, fine-tuned and quantised. `network`: the
-        loaded model."""
+        loaded model, which is returned if the step has neither a plan nor quantised storage."""
         from moe_lab.recovery.apply import recovered
 
         if not (self.plan or self.storage):
@@ -233,8 +244,9 @@ class Timing(Step):
 def timing_mistakes(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
-    """Sentences, one for each reason why the model cannot be timed. Timing must run alone. The name
-    of the device must be known in advance, because it is part of the step's identity."""
+    """Sentences, one for each reason why `model` cannot be timed with these settings. Timing must
+    run alone. The name of the device must be known in advance, because it is part of the step's
+    identity."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

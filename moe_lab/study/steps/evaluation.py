@@ -52,9 +52,10 @@ Template = tuple[tuple[str, Any], ...]
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A function from a pruned model to the step with the model's results on a benchmark.
 
-    backend=server only generates text, so backend=hf is used for benchmarks that need likelihoods.
-    With sandbox=auto, and if this machine has namespaces, all machines of the study need namespaces
-    for grading.
+    Harnesses of two phases grade generated answers in a second step (`Grade`). backend=server only
+    generates text, so other harnesses, which need likelihoods, then use backend=hf. With
+    sandbox=auto, if this machine has namespaces, all machines of the study need namespaces for
+    grading.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
@@ -72,6 +73,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
+        # with the chat template, its arguments change the prompts
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         checkpoint = _checkpoint(pruned, backend.name, config)
         if two_phases:
@@ -82,9 +84,9 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
 
 
 def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
-    """The exported checkpoint that a server or vLLM reads. None for the unpruned model, for
-    backend=hf, and for vLLM with a plan that removes whole experts and no recovery, since vLLM then
-    masks the unpruned model."""
+    """The step that exports the checkpoint that a server or vLLM reads. None for the unpruned
+    model, and for backend=hf, which prunes the loaded model. Also None for vLLM with a plan that
+    only removes whole experts, and without recovery, since vLLM then masks the unpruned model."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
@@ -126,7 +128,7 @@ class BenchmarkSetup(StepFields):
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
     """Raise Unavailable when the benchmark's data has changed since the step's id was computed,
     because results on the new data belong to a step with another id. `identity`: the benchmark's
-    entry in the settings from which the id was computed."""
+    entry in the settings from which the id was computed; it has a digest of the data."""
     if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data has changed since the study was started: start "
@@ -160,7 +162,9 @@ class BenchmarkRun(Step):
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """All benchmarks of a pruned model are in one Slurm job, which loads the model once."""
+        """Resources of running the pruned model on the benchmark. A model whose weights are changed
+        is a second copy. All benchmarks of a pruned model are in one Slurm job, which loads the
+        model once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,
@@ -225,6 +229,7 @@ class Evaluate(BenchmarkRun):
         return super().resources()._replace(conditions=self.grading.conditions)
 
     def work(self, files: Files) -> None:
+        """Run the model on the benchmark, grade its outputs, and write the results."""
         from moe_lab.evaluation import run
 
         _check_data(self.benchmark, self.settings["benchmark"])
@@ -245,13 +250,16 @@ class Generate(BenchmarkRun):
     kind = "generate"
 
     def resources(self) -> Resources:
+        """Resources of the run, and disk space for the answers."""
         run = super().resources()._replace(disk=answer_bytes(self.benchmark))
-        # a server loads the model for this step alone
+        # a server loads the model for this step alone, so steps gain nothing from sharing a job
         return run._replace(job=None, steps_per_job="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
+        """Write the model's answers to the benchmark."""
         from moe_lab.evaluation import run
 
+        # this step identifies `setup.questions`, as only `Grade` depends on the whole benchmark
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.cache(files))
@@ -271,6 +279,7 @@ class Grade(Step):
         return self.generate.label()
 
     def resources(self) -> Resources:
+        """Resources of grading the benchmark's items in a worker process, without a model."""
         benchmark = self.grading.benchmark
         return Resources(
             memory=PROGRAMS,
@@ -282,6 +291,7 @@ class Grade(Step):
         )
 
     def work(self, files: Files) -> None:
+        """Grade the answers of the step `generate`, and write the results."""
         from moe_lab.evaluation import run
 
         benchmark = self.grading.benchmark
@@ -306,9 +316,9 @@ class Contamination(Step):
     def of(
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
-        """The step that counts items of benchmarks in a text. Studies share this step: settings
-        that change no words have the value 1, and there are no few-shot examples, since they are
-        items of another split."""
+        """The step that counts items of benchmarks that share a phrase with a text. Studies share
+        this step: batch_size and parts, which change no words, have the value 1. Few-shot examples
+        are left out, since they are items of another split. `benchmarks`: name -> benchmark."""
         questions = []
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
