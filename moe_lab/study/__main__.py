@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run a command. Returns the exit code: 1 if `verify` finds damage, 2 after printing a
-    UserError, otherwise 0."""
+    """Run the command that the arguments of the program name. Returns the exit code: 1 if the
+    command `verify` finds damage, 2 after printing a UserError, otherwise 0."""
     # imported here and not above, so that Ctrl-C during these imports prints no trace
     from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
@@ -56,6 +56,7 @@ def main() -> int:
             if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
+                # only `verify` returns a code, the other commands return None
                 code = COMMANDS[parsed.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
@@ -65,8 +66,9 @@ def main() -> int:
 
 
 def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names in a command's arguments, and its settings as key -> value. Raises UserError for a
-    setting that is not in `keys`."""
+    """The names in a command's arguments, and the settings in them as key -> value. `keys`: the
+    settings that the command has. Raises UserError for any other setting, and for a value of
+    `apply` other than true and false."""
     names = []
     settings = {}
     for argument in arguments:
@@ -83,9 +85,10 @@ def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dic
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """The study `name` and all its steps. If no study has this name: the first study in which steps
-    have this name or id, and only these steps. Raises UserError when neither a study nor a step
-    matches."""
+    """The study `name` and all its steps. If no study has this name: the first study with steps
+    that match, and only these steps. A step matches if its name contains `name`, or if `name`
+    begins with the digits of the id in the step's name. Raises UserError when neither a study nor a
+    step matches."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 

@@ -74,7 +74,8 @@ class Busy(Exception):
 @lru_cache(maxsize=1)
 def machine() -> list[str]:
     """Boot id and PID namespace of this machine. Process ids are unique within the pair; host names
-    would not do, as containers share them. Without /proc: the host name and a random text."""
+    would not do, as containers share them. Without /proc: the host name and a random text, which is
+    the same in all calls of this process."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -84,8 +85,8 @@ def machine() -> list[str]:
 
 
 def start_of(pid: int) -> str | None:
-    """Start of a process in clock ticks since boot; None if there is no such process, "?" if the
-    process is hidden from this user."""
+    """Start of the process `pid` in clock ticks since boot. None if there is no such process, or it
+    has ended. "?" if the process exists, but /proc is missing or hides it from this user."""
     with suppress(OSError):
         # the fields begin after the name of the program, in parentheses
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -95,7 +96,7 @@ def start_of(pid: int) -> str | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except PermissionError:
+    except PermissionError:  # the process exists and belongs to another user
         pass
     return "?"
 
@@ -105,6 +106,8 @@ class Claim(AbstractContextManager["Claim"]):
     claim's file, and raises FileExistsError when the file exists. `token` is unique."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
+        """Create the file of a generation of the claim `name`, and write this process into it as
+        the owner. Raises FileNotFoundError when the folder of `claims` is missing."""
         self.claims = claims
         self.name = name
         self.generation = generation
@@ -137,7 +140,8 @@ class Claim(AbstractContextManager["Claim"]):
         self.release()
 
     def check(self) -> None:
-        """Raise Busy when another process took over this claim."""
+        """Raise Busy when another process took over this claim: the claim's file is missing or
+        damaged, names another owner, or has a higher generation beside it."""
         owner = _owner(self.path)
         if (
             owner is None
@@ -152,9 +156,9 @@ class Claim(AbstractContextManager["Claim"]):
         os.close(self.descriptor)
 
     def release(self) -> None:
-        """Remove the files of this claim and of lower generations. If another process took over the
-        claim, no file is removed: the file of this claim is marked as released, by the modification
-        time 0."""
+        """Remove the files of this generation and of lower generations of the claim. If another
+        process took over the claim, no file is removed: the file of this generation gets the
+        modification time 0, which marks it as released."""
         with self.claims.lock:  # no heartbeat may use the descriptor after it is closed
             self.claims.owned.discard(self)
         try:
@@ -224,7 +228,8 @@ class Claims:
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            # a higher generation exists: this file only fills a gap, and is marked as released
+            # a higher generation exists: this file only fills a gap below it. It is marked as
+            # released, and the next generation is tried
             os.utime(claim.descriptor, (0, 0))
             os.close(claim.descriptor)
         with self.lock:
@@ -236,7 +241,7 @@ class Claims:
 
     def wait_for(self, name: str) -> Claim:
         """Wait until no other process holds the claim `name`, and take the claim. After
-        ATTEMPTS_BEFORE_NOTICE attempts, the holder is printed."""
+        ATTEMPTS_BEFORE_NOTICE attempts, the holder is printed once."""
         attempts = 0
         while True:
             with suppress(Busy):
@@ -250,9 +255,10 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """The holder of a claim as text: process, machine and job, or "another process" if
+        """The holder of the claim `name` as text: process, machine and job, or "another process" if
         these are unknown. If heartbeats are missing, the text has the minutes since the last
         heartbeat."""
+        # ValueError: the claim has no file; FileNotFoundError: the file was removed meanwhile
         with suppress(ValueError, FileNotFoundError):
             latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent_seconds = time.time() - latest_file.stat().st_mtime
@@ -266,14 +272,14 @@ class Claims:
         return "another process"
 
     def _beat(self) -> None:
-        """Renew all owned claims every BEAT seconds, until no claim is owned."""
+        """Set the modification time of the files of all owned claims to the present time every BEAT
+        seconds, until this process owns no claim."""
         pause = threading.Event()
         while not pause.wait(BEAT):  # waits by the monotonic clock
             with self.lock:
                 for claim in self.owned:
                     with suppress(OSError):
-                        # the descriptor stays that of this claim; at the path there may be the file
-                        # of another owner
+                        # by descriptor, as the path may lead to the file of another owner by now
                         os.utime(claim.descriptor)
                 if not self.owned:
                     self._has_heartbeat = False
@@ -333,8 +339,8 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Take over stale claims and release them, which removes their files. Also remove files of
-        stale generations above a gap, which `Claim.release` leaves."""
+        """Take over all stale claims and release them, which removes their files. Also remove the
+        files of stale generations above a missing generation, which `Claim.release` leaves."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
@@ -361,20 +367,20 @@ def _create_file(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether the owner of a claim is a process of this machine that has ended. True, too, if
-    the claim's file is a copy from another store. `status`: result of `stat` for the claim's file.
-
-    The inode shows a copy only if the device is the same, since each mount of a network file system
-    has its own device number."""
+    """Whether the owner of a claim is a process of this machine that has ended. For a claim of this
+    machine, True, too, if the claim's file is a copy from another store. `owner`: content of the
+    claim's file. `status`: result of `stat` for this file."""
     if owner["machine"] != machine():
         return False
+    # a copy has another inode. This is only compared on one device, since each mount of a network
+    # file system has its own device number
     is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
     return is_copy or start_of(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:
-    """Slurm's id of the job that this process belongs to, as squeue shows it; None outside of
-    jobs."""
+    """Slurm's id of the job that this process belongs to, as squeue shows it: ARRAY_TASK for a task
+    of an array. None outside of jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return (
         f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
@@ -387,8 +393,8 @@ def restarts() -> int:
 
 
 def in_queue(job: str, user: int) -> bool:
-    """Whether a job of a user is in Slurm's queue. False when Slurm does not answer: then only
-    heartbeats decide whether a claim is stale."""
+    """Whether the job with the id `job` of the user with the uid `user` is in Slurm's queue. False
+    when Slurm does not answer: then only heartbeats decide whether a claim is stale."""
     # one query a minute, as there are many old claims after a power cut
     minute = int(time.monotonic() // 60)
     return job in _queued_jobs(user, minute)
@@ -396,9 +402,9 @@ def in_queue(job: str, user: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _queued_jobs(user: int, _: int) -> Collection[str]:
-    """Ids of the jobs of a user in Slurm's queue. The second argument, the present minute, is
-    only a key of the cache, which asks Slurm again in the next minute. () when Slurm does not
-    answer."""
+    """Ids of the jobs that the user with the uid `user` has in Slurm's queue; () when Slurm does
+    not answer. The second argument, the present minute, is only a key of the cache: so Slurm is
+    asked again in the next minute."""
     from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
 
     try:
@@ -408,8 +414,8 @@ def _queued_jobs(user: int, _: int) -> Collection[str]:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """The owner that the file of a claim names; None while the file is being written, and when it
-    is damaged."""
+    """Content of a claim's file, which describes the owner. None while the file is being written,
+    and when it is damaged, missing or not readable by this user."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner

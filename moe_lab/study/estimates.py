@@ -39,9 +39,9 @@ TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
     """The model with device=auto and dtype=auto resolved for the machine where the steps run.
 
-    With launcher=slurm, the device follows from the GPUs that jobs request, as the login node may
-    have no GPU. On a GPU, dtype=auto stays: it means the precision of the model's files, and the
-    hash of the files identifies this precision.
+    The device follows from the number of GPUs, see `_auto_gpus`. On the CPU, dtype=auto becomes
+    float32. On a GPU, dtype=auto stays: it means the precision of the model's files, and the hash
+    of the files identifies this precision.
     """
     device = model.device
     if device == "auto":
@@ -52,9 +52,10 @@ def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs that device=auto uses for a model. With launcher=slurm: the GPUs of a job.
-    With launcher=local: all GPUs of this machine. With launcher=inline: as many GPUs of this
-    machine as the weights need, or all if the size of the model is unknown."""
+    """Number of GPUs that device=auto uses for a model. With launcher=slurm: the GPUs that a job
+    requests, as the login node may have none. With launcher=local: all GPUs of this machine. With
+    launcher=inline: as many GPUs of this machine as the weights need, or all if the size of the
+    model is unknown."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
     gpu_count = len(visible_gpus())
@@ -65,9 +66,9 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs of a Slurm job with a model: the number in the settings of this model, or else
-    of every job. Without such a number, the maximum of GPU_COUNTS, or 0 for a model that runs on
-    the CPU."""
+    """Number of GPUs of a Slurm job with a model: the number in the settings for jobs with this
+    model, or else in the settings for every job. Without such a number: 0 for a model of known size
+    that runs on the CPU, otherwise the maximum of GPU_COUNTS."""
     for job in (config.resources.of_model(model), config.resources.every):
         if job is not None and job.gpus is not None:
             return job.gpus
@@ -76,7 +77,7 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
-    """Number of GPUs that hold the weights of a model of this size."""
+    """Number of GPUs, each of resources.gpu_memory, that hold the weights of a model of `size`."""
     return loaded_weights(size).gpus(config.resources.gpu_memory)
 
 
@@ -85,9 +86,11 @@ def resolved_engine(
 ) -> CalibrationConfig:
     """The text with engine=auto and parts=null resolved.
 
-    A model that one GPU does not hold is streamed layer by layer, with a part of the text on each
-    GPU. Splitting the model among the GPUs would leave all but one of them idle. Models with
-    quantised weights, or of unknown configuration, are resident.
+    The engine becomes "streamed" (layer by layer) for a model on GPUs that one GPU does not hold.
+    The text then has as many parts as there are GPUs, at most one for each batch. Splitting the
+    model among the GPUs would leave all but one of them idle. The engine becomes "resident", with
+    one part, for all other models, and for models with quantised weights or of unknown size or
+    configuration.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
@@ -95,22 +98,24 @@ def resolved_engine(
     gpus_needed = _gpus_for_weights(size, config) if size else 1
     if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
-    # launcher=inline streams on one GPU
+    # as many GPUs as the weights need in a job, all GPUs of this machine, or one if launcher=inline
     gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
 
 
 def check_device(name: str) -> None:
     """Raise UserError when this machine lacks the CUDA device `name`, such as cuda:1. For a device
-    map, such as balanced, raise UserError when this machine has no CUDA device."""
-    # a name without a number, such as cuda, needs the first device
+    map, such as balanced, raise UserError when this machine has no CUDA device. The names auto and
+    cpu are always valid."""
+    # a name without a number, such as cuda or balanced, needs the first device
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
         device_here(name)  # raises UserError
 
 
 def device_here(device: str) -> str:
-    """Name of the device that `model.device` selects on this machine. Raises UserError without such
-    a device. The name is found by another process, because torch takes seconds to import."""
+    """Name of the device that `device`, a value of model.device, selects on this machine. Raises
+    UserError when there is no such device. Another process finds the name, because torch takes
+    seconds to import."""
     process = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if process.returncode:
         # the last line of the trace is "TYPE: MESSAGE"
@@ -148,9 +153,9 @@ function."""
 def seconds_estimator(store: Store) -> Seconds:
     """A function that estimates the seconds of a step from finished steps in a store.
 
-    The estimate is the number of units of the step times the median of the seconds per unit of
-    finished steps with the same kind and pace; None if there are no such steps. It is 0 for a step
-    that merges shares."""
+    The estimate is the step's number of units times a rate. The rate is the median of the seconds
+    per unit of the finished steps with the same kind and pace (see Resources). The estimate is None
+    if there are no such steps, and 0 for a step that merges shares."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
@@ -164,8 +169,8 @@ def seconds_estimator(store: Store) -> Seconds:
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace as JSON -> seconds per unit of each finished step of a kind. Damaged steps are left
-    out."""
+    """Pace as JSON -> seconds per unit of each finished step with this pace. `kind`: kind of the
+    steps. Damaged steps and merged shares are left out."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
@@ -196,9 +201,11 @@ def time_left(
     workers: int,
 ) -> tuple[float, list[str]]:
     """Estimated seconds until `workers` workers have done all steps of a run, and the kinds of
-    steps without an estimate, which the seconds leave out.
+    the steps that have no estimate, which the seconds leave out. `ended`, `running` and `waiting`
+    are all steps of the run.
 
-    The time of a step is estimated from steps of its kind in this run, or else by `seconds`.
+    The total time of a step is estimated from the ended and running steps of its kind, or else, if
+    none of them has known progress, by `seconds`.
     """
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
@@ -206,8 +213,9 @@ def time_left(
         if share and not step.merges:
             seconds_by_kind[step.kind] += spent
             work_by_kind[step.kind] += _work(step) * share
-    remaining = [0.0]
+    remaining = [0.0]  # seconds of each step; 0.0, as there may be no steps
     unknown_kinds = list[str]()
+    # a waiting step has spent 0 seconds on a share of 0 of its work
     for step, spent, share in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
         total: float | None
         if work_by_kind[step.kind]:
@@ -232,13 +240,13 @@ a model of this size, as work other than matrix products dominates."""
 
 @cache
 def _work(step: Step) -> float:
-    """Amount of work of a step, comparable between steps of a kind: units times
-    parameters of the model. 0 for a step that merges shares."""
+    """Amount of work of a step, comparable between steps of a kind: units times parameters of the
+    model, at least MINIMUM_PARAMETERS. 0 for a step that merges shares."""
     if step.merges:
         return 0.0
     needed = step.resources()
     size = size_of(needed.model) if needed.model else None
-    # a model of unknown size is assumed to have 1e9 parameters
+    # 1e9 parameters are assumed for a model of unknown size, and for a step without a model
     parameters = max(size.parameters, MINIMUM_PARAMETERS) if size else 1e9
     return needed.units * parameters
 
@@ -246,7 +254,8 @@ def _work(step: Step) -> float:
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
     """Table for a dry run: numbers of distinct, cached and missing steps of each kind. For the
     missing steps of a kind, the table has the largest estimated memory of a step and the estimated
-    time of all steps. `done`: ids of finished steps."""
+    time of all steps. `done`: ids of finished steps. `gpu_memory`: memory of one GPU in bytes.
+    `seconds`: estimates the seconds of a step."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
@@ -284,7 +293,8 @@ class Hours(NamedTuple):
     """Number of steps without an estimate."""
 
     def texts(self) -> tuple[str, str]:
-        """Hours and GPU-hours for a table."""
+        """Hours and GPU-hours for a table. "unknown" if no step has an estimate; otherwise the
+        number of steps without an estimate is appended, if there are any."""
         if self.unknown and not self.work:  # only merges of shares, of 0 hours, have an estimate
             return "unknown", "unknown"
         ending = f" + {self.unknown} unknown" if self.unknown else ""
@@ -292,7 +302,9 @@ class Hours(NamedTuple):
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
-    """Estimated hours of all steps together. Steps of unknown memory add no GPU-hours."""
+    """Estimated hours of all `steps` together, and number of steps without an estimate. Steps of
+    unknown memory add no GPU-hours. `gpu_memory`: memory of one GPU, which decides how many GPUs a
+    step needs."""
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:
@@ -324,7 +336,7 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     other files are small."""
     needed = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
-    while not folder.exists():
+    while not folder.exists():  # the store may not have been created yet
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed <= free:

@@ -44,9 +44,9 @@ class Garbage:
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print a table of the garbage in a store; with `apply`, remove it. Returns the exit code.
 
-    The folder of a step is first renamed as a scratch folder. If this process is then killed, no
-    folder with a part of the files looks like a finished step. New runs wait only until all
-    folders are renamed.
+    The folder of a step is renamed as a scratch folder before its files are removed. If this
+    process is killed in between, no folder with a part of the files looks like a finished step.
+    New runs wait only until all folders are renamed.
     Raises UserError when a file that may refer to steps is damaged, and when folders cannot be
     removed."""
     if not apply:
@@ -63,7 +63,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
     _print_table(store, garbage, queue_error)
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    # a process that holds this claim (Busy) removes such packs itself
+    # remove packs that are no longer used; a process that holds this claim (Busy) does so itself
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
@@ -84,7 +84,7 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
     for item in garbage:
         if item.path is None:
             continue
-        if not item.step_id:
+        if not item.step_id:  # a scratch folder, which needs no other name
             folders.append(item.path)
             continue
         # when a process is computing the step (Busy), its folder stays
@@ -94,8 +94,8 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """Unreferenced steps and leftovers of killed runs; and why Slurm's queue is unknown, or "" if
-    it is known. Changes nothing in the store.
+    """Unreferenced steps and files that killed runs left; and a sentence why Slurm's queue is
+    unknown, or "" if it is known. Changes nothing in the store.
 
     Raises UserError when a file that may refer to steps is damaged.
     """
@@ -115,14 +115,14 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     garbage: list[Garbage] = []
     for start in folders_of.keys() - needed:
         garbage += filter(None, map(_garbage_step, folders_of[start]))
-    for start, size in sizes.items():
+    for start, size in sizes.items():  # names of packed steps are KIND/NAME
         garbage.append(Garbage(None, packed_names[start].partition("/")[0], size, start))
     return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
 def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
-    """Starts of the ids of steps and of all their direct and indirect inputs. `starts`: those of
-    the steps. `folders_of`: result of `Store.step_folders`."""
+    """The steps `starts` together with all their direct and indirect inputs. A step is given and
+    returned as the start of its id. `folders_of`: result of `Store.step_folders`."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     unvisited = list(starts)
@@ -140,12 +140,12 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
     """Scratch folders of all steps, and resume files of unreferenced steps. Files of a step that a
-    process is computing are left out. `referenced`: starts of ids."""
+    process is computing are left out. `referenced`: starts of the ids of referenced steps."""
     scratch_matches = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
     resume_files = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
     for path, match in scratch_matches:
-        if match and match[1] not in claimed:
+        if match and match[1] not in claimed:  # group 1 is the start of the step's id
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
     for path in resume_files:
         if path.name not in referenced and path.name not in claimed:
@@ -194,8 +194,8 @@ def _unreadable_error(store: Store, reason: str) -> UserError:
 
 
 def _garbage_step(folder: Path) -> Garbage | None:
-    """The finished step in a folder as garbage. None unless the kind and the id in its step.json
-    are those in the path of the folder."""
+    """The finished step in a folder as garbage. None when its step.json is missing or damaged, or
+    when the kind and the id in it differ from those in the path of the folder."""
     with suppress(FileNotFoundError, Damaged):
         identity = read_step(folder)
         id_prefix = folder.name[-DIGITS:]
@@ -215,8 +215,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _print_table(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table with number and bytes of the garbage for each kind of step, and then
-    `queue_error` if it is not empty."""
+    """Print a table with number and bytes of the garbage for each kind of step, for leftovers and
+    for all together, and then `queue_error` if it is not empty."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

@@ -105,7 +105,7 @@ class Graph:
     @cached_property
     @uncollected()
     def steps(self) -> list[Step]:
-        """Distinct steps, each after its inputs."""
+        """Distinct steps, each after its inputs. The steps of figures come first."""
         ordered: dict[str, Step] = {}
 
         def visit(steps: Iterable[Step | None]) -> None:
@@ -117,6 +117,7 @@ class Graph:
         for steps in self.figures.values():
             visit(steps.values())
         for cell in self.cells:
+            # `statistics` and `finetune` are visited as inputs, if another step needs them
             visit(
                 step
                 for name, step in cell.by_field().items()
@@ -127,8 +128,8 @@ class Graph:
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
-    """Names of models and texts on the hub whose files are unknown. The identity of a step has
-    such a name in place of the hash of the files."""
+    """Distinct names of models and texts on the hub whose files are unknown. The identity of a step
+    has such a name in place of the hash of the files."""
     names: dict[str, None] = {}
     for step in steps:
         if isinstance(step, (BenchmarkRun, Grade)):  # the data of benchmarks is checked elsewhere
@@ -139,8 +140,8 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 
 def _hub_names(setting: Any) -> Iterator[str]:
-    """Hub names in place of file hashes in the identity of a setting, and in its `sources` if it is
-    a mixture of texts."""
+    """Hub names that stand in place of file hashes in `setting`, the identity of a group of
+    settings, or in the `sources` of a mixture of texts. Nothing for a setting that is no group."""
     if not isinstance(setting, dict):
         return
     for group in (setting, *setting.get("sources", ())):
@@ -156,7 +157,9 @@ class _Resolver:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
+        """Key of a call, see `cached` -> its result."""
         self._arguments: list[tuple[Any, ...]] = []
+        """Arguments of all calls in `_results`."""
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """The result of `function` for `arguments`, computed once. Integers are compared by value,
