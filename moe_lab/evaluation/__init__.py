@@ -36,9 +36,9 @@ class Policy:
         shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED for such
         benchmarks, and `closed_world.py` checks each program before the program runs.
 
-        Raises UserError when no allowed sandbox is possible on this machine. Raises Unavailable
-        when namespaces are possible, but no process in namespaces starts now; a weaker sandbox is
-        not used then.
+        Raises UserError when allow_code_execution=false, and when no sandbox that the settings
+        allow is possible on this machine. Raises Unavailable when namespaces are possible, but no
+        process in namespaces starts now; a weaker sandbox is not used then.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

@@ -72,7 +72,8 @@ class Verdict:
 
     def outcome(self, metric: str) -> tuple[float, str]:
         """(outcome, text) for `metric`, which is base or plus. The outcome is 1 if the program
-        passes the tests of the metric, else 0. The text has status, reason and program."""
+        passes the tests of the metric, else 0. The text has the status, the reason if the program
+        does not pass, and the program."""
         status = self.base if metric == "base" else self.plus
         reason = f": {self.reason}" if self.reason and status != "pass" else ""
         return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
@@ -95,8 +96,9 @@ class Grader:
     """
 
     def __init__(self) -> None:
-        names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
-        environment = {name: os.environ[name] for name in names if name in os.environ}
+        # of this process's environment, the process of the rules gets only these variables
+        kept_names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+        environment = {name: os.environ[name] for name in kept_names if name in os.environ}
         environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
         self.rules = LimitedCalls(evalplus_rules.__name__, environment)
         self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
@@ -104,7 +106,8 @@ class Grader:
         """(data set, sha256 of a file) -> its problems."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
-        """Task id -> verdict. Raises RuntimeError for a canonical solution that does not run."""
+        """Task id -> verdict, for each program of the request. Raises RuntimeError for a canonical
+        solution that does not run. A data file is parsed only in its first request."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
             problems = evalplus_rules.problems_of(request.dataset, request.data)
@@ -112,7 +115,7 @@ class Grader:
         try:
             return _Grading(request, self.files[key], self).verdicts()
         finally:
-            if not request.confined:  # a program may have harmed the processes
+            if not request.confined:  # an unconfined program may have harmed the processes
                 self.close()
 
     def close(self) -> None:
@@ -136,7 +139,8 @@ class _Grading:
     grader: Grader
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request."""
+        """Task id -> verdict, for each program of the request. A program is run unless the verdict
+        on it, for the same task and settings, is in the cache."""
         request = self.request
         expected = self.file.expected
         settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
@@ -159,15 +163,15 @@ class _Grading:
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
-        """The encoded arguments of each test of a `part`, base or plus."""
+        """The encoded arguments of each test in a `part`, base or plus, of a task's tests."""
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
-        """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test;
-        the whole program has one second more, for loading. `memory`: limit on the address space in
-        bytes."""
+        """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test.
+        The CPU limit of the whole program is the sum of these limits, at most _MOST_SECONDS, and
+        one second more for loading. `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
@@ -180,8 +184,8 @@ class _Grading:
         return self.grader.runners[self.request.confined].run(request)
 
     def _run_canonical(self, task: str) -> dict[str, Any]:
-        """Run the canonical solution of a task. Returns part -> {"encoded": its encoded outputs,
-        "seconds": CPU seconds of each call}. RuntimeError if the solution fails."""
+        """Run the canonical solution of a task. Returns part -> {"encoded": encoded output of each
+        test, "seconds": CPU seconds of each test}. RuntimeError if the solution fails."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -197,8 +201,9 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """The verdict on the request's program for a task. The plus tests are run only if the
-        program passes the base tests."""
+        """The verdict on the request's program for a task. The plus tests are run only if there are
+        any and the program passes the base tests; if not run, they get the status of the base
+        tests."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]
@@ -211,7 +216,8 @@ class _Grading:
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
-        """(status, reason) of a program on the tests of a `part`, base or plus."""
+        """(status, reason) of a program on the tests of a `part`, base or plus. The CPU limit of a
+        test is the request's, or 4 times the CPU time of the canonical solution if that is more."""
         canonical = self.file.expected[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)

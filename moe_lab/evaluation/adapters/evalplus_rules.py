@@ -98,14 +98,14 @@ stand-in."""
 
 
 def replay(*arguments: Any) -> Any:
-    """The next recorded output, whatever the arguments. The stand-in for the model's program
-    consists of this function."""
+    """The next recorded output, whatever the arguments. EvalPlus calls this function in place of
+    the model's program."""
     return next(_recorded_outputs)
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
-    """Task id -> problem, for the file `data` as EvalPlus reads it. EvalPlus restores the types of
-    inputs that JSON cannot represent."""
+    """Task id -> problem, for the file at the path `data` as EvalPlus reads it. EvalPlus restores
+    the types of inputs that JSON cannot represent. `dataset`: humaneval or mbpp."""
     read_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
@@ -129,6 +129,7 @@ def compare(
     except ValueError:
         return "no value"
     expected = [decode_text(text) for text in canonical]
+    # in these tasks EvalPlus compares only whether an output is not None
     if dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS:
         expected = [value is not None for value in expected]
     return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
@@ -137,8 +138,8 @@ def compare(
 def _agrees(
     dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
 ) -> bool:
-    """Whether EvalPlus accepts `outputs`, one per input. HumanEval/32 passes here when EvalPlus's
-    own check succeeds; EvalPlus 0.3.1 reports it as failed even then."""
+    """Whether there are as many `outputs` as inputs, and EvalPlus accepts them. HumanEval/32 passes
+    here when EvalPlus's own check succeeds; EvalPlus 0.3.1 reports it as failed even then."""
     global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):

@@ -70,14 +70,15 @@ class DataError(Exception):
 def select_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
-    """A function to put in place of EvalScope's `record_to_sample`. It returns [] for problems that
-    are not from the days days[0] to days[1] (YYYY-MM-DD). If `hides_tests`, samples have no private
-    tests."""
+    """A function to put in place of EvalScope's `record_to_sample`. It returns [] for a problem
+    whose day is outside `days`, the first and last day as YYYY-MM-DD. If `hides_tests`, samples
+    have no private tests."""
+    first_day, last_day = days
 
     def select_samples(record: dict[str, Any]) -> Any:
         day = record["contest_date"]  # a text or, in some formats of files, a datetime
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
-        if not days[0] <= row["contest_date"][:10] <= days[1]:
+        if not first_day <= row["contest_date"][:10] <= last_day:
             return []
         return record_to_sample({**row, "private_test_cases": "[]"} if hides_tests else row)
 
@@ -106,6 +107,7 @@ class TextUnpickler(pickle.Unpickler):
     """Reads pickles that need no import. Raises DataError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Raise DataError: a pickle of texts names no class and no function."""
         raise DataError(
             f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
             "trusted"
@@ -136,8 +138,8 @@ class Programs:
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
-        else 0; "extracted": ""; "why": the reason of a failure}. The remaining tests run only if
-        the program passes the first tests."""
+        else 0; "extracted": ""; "why": the reason of a failure}. All tests run only if the program
+        passes the first _FIRST_TESTS tests."""
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
@@ -155,7 +157,8 @@ class Programs:
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """(results, notes) of EvalScope for a program on `tests`. A result is True for a test that
-        the program passes; the results end with the first failure."""
+        the program passes; the results end with the first failure. `tests`: {"fn_name": see
+        `compare`; "inputs" and "outputs": one entry per test}."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),
@@ -170,8 +173,8 @@ class Programs:
         )
         outcome = self._runners.run(request)
         # number of tests with an output, plus the test at which the program failed
-        number = len(outcome.encoded) + (outcome.status != "ok")
-        run_tests = {name: tests[name][:number] for name in _COLUMNS}
+        run_count = len(outcome.encoded) + (outcome.status != "ok")
+        run_tests = {name: tests[name][:run_count] for name in _COLUMNS}
         arguments = [tests["fn_name"], run_tests, asdict(outcome)]
         results_and_notes = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if results_and_notes is None:
@@ -182,11 +185,12 @@ class Programs:
 
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
-    """EvalScope's [results, notes] for a program whose run on `tests` ended with `outcome` (fields
-    of `Outcome`), as JSON. `function`: the name of the called function; None for a program that
-    prints."""
+    """EvalScope's [results, notes], made of JSON values, for a program whose run on `tests` ended
+    with `outcome` (the fields of an `Outcome`). `function`: the name of the called function; None
+    for a program that prints."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
+    # "" and 0: the program and its time limit, which are not used in a replay
     with replay(Outcome(**outcome), function):
         if function is None:
             results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
@@ -198,10 +202,12 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
 
 
 def program(solution: str, function: str | None) -> str:
-    """A program with a function moe_lab_answer(input). The function returns the text that the
-    `solution` prints or, if `function` is not None, the value that this function returns."""
+    """A program with a function moe_lab_answer(input). It returns the text that the `solution`
+    prints or, if `function` is the name of a function in the solution, what that function
+    returns."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
+    # functions of EvalScope whose source becomes a part of the program
     names = (
         "Capturing",
         "clean_if_name",
@@ -242,8 +248,9 @@ def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _outputs(outcome: Outcome) -> Iterator[Any]:
-    """The program's output for each test. After the last output, raises a RuntimeError that says
-    how the program ended."""
+    """Yield the program's output for each test. Raises RuntimeError for an output that cannot be
+    decoded and, after the last output, one that says how the program ended. EvalScope counts the
+    test in which it is raised as failed."""
     try:
         yield from outcome.values()
     except ValueError as error:

@@ -35,8 +35,9 @@ def questions(**task: Any) -> list[dict[str, Any]]:
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """{"samples": list, "versions": package -> version}. The list has the `_verdict` on each
-    answer, with the name of its item: {"item", "outcome", "extracted", "why"}.
+    """{"samples": list, "versions": package -> version}. The list has one verdict per answer:
+    {"item": name of the item, and "outcome", "extracted" and "why" as in `_verdict`}. Answers that
+    are programs are run.
 
     `texts`: name of an item -> answer; `task`: arguments of `load`. AssertionError unless `texts`
     has exactly the items of the task.
@@ -116,7 +117,8 @@ def _messages(sample: Any) -> list[dict[str, str]]:
 
 
 def _state(sample: Any, text: str) -> Any:
-    """EvalScope's state of an item for which the model has generated `text`."""
+    """EvalScope's state of an item for which the model, here named moe_lab, has generated
+    `text`."""
     from evalscope.api.evaluator import TaskState
     from evalscope.api.model import ModelOutput
 

@@ -60,11 +60,11 @@ class Undecodable(ValueError):
 
 
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in an answer, from which the thought was removed. Raises Undecodable for an answer
-    that is no list of calls.
+    """The calls in an answer. Raises Undecodable for an answer that is no list of calls.
 
-    `functions` are the descriptions that came with the question. docs/evaluation.md lists the forms
-    of calls that are read.
+    `answer` comes without its thought. `functions` are the descriptions that came with the
+    question. docs/evaluation.md lists the forms of calls that are read. A <tool_call> block that
+    has none of them is skipped.
     """
     answer = answer.strip()
     descriptions = _descriptions_by_name(functions)
@@ -90,6 +90,7 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
     """The call in a <tool_call> block; None for a block that is neither JSON nor a name with tagged
     arguments."""
     name = block.partition("<arg_key>")[0].strip()
+    # the name of a described function alone is a call without arguments
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
@@ -121,10 +122,11 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
     Calls that are mentioned in the text of a message, such as an analysis or an argument, do not
     count. Without special tokens nothing separates a name from `json` or `commentary` after it, so
     the names of the question's functions are tried before other names. Raises Undecodable for a
-    message to a function that has no JSON object of arguments.
+    recipient after which no JSON object of arguments follows.
     """
     # longest first, because a name may begin with another name
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
+    # the rest of a message's header after the recipient's prefix; group 1 is the function's name
     header = re.compile(
         rf"({names})(?:<\|channel\|>)?(?:commentary|analysis)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*"
         r"(?=\{)"
@@ -213,8 +215,9 @@ def _call_mistake(
     call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
     """A sentence that says why `call` is not a call of the function `name` with allowed arguments;
-    None if the call is right. `options`: argument -> allowed values; `parameters`: the function's
-    parameters by its description."""
+    None if the call is right. `options`: argument -> allowed values, with "" among them for an
+    argument that may be left out. `parameters`: the schema of all arguments, from the function's
+    description."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
@@ -235,12 +238,16 @@ def _call_mistake(
 
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type in the description and is one of the allowed
-    values. A value of another type is allowed if it equals an allowed value, because a right answer
-    may have the name of a variable, which is a text, in place of a value."""
+    """Whether the value of an argument has the type that its `description` declares and is one of
+    the allowed values. An int is read as a float where a float is declared. An empty list is
+    allowed where "" is. A value of another type is allowed if it equals an allowed value and has
+    the type of the first one, because a right answer may have the name of a variable, which is a
+    text, in place of a value."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
-    options: list[Any] = [option for option in allowed_values if isinstance(option, declared_type)]
+    typed_values: list[Any] = [
+        entry for entry in allowed_values if isinstance(entry, declared_type)
+    ]
     if description["type"] == "float" and type(value) is int:
         value = float(value)
     value_type = type(value)
@@ -248,30 +255,32 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
         return value_type is allowed_type and value in allowed_values
     if not _has_element_types(value, description, allowed_values):
         return False
-    # only names of variables are allowed
+    # the allowed values are names of variables, not values of the declared type
     if allowed_type not in (None, declared_type):
         return value in allowed_values
     if declared_type is dict:
-        return any(_is_dict_allowed(value, option) for option in options)
+        return any(_is_dict_allowed(value, allowed) for allowed in typed_values)
     if declared_type is list and TYPES[description["items"]["type"]] is dict:
-        return any(_is_list_allowed(value, option) for option in options)
+        return any(_is_list_allowed(value, allowed) for allowed in typed_values)
     if declared_type is list:
-        return _normalize_list(value) in [_normalize_list(option) for option in options] or (
+        return _normalize_list(value) in [_normalize_list(allowed) for allowed in typed_values] or (
             not value and "" in allowed_values
         )
     return _normalize(value) in _normalize_list(allowed_values)
 
 
-def _type_of_first(allowed: Iterable[Any]) -> type | None:
-    """The type of the first allowed value that is not ""; None if there is no such value."""
-    return next((type(value) for value in allowed if value != ""), None)
+def _type_of_first(values: Iterable[Any]) -> type | None:
+    """The type of the first value that is not ""; None if there is no such value."""
+    return next((type(value) for value in values if value != ""), None)
 
 
 def _has_element_types(value: Any, description: Mapping[str, Any], options: Sequence[Any]) -> bool:
-    """Whether every element of a list has the type that the description declares, or the type of
-    the first element of an allowed list, the same list for all elements. `options`: allowed values.
-    True for a value that is no list. As in BFCL, an int element is no float, and if an allowed
-    value is no list, such as "", elements of all types pass."""
+    """Whether the elements of a list have allowed types; True for a value that is no list.
+
+    `options` are the allowed values. One of them must be a list whose first element has the type of
+    every element of `value` that is not of the declared type. As in BFCL, an int element is no
+    float, and if an allowed value is no list, such as "", elements of all types pass.
+    """
     if not isinstance(value, list):
         return True
     declared_type = TYPES[description["items"]["type"]]
@@ -293,8 +302,9 @@ def _normalize_list(values: Iterable[Any]) -> list[Any]:
 
 
 def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether the dict `value` is allowed by `option` (key -> allowed values): every key has an
-    allowed value, and every missing key may be left out."""
+    """Whether the dict `value` is allowed by `option` (key -> allowed values): every key of `value`
+    has an allowed value, and every key that is only in `option` has "" among its allowed values,
+    that is, may be left out."""
     for key, entry in value.items():
         if key not in option or _normalize(entry) not in _normalize_list(option[key]):
             return False

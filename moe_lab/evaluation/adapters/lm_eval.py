@@ -75,7 +75,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
-    """Filter and grade the replies as lm-eval does. A thought that does not end gets no credit."""
+    """Filter and grade the replies as lm-eval does. An answer whose thought does not end gets no
+    credit."""
     by_name = tasks(benchmark)
     questions = _questions_by_task(by_name, benchmark)
     rows = _graded_rows(questions, {answer.item: answer for answer in answers})
@@ -89,6 +90,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
         samples += result_samples
     evaluated_tasks = [task_questions[0].task for task_questions in questions]
     protocol = {
+        # without published data, benchmark.task is a file
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
         "num_fewshot": evaluated_tasks[0].config.num_fewshot,
@@ -128,7 +130,8 @@ def _questions_by_task(
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
-    """The request of moe_lab for a request of lm-eval."""
+    """The request of moe_lab for a request of lm-eval: a Document for a text to score, a Pair for a
+    continuation to score after its context, a Text for a text to generate."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
     # (context, continuation) or (context, settings of generation)
@@ -165,7 +168,7 @@ def _limit_and_stop(
 ) -> tuple[int, tuple[str, ...]]:
     """The largest number of tokens and the stop texts in `settings`, a task's generation_kwargs,
     read as lm-eval reads them. `task`: its name. UserError for settings that greedy generation does
-    not follow."""
+    not follow, and for a limit or stop texts of another form."""
     settings = {name: value for name, value in settings.items() if value is not None}
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
     # without do_sample, lm-eval samples at temperatures above 0
@@ -200,8 +203,9 @@ def _limit_and_stop(
 def _graded_rows(
     questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
 ) -> list[_Row]:
-    """lm-eval's metrics of each answer, in the order of tasks, then filters, then questions.
-    `answers`: name of a question -> its answer."""
+    """lm-eval's metrics of each answer, in the order of tasks, then filters, then questions. An
+    answer whose thought does not end has 0.0 in each metric in which higher is better. `answers`:
+    name of a question -> its answer."""
     rows = []
     for questions in questions_by_task:
         for question in questions:
@@ -214,9 +218,10 @@ def _graded_rows(
                     response = (reply.nats, reply.windows[0].likeliest)
                 request.resps = [response] * (request.repeats or 1)
                 request.filtered_resps = {}
-        first = questions[0]
-        first.task.apply_filters()
-        for name, question in product(first.requests[0].filtered_resps, questions):
+        first_question = questions[0]
+        first_question.task.apply_filters()
+        # filtered_resps: name of a filter -> what it leaves of the responses
+        for name, question in product(first_question.requests[0].filtered_resps, questions):
             answer = answers[question.name]
             extracted = [request.filtered_resps[name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
@@ -262,9 +267,12 @@ def _aggregation(
     metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `by_name`: name -> task. UserError for functions that are neither a mean nor a perplexity, such
-    as f1 and BLEU. They give no outcome for each item, which standard errors and comparisons of
-    models need."""
+    `by_name`: name -> task.
+
+    UserError for functions that are neither a mean nor a perplexity, such as f1 and BLEU, and for a
+    perplexity of several tasks. They give no outcome for each item, which standard errors and
+    comparisons of models need.
+    """
     aggregation: Aggregation = metrics.mean
     for name, task in by_name.items():
         functions = task.aggregation()
@@ -296,7 +304,7 @@ def _result(
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
     """The result named `result_name` and its samples, computed by `aggregation` from the `rows` of
-    a metric."""
+    a metric. If all tasks have the same weight, the result is the mean of the tasks' means."""
     name = metric.partition(",")[0]  # the metric without its filter
     if aggregation not in _LOSS_AGGREGATIONS:
         samples = [_sample(result_name, name, row, float(row.metrics[name])) for row in rows]
@@ -341,7 +349,8 @@ def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[li
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:
     """The mean of the scores of several tasks, with its standard error, as in lm-eval's
-    `unweighted_mean_stderr`."""
+    `unweighted_mean_stderr`; without a standard error if a task has none. Other fields are those of
+    the first result."""
     errors = [result["stderr"] for result in results if result["stderr"] is not None]
     stderr = math.hypot(*errors) / len(results) if len(errors) == len(results) else None
     score = math.fsum(result["score"] for result in results) / len(results)
@@ -355,15 +364,15 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
     """The sample of a row. Its output is the generated text or, if none was generated, the
-    log-likelihoods as JSON. If there are several continuations, the index of the likeliest is the
-    extracted answer."""
+    log-likelihoods as JSON. The extracted answer is the index of the likeliest continuation, for
+    acc_norm by log-likelihood per character. `answer_loss`: see `_loss_of_right_choice`."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
         return row.answer.sample(result_name, outcome, str(row.extracted[0]))
     if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
-    # lm-eval does not count the space in front of an answer.
+    # minus 1, as lm-eval does not count the space in front of an answer
     lengths = [
         len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
     ]

@@ -35,14 +35,15 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     UserError when the folder or the task does not exist.
     """
     package = find_spec("lm_eval")
-    assert package is not None and package.origin is not None  # `missing` has reported it
-    tasks = Path(package.origin).parent / "tasks"
+    # `LmEval.missing` has reported a package that is not installed
+    assert package is not None and package.origin is not None
+    root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
-    folder = tasks / name
-    if not folder.is_dir() or folder == tasks:
+    folder = root / name
+    if not folder.is_dir() or folder == root:
         # the nearest folders that could be meant
-        parent = folder.parent if folder.parent.is_dir() and folder != tasks else tasks
-        folder_names = [str(path.relative_to(tasks)) for path in parent.iterdir() if path.is_dir()]
+        parent = folder.parent if folder.parent.is_dir() and folder != root else root
+        folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folder_names)
     task_names: set[str] = set()
     for file in folder.rglob("*.yaml"):
@@ -83,13 +84,14 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _references(file: Path) -> tuple[list[str], list[str]]:
-    """The files that a definition names by `include`, and the functions that it names by
-    `!function`."""
+    """The names of the files that a definition names by `include`, and of the functions that it
+    names by `!function`. UserError for a file that cannot be read or is no definition."""
     functions: list[str] = []
 
     class Loader(yaml.SafeLoader):
         pass
 
+    # collect the names of functions, and import no code
     Loader.add_constructor(
         "!function", lambda loader, node: functions.append(loader.construct_scalar(node))
     )
@@ -110,7 +112,8 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
 
 
 def _data_files(code: Path) -> Iterator[Path]:
-    """Yield the files that the module `code` names by a literal text, relative to its folder."""
+    """Yield the files that the module in the file `code` names by a literal text, relative to its
+    folder. UserError for a module that is not Python."""
     try:
         tree = ast.parse(code.read_bytes())
     except (SyntaxError, ValueError) as error:

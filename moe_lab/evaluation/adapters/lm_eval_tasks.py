@@ -48,6 +48,7 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _tasks_by_identity:
+        # no progress bar
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _tasks_by_identity[key] = _load_with_requests(benchmark)
     return _tasks_by_identity[key]
@@ -79,7 +80,8 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 
 
 def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load the tasks and groups of `tasks_and_groups`, and build their requests."""
+    """Load the tasks and groups of `tasks_and_groups`, and build their requests. While a task with
+    items from a file is loaded, its code may read only the files that identify its items."""
     if benchmark.data is not None:
         return _add_requests(_load_published(benchmark), benchmark)
     files, _ = harness_of(benchmark).hashed_files(benchmark)
@@ -130,6 +132,7 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     lm-eval's format, and its items are in the JSON lines file of the same name. Or
     parameters.definition defines the task, and its items are in the file benchmark.task. Each split
     of the task has all items."""
+    # files: the file that defines the task, or none with parameters.definition
     *files, items = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defaults = {"task": benchmark.name, "test_split": "test"}
@@ -146,8 +149,9 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """{"tasks": name -> task, "groups": name -> group}, the requested group first. `load_dataset`
-    provides the data."""
+    """{"tasks": name -> task, "groups": name -> group}, the requested group first. lm-eval gets the
+    data from `load_dataset`, in place of the function of this name in `datasets`. UserError for a
+    first item that cannot be read."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -168,6 +172,7 @@ class _Splits(dict[str, Any]):
         self.files = files
 
     def __missing__(self, split: str) -> Any:
+        """The rows of the files of a split, which are read when the split is first used."""
         self[split] = datasets.Dataset.from_list(
             [row for file in self.files[split] for row in mirror.read_rows(file)]
         )
@@ -212,8 +217,8 @@ def _source_of_examples(task: Any) -> Any:
 
 
 def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError unless a task has enough examples to show with each item. The item itself
-    does not count as an example."""
+    """Raise UserError unless a task has enough examples to show with each item, or if lm-eval could
+    show an item as its own example. The item itself does not count as an example."""
     split = _evaluated_split(task)
     source = _source_of_examples(task)
     shots = task.config.num_fewshot
