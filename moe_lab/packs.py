@@ -27,13 +27,13 @@ from moe_lab.json_files import Damaged
 TABLES = """
 pragma page_size = 65536;
 create table file (start text, name text, content blob, primary key (start, name));
-create table summary (name text primary key, content blob);
+create table about (what text primary key, content blob);
 """
 """Tables of a pack. The "start" of a step is its id's first digits, which are in the name of its
 folder.
 
 file: the compressed files of steps, including step.json.
-summary: compressed JSON documents about all steps of the pack:
+about: compressed JSON documents about all steps of the pack, by their names in the column "what":
 names     start of a step -> KIND/LABEL; the name of the step's folder is LABEL-START
 inputs    start of a step -> starts of the step's inputs, separated by spaces
 replaces  names of the packs that this pack replaces
@@ -258,7 +258,7 @@ class Packs:
             summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
             for name, content in summaries.items():
                 compressed = zlib.compress(json.dumps(content).encode())
-                database.execute("insert into summary values (?, ?)", (name, compressed))
+                database.execute("insert into about values (?, ?)", (name, compressed))
             database.commit()
         return path
 
@@ -298,10 +298,10 @@ def _compress(step: PackedStep) -> PackedStep:
 
 
 def _summary(database: sqlite3.Connection, name: str) -> Any:
-    """The document `name` (names, inputs or replaces, see TABLES) of the table "summary" in a pack.
+    """The document `name` (names, inputs or replaces, see TABLES) of the table "about" in a pack.
     Raises Damaged if it cannot be read."""
     try:
-        ((content,),) = database.execute("select content from summary where name = ?", (name,))
+        ((content,),) = database.execute("select content from about where what = ?", (name,))
         return json.loads(zlib.decompress(content))
     except (sqlite3.Error, ValueError, zlib.error):
         raise Damaged(f"{name} of a pack is damaged") from None
