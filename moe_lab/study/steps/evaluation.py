@@ -330,11 +330,15 @@ class Contamination(Step):
         return f"{self.text.name}-{self.facts.model.name}"
 
     def resources(self) -> Resources:
+        """Resources of a worker process without a model. It shares a Slurm job with other short
+        steps."""
         return Resources(
             memory=PROGRAMS, isolated=True, pace=[self.facts.id], steps_per_job="short"
         )
 
     def work(self, files: Files) -> None:
+        """Write the counts of each benchmark. Raises Unavailable when the data of a benchmark has
+        changed since the step's id was computed."""
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
@@ -345,7 +349,7 @@ class Contamination(Step):
         write_json(files.out / CONTAMINATION, counts)
 
     def _texts(self) -> Iterator[str]:
-        """The texts of the calibration set, decoded from runs of valid tokens in each row."""
+        """The texts of the calibration set: each run of adjacent valid tokens of a row, decoded."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -373,10 +377,10 @@ def phrases(text: str) -> Iterator[str]:
 
 
 def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
-    """Number of items with at least one phrase (comparable), and number of items that share a
-    phrase with a text (found). Phrases in more than ITEMS_PER_PHRASE items are not counted as
-    shared. Each paragraph of a document whose likelihood is measured counts as an item. Similar to
-    the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
+    """Two numbers of items: "comparable" have at least one phrase, and "found" share a phrase with
+    a text. `text_phrases`: all phrases of the text. A phrase that is in more than ITEMS_PER_PHRASE
+    items is not counted as shared. Each paragraph of a document whose likelihood is measured counts
+    as an item. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
     comparable = 0
     shared_phrases = []
     for item in items:
@@ -392,9 +396,9 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
 
 
 def _item_texts(item: Item) -> Iterator[list[str]]:
-    """Lists of texts; each list counts as one item. One list has all texts of the item's requests:
-    prompts followed by the answer, if known, and messages of conversations. For a document, there
-    is one list per paragraph."""
+    """Lists of texts, each of which counts as one item. Each non-empty paragraph of a document is a
+    list of its own. All other requests of the item together give one list: prompts followed by the
+    answer, if it is known, and messages of conversations."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):

@@ -34,14 +34,16 @@ class Models:
     The cache has at most one loaded model, one recovered copy, one skeleton and one engine."""
 
     def __init__(self) -> None:
+        # slots: loaded, recovered and skeleton
         self._keys: dict[str, Any] = {}
+        """Slot -> what the object in the slot was made from."""
         self._objects: dict[str, Any] = {}
-        """Slot (loaded, recovered or skeleton) -> object, made for the key in `_keys`."""
+        """Slot -> object."""
         self._engine: OpenEngine | None = None
 
     def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
-        """The object in a slot. If the object there has another key, it is replaced by the result
-        of `make`."""
+        """The object in `slot` if it was made for an equal `key`. Otherwise, the result of `make`
+        replaces it and is returned."""
         if self._keys.get(slot) != key:
             self._free(slot)  # before `make`, as memory may not be enough for both objects
             self._objects[slot] = make()
@@ -76,7 +78,8 @@ class Models:
         )
 
     def skeleton(self, model: ModelConfig) -> Any:
-        """The model on the meta device, without weights."""
+        """The model on the meta device, without weights, in eval mode and with the top_k of its
+        config."""
         from moe_lab.models import load
         from moe_lab.models.files import local_folder
 
@@ -91,8 +94,8 @@ class Models:
     def engine(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Any
     ) -> VllmModel:
-        """An engine of vLLM with the model in `checkpoint`, masked by `plan` unless this is None.
-        All other models in memory are freed first."""
+        """An engine of vLLM with the model in `checkpoint`, masked by `plan` unless `plan` is None.
+        All models of the cache are freed first."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
         self._keys.clear()
@@ -121,8 +124,9 @@ class Files:
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """The files of a step that writes its result to `scratch`. `models`: the cache of this
-        process; None for an empty cache."""
+        """The files of a step that writes its result to the folder `scratch`, and whose inputs, log
+        and partial results are in `store`. `models`: the cache of this process; None for an empty
+        cache."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
         partial = store.partial(step).absolute()
@@ -140,6 +144,7 @@ class Files:
         try:
             return (self.folders[step.id] / name).read_bytes()
         except FileNotFoundError:
+            # packs name a result by the first digits of its id
             return packs_in(self.store).read(step.id[:DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
@@ -177,7 +182,7 @@ class Files:
         return scores
 
     def plan(self, step: Step | None) -> Any:
-        """The plan that a step has made. None if there is no step, for the unpruned model."""
+        """The plan that `step` has made. None if `step` is None, as for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
         if step is None:
@@ -185,10 +190,12 @@ class Files:
         return Plan.read(lambda suffix: self.read(step, f"plan{suffix}"), step.folder)
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        """Write rows as a Parquet table to the file `name` of the result."""
+        """Write `rows` as a Parquet table to the file `name` of the result. `columns`: names of the
+        values of a row."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
+        # a table without rows still has all columns
         values = list(zip(*rows, strict=True)) or [()] * len(columns)
         parquet.write_table(
             arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name
@@ -196,8 +203,8 @@ class Files:
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """Batches (ids, valid) of the rows `rows` of a text. Also writes the report on the whole
-    text."""
+    """The batches (ids, valid) of `text`, or only those of the share `rows` of its rows. Also
+    writes the report, which is on the whole text."""
     from moe_lab.calibration.batches import batches
 
     tokenised = batches(text, tokenizer)
@@ -205,7 +212,7 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
     if rows is None:
         return tokenised.rows
     start, end = rows
-    # bounds in batches; the last batch may be shorter
+    # from rows to batches; the end is rounded up, as the last batch may be shorter
     return tokenised.rows[start // text.batch_size : -(-end // text.batch_size)]
 
 
@@ -246,16 +253,19 @@ class Streamed(Resident):
     """The same passes with one decoder layer in memory at a time."""
 
     def gather(self, hook: type) -> Any:
+        """The sums of a forward pass, as in `Resident`."""
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
     def gather_gradients(self, hook: type) -> Any:
+        """The sums of a forward and a backward pass, as in `Resident`."""
         from moe_lab.statistics.streaming import stream_back
 
         return stream_back(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
+        """The routing of the text's tokens under a plan, as in `Resident`."""
         from moe_lab.pruning.cost import layered_routing
 
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
@@ -264,8 +274,9 @@ class Streamed(Resident):
 def engine(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """Passes of a model over the rows `rows` of a text: streamed if `text.engine` is streamed, else
-    with the whole model in memory."""
+    """The object whose methods run `model` over `text`, or over the share `rows` of its rows. It is
+    a `Streamed` if `text.engine` is streamed. Otherwise it is a `Resident`, for which the whole
+    model is loaded. Also writes the report on the text."""
     if text.engine != "streamed":
         network, tokenizer = files.models.load(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)
