@@ -52,6 +52,8 @@ class Facts(Step):
         return Resources(pace=[self.id], steps_per_job="short")
 
     def work(self, files: Files) -> None:
+        """Write the facts of the model, and the hash of its files and the commit that identify it.
+        The commit is None for a folder outside the hub's cache."""
         from moe_lab.models.facts import facts
         from moe_lab.models.files import fingerprint, local_folder
 
@@ -87,7 +89,8 @@ class Loaded(StepFields):
 
     @property
     def pace(self) -> list[Any]:
-        """The part of `Resources.pace` that determines the seconds per token: model and device."""
+        """The part of `Resources.pace` that depends on the loaded model: the id of its facts, and
+        its device."""
         return [self.facts.id, self.model.device]
 
 
@@ -97,8 +100,9 @@ class StepModel(IdentifiedModel):
 
     @cached_property
     def loaded_field(self) -> Loaded:
-        """The field `loaded` of all steps that load the model. dtype=auto stands for float32 on the
-        CPU, and for the precision of the files on a GPU."""
+        """The field `loaded` of all steps that load the model. It has the device type, cpu or cuda.
+        A dtype auto becomes float32 on the CPU, and on a GPU the precision of the files
+        (stored)."""
         device = "cpu"
         auto_dtype = "float32"
         if self.device != "cpu":
@@ -115,8 +119,8 @@ def loaded_as(model: ModelConfig) -> Loaded:
 
 
 def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
-    """Write the sums of all layers, and the small tables `figures`, which are computed from
-    them."""
+    """Write the sums of all layers, and the small tables that are computed from them. `figures`:
+    (file, columns, function that computes the rows) of each table."""
     sums.save(files.out / STATISTICS)
     for name, columns, compute_rows in figures:
         files.table(name, columns, compute_rows(sums.layers))
@@ -181,13 +185,15 @@ class Pass(Step):
     """(first row, end) of a share of the text; None for all rows."""
 
     def label(self) -> str:
+        """The names of the model and of the text, and the rows of a share."""
         rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
         return f"{self.loaded.model.name}-{self.text.name}{rows}"
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The pass over the calibration set of a cell. If sums of rows can be added, the step
-        merges passes over shares of the rows, except where a model needs several GPUs."""
+        """The pass of a kind over the calibration set of a cell. Usually the text is divided into
+        shares, and the pass merges the passes over them. It is not divided if sums of rows cannot
+        be added, or if the model needs several GPUs."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
         # a text is streamed if one GPU does not hold the model; a step with `whole_model` loads
@@ -200,6 +206,7 @@ class Pass(Step):
         return cls(kind, model, text, merges=shares)
 
     def resources(self) -> Resources:
+        """Resources of the pass, or of adding up the sums of shares."""
         model = self.loaded.model
         pace = self.loaded.pace
         if self.merges:
@@ -216,6 +223,8 @@ class Pass(Step):
         )
 
     def work(self, files: Files) -> None:
+        """Write the sums and their tables. The sums are merged from shares if the step has any, and
+        are otherwise computed."""
         from moe_lab.statistics import Statistics, header
 
         if self.merges:
@@ -256,11 +265,13 @@ class LossRise(Pass):
     whole_model = True
 
     def gather(self, files: Files) -> Any:
+        """Compute the rises of the loss on the rows of this step."""
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
+        """Layer -> name -> tensor: the means over the tokens of all shares."""
         from moe_lab.statistics import Statistics, merge_means
 
         return merge_means([Statistics.load(file) for file in shares])
@@ -293,6 +304,8 @@ class WeightSums(Step):
         return read_files(self.facts.model, [self.facts.id])
 
     def work(self, files: Files) -> None:
+        """Write the sums over the weights, which are read from the model's files, and their
+        tables."""
         from moe_lab.models.files import local_folder
 
         model = self.facts.model

@@ -41,29 +41,31 @@ TIES = "ties.json"
 
 
 def _layer_facts(cell: Cell) -> dict[str, int] | None:
-    """Facts of one layer of the model from config.json; None if config.json does not have them. One
-    group of experts is assumed; the step that makes the plan reads the true groups."""
+    """Facts of one layer of the model, from config.json or `model.expected`; None if neither has
+    them. One group of experts is assumed; the step that makes the plan reads the true number of
+    groups."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
-def _settings(cell: Cell) -> dict[str, Any]:
+def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
     """Settings of the cell's allocation, and the ratio."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the model cannot be pruned by the cell's ratio."""
-    if layer := _layer_facts(cell):
+    """Raise UserError when the model cannot be pruned by the cell's ratio. Nothing is checked if
+    the facts of the layers are unknown before the model is read."""
+    if layer := _layer_facts(cell):  # one layer stands for all
         allocation.check_fits(
-            _settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
+            _settings_with_ratio(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
         )
 
 
 def removed_share(cell: Cell) -> float:
     """The share of experts that the cell's plan removes: the ratio, rounded to whole experts. The
-    ratio is not rounded if the share is unknown before the plan is made, and for channels, which
-    are so many that rounding hardly matters."""
+    ratio is returned unrounded if the share is unknown before the plan is made. So it is for
+    channels, which are so many that rounding hardly matters."""
     layer = _layer_facts(cell)
     is_listed = cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
@@ -73,11 +75,13 @@ def removed_share(cell: Cell) -> float:
 
 
 def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed with an allocation for which a step needs the
-    whole model in memory, such as a search, which runs the model for every candidate."""
+    """Raise UserError for calibration.engine=streamed if the allocation makes its plan by a step
+    that needs the whole model in memory, or reads the result of such a step. An example is a
+    search, which runs the model for every candidate."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
+    # "by" is a criterion, not a kind of steps
     steps = [allocation.get(name).step, *(need for need in evidence_roles(cell) if need != "by")]
     if any(KINDS[step].whole_model for step in steps):
         raise UserError(
@@ -106,9 +110,10 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is a plan of another model, or a plan whose merged
-    experts are not aligned. The model is only compared if it is a folder on this machine; the step
-    compares again."""
+    """Raise UserError when the plan in the file allocation.path is of another model, or has merged
+    experts that are not aligned. Nothing is checked if the file has no plan. Models are only
+    compared if the cell's model is a folder on this machine; the step that makes the plan compares
+    them again."""
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
@@ -120,8 +125,8 @@ def check_plan_file(cell: Cell) -> None:
 
 
 def plan_in(settings: AllocationConfig) -> Any:
-    """The plan in the file allocation.path; None without a file, and for a file that is a list of
-    numbers."""
+    """The plan in the file allocation.path; None if the setting is null, and if the file is a list
+    of numbers."""
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
@@ -131,8 +136,8 @@ def plan_in(settings: AllocationConfig) -> Any:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router, and retained experts keep all
-    channels."""
+    """Whether the cell's plan only removes experts from the router, without merging any, so that
+    retained experts keep all their channels."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
@@ -141,22 +146,23 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for unknown or invalid parameters of a search, and when no schedule removes
-    the share that `ratio` states."""
+    """Raise UserError for unknown or invalid parameters of a search, and when no schedule of the
+    search removes the share `cell.ratio`."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _layer_facts(cell):
         # two layers stand for all layers, as a search moves experts between layers
-        space_to_search(_settings(cell), {"layers": {0: layer, 1: layer}}, parameters)
+        space_to_search(_settings_with_ratio(cell), {"layers": {0: layer, 1: layer}}, parameters)
 
 
 def check_choices(cell: Cell) -> None:
-    """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
-    choices of experts than parameters.limit."""
+    """Raise UserError when the model cannot be pruned by the cell's ratio, or when the number of
+    choices of experts is above parameters.limit."""
     check_ratio(cell)
     if layer := _layer_facts(cell):
+        # empty if the parameter is not set, so that the function's default holds
         limit = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
@@ -166,8 +172,8 @@ def check_choices(cell: Cell) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion reads forward statistics, and apart from them only sums
-    over weights. No other sums are computed anew after lower layers were pruned."""
+    """Raise UserError unless the criterion needs forward statistics, and otherwise only sums over
+    weights. Other sums over the text are not computed again after lower layers were pruned."""
 
     def can_use(needs: Sequence[str]) -> bool:
         """Whether a criterion that needs these input steps can be used."""
@@ -202,8 +208,8 @@ class PlanRequest(StepFields):
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
-        """Settings of the allocation from the identity of the step, and the ratio. `path` is a
-        digest of the file when the id was computed."""
+        """Settings of the allocation from the identity of the step, and the ratio. Instead of the
+        file's path, `path` has the digest that the file had when the id was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
