@@ -77,7 +77,7 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
-    """Number of GPUs, each of resources.gpu_memory, that hold the weights of a model of `size`."""
+    """Number of GPUs of resources.gpu_memory GiB that hold the weights of a model of `size`."""
     return loaded_weights(size).gpus(config.resources.gpu_memory)
 
 
@@ -254,7 +254,7 @@ def _work(step: Step) -> float:
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
     """Table for a dry run: numbers of distinct, cached and missing steps of each kind. For the
     missing steps of a kind, the table has the largest estimated memory of a step and the estimated
-    time of all steps. `done`: ids of finished steps. `gpu_memory`: memory of one GPU in bytes.
+    time of all steps. `done`: ids of finished steps. `gpu_memory`: GiB of memory of one GPU.
     `seconds`: estimates the seconds of a step."""
     columns = (
         Column("step", no_wrap=True),
@@ -303,8 +303,8 @@ class Hours(NamedTuple):
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
     """Estimated hours of all `steps` together, and number of steps without an estimate. Steps of
-    unknown memory add no GPU-hours. `gpu_memory`: memory of one GPU, which decides how many GPUs a
-    step needs."""
+    unknown memory add no GPU-hours. `gpu_memory`: GiB of memory of one GPU, which decide how many
+    GPUs a step needs."""
     work = gpu_work = 0.0
     unknown = 0
     for step in steps:

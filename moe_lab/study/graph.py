@@ -228,10 +228,10 @@ def _cell_steps(
     scores = statistics = export = timing = None
     cost = resolver.cached(_unpruned_cost, model, flops_text)
     if is_pruned:
-        # figures need scores even where the plan reads none
+        # figures need scores even if the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
-            # the pass that the scores read, if they read statistics
+            # the pass that the scores read, or else one for figures only
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
@@ -265,7 +265,7 @@ def normalized(cell: Cell) -> Cell:
 
 
 def unpruned(cell: Cell) -> Cell:
-    """The cell of the unpruned model that `cell` is compared with."""
+    """The cell of the unpruned model with which the pruned model of `cell` is compared."""
     return Cell(
         model=cell.model,
         criterion=NO_CRITERION,
@@ -305,7 +305,8 @@ def _figure_steps(
 ) -> dict[str, dict[FigureKey, Step]]:
     """Figure -> key -> step, for steps that only figures and remarks need. There is a step for each
     combination of calibration set, model and gate in cells that read their calibration set. It has
-    the seed of the first such cell."""
+    the seed of the first such cell. The figure "contaminations" has steps only for requests with
+    benchmarks that list their items, the others only with overlap=true."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
     first_seeds: dict[FigureKey, int] = {}  # by key with seed 0
     cell_of: dict[FigureKey, Cell] = {}

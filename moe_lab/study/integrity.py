@@ -30,18 +30,18 @@ NANO = 10**9
 
 
 def seal(folder: Path, document: Mapping[str, Any]) -> None:
-    """Give all files and folders the permissions of `folder`, set the modification time of files,
-    and write STEP.
+    """Give all files and folders in `folder` its permissions (files without those to execute), set
+    the modification time of files, and write STEP.
 
-    `document`: the identity of the step. For a step that is copied from another store, `document`
-    is the content of STEP in that store, and the caller has compared the files with it. Large files
-    may then be links to the other store.
+    `document`: the identity of the step, to which provenance, time and files are added. For a step
+    that is copied from another store, `document` is the content of STEP in that store, and the
+    caller has compared the files with it. Large files may then be links to the other store.
     """
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
-    # "time" is an even number of seconds in the past, see STEP
+    # "time" is an even number of seconds in the past, see STEP; `document` may have all of these
     content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.is_file()]
@@ -107,8 +107,8 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
 def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     """Whether a file has the `expected` size and hash. `moment`: modification time of the file in
-    STEP, in seconds. A file with this time is only hashed with `hash_all`. If the file is hashed,
-    its time may be changed, see `damage`."""
+    STEP, in seconds. A file with this time and size is hashed only if `hash_all`, and otherwise
+    counts as unchanged. If the file is hashed, its time may be changed, see `damage`."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False

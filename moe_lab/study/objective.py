@@ -17,8 +17,9 @@ SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale":
 
 
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
-    """The number that `objective` names, for the job of a multirun. `requests`: the requests of the
-    job. Without an objective, or in a dry run, the exit code of the job.
+    """The number that the setting `objective` names, for a job of a multirun. Without an objective,
+    or in a dry run: the exit code of the job. `result`: exit code and study of the job. `requests`:
+    the requests of the job.
 
     Avg: for each benchmark, the mean over its results in which higher is better; then the mean over
     benchmarks. Benchmarks without such results are left out. Any other objective is the name of a
@@ -47,7 +48,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), SHAPE, name)["results"]
         scores |= {entry["benchmark"]: entry["score"] for entry in results}
-        # "score" is the scale of results in which higher is better
+        # in results of the scale "score", higher is better
         increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]
         if increasing_scores:
             averages.append(fmean(increasing_scores))

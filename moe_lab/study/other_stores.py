@@ -27,7 +27,8 @@ THREADS = 8
 
 
 def open_other(path: str) -> Store:
-    """The store in the folder `path`, from `also`. Raises UserError when it holds no store."""
+    """The store in the folder `path`, which the setting `also` names. Raises UserError when the
+    folder holds no store, or cannot be read."""
     try:
         other = Store(path)
         problem = "" if other.exists() else "no store is there"
@@ -50,7 +51,7 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
     other = open_other(path)
     done = store.done_of(steps)
     ids_elsewhere = finished_in(other, steps) - done
-    # the shares of a finished pass are not needed, and so are not entry
+    # shares that a finished pass has merged are not needed, and so are not copied
     missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
     if missing:
         inform(f"taking {len(missing)} finished steps from also={other.root}")
@@ -58,11 +59,11 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy the `steps` that are finished in `other` into `store`. Steps are found by id, as their
-    labels in `other` may differ.
+    """Copy those of `steps` that are finished in `other` into `store`. Steps are found by id, as
+    their labels in `other` may differ.
 
-    Steps that another process is computing are left out. Damaged steps are left out, too, with a
-    notice.
+    Steps that another process is computing are left out. Damaged steps are left out, too, and a
+    notice names them.
     """
     with other.errors_as_sentences():
         name_of = other.present()
@@ -72,6 +73,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
                 f"also={other.root}: {pack} is damaged: its steps are computed again"
             )
         copy_packed(store, other, names)
+        # steps in folders, and packed steps that could not be copied as packs
         names_left = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:

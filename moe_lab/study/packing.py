@@ -49,18 +49,20 @@ class Packing:
         self.large_steps: set[str] = set()
         """Starts of the ids of steps that are too large for a pack, or that have subfolders."""
         self.next_time = time.monotonic() + EVERY
+        """Monotonic time before which `pack_regularly` does nothing."""
 
     def pack_regularly(self) -> None:
-        """Call `pack` if EVERY seconds have passed since this method last called it."""
+        """Call `pack` if EVERY seconds have passed since this method last called it, or since the
+        object was made."""
         if time.monotonic() > self.next_time:
             self.next_time = time.monotonic() + EVERY
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Pack small steps if there are at least MANY of them, unless another process packs. At the
-        end of a run (`last`), and if the store has packs, pack any number of small steps. After an
-        error, such as of a full disk, the steps stay in folders and a notice is added; nothing is
-        raised, so that the run continues."""
+        """Move small steps from folders into a pack, unless another process packs. At least MANY
+        steps are packed at once; if this is the end of a run (`last`) and the store has packs
+        already, any number. After an error, such as of a full disk, the steps stay in folders and a
+        notice is added; nothing is raised, so that the run continues."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -69,8 +71,8 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do the work of `pack`. Raises errors of the disk. Also removes damaged steps from packs,
-        and merges packs when more than MOST_PACKS have fewer than FULL bytes."""
+        """Do the work of `pack`. Raises errors of the disk. Also removes damaged steps from packs.
+        If more than MOST_PACKS packs have fewer than FULL bytes, these packs are merged."""
         store = self.store
         if store.packs.damaged_steps:
             drop(store, store.packs.damaged_steps)
@@ -102,7 +104,8 @@ class Packing:
                 _rewrite(store, small_packs, (), claim)  # no step is left out
 
     def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The steps in `folders`, without large and damaged steps. `folders`: pairs (start of the
+        """The steps in `folders` with the contents of their files. Damaged steps are left out.
+        Large steps are left out, too, and added to `large_steps`. `folders`: pairs (start of the
         step's id, folder)."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
@@ -124,9 +127,9 @@ class Packing:
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
     """Copy steps from packs of `other` into packs of `store`, if at least MANY of the steps are in
-    packs of `other`. `names`: KIND/NAME of the steps. Damaged steps are left out. An error, such as
-    of a full disk, ends the copying and is not reported: the caller copies the remaining steps one
-    by one, and reports errors then."""
+    packs of `other`. `names`: KIND/NAME of the steps. Damaged steps are left out. If another
+    process packs, nothing is copied. An error, such as of a full disk, ends the copying and is not
+    reported. The caller copies the remaining steps one by one, and reports errors then."""
     packed_names = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed_names) < MANY:
         return
@@ -161,8 +164,8 @@ def drop(store: Store, starts: Collection[str]) -> None:
 
 
 def _rewrite(store: Store, names: Collection[str], starts: Collection[str], claim: Claim) -> None:
-    """Replace packs by one new pack that has their steps. `names`: those of the packs. `starts`:
-    first digits of the ids of steps that are left out. If a pack cannot be read, nothing is
+    """Replace packs by one new pack that has their steps. `names`: names of the packs to replace.
+    `starts`: first digits of the ids of the steps to leave out. If a pack is damaged, nothing is
     replaced, and this pack is set aside with all its steps."""
     try:
         _publish(store, store.packs.rewrite(names, starts), claim)
@@ -172,7 +175,8 @@ def _rewrite(store: Store, names: Collection[str], starts: Collection[str], clai
 
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
-    """Publish a new pack. Raises Busy if another process took over the claim."""
+    """Publish the new pack in the file `path`, with the permissions of the store's group. `claim`:
+    that of packs. Raises Busy, and publishes nothing, if another process took over the claim."""
     claim.check()
     store.share(path)
     store.packs.publish(path)

@@ -52,6 +52,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             config.backend, benchmarks, [cell.model for cell in _deduplicate(cells, "model")]
         )
         for groups, check in CELL_CHECKS:
+            # a check reads only these groups of settings, so equal groups are checked once
             for cell in _deduplicate(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _text_problems(cells)
@@ -96,13 +97,13 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """Sentences about texts of one word that a model does not read. There is a sentence for each
-    pair of a calibration set and a list of fields. The sentence names the models that read the
-    texts of one word in all fields of the set except the listed fields."""
+    """Sentences about fields of a calibration set whose texts are of one word, and which a model
+    therefore does not read. Models that leave out the same fields of the same set share a
+    sentence."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]
-    # (calibration set, *fields) -> models, as keys
+    # (calibration set, *fields that are not read) -> names of models, as keys
     models = defaultdict[Any, dict[str, None]](dict)
     for cell in _deduplicate(text_cells, "model", "calibration"):
         if keys := calibrations.unread_keys(cell.calibration, cell.model):
@@ -125,8 +126,9 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each request: the smallest difference between the averages of two methods that
     the study would find with a power of 80 %. The test is a two-sided t-test. Its level is 5 %,
     divided by the number of pairs of methods that have several seeds. The variance of a difference
-    is the sum of two variances: over seeds and over items. A request gets no sentence if no
-    benchmark has a known size, or if there are fewer than two methods."""
+    is the sum of two variances: over seeds and over items. Random criteria are no methods here. A
+    request gets no sentence if no benchmark has a known size, or if there are fewer than two
+    methods."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
@@ -135,7 +137,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
             for benchmark in benchmarks
             if benchmark.expected
         ]
-        seed_count_of: Counter[Cell] = Counter()
+        seed_count_of: Counter[Cell] = Counter()  # a method is a pruned cell without its seed
         for cell in cells:
             if cell.ratio and cell.criterion.name not in RANDOM:
                 seed_count_of[replace(cell, seed=0)] += 1
@@ -169,13 +171,13 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
     for step in steps:
         needed = step.resources()
         checks = list(needed.conditions)
-        if launcher.python is None:
+        if launcher.python is None:  # otherwise the steps run in another Python than this one
             checks += needed.programs
         # jobs of a cluster run on nodes with other devices than this machine
         if launcher.name != "slurm" and needed.model and needed.runs_model:
             checks.append((check_device, needed.model.device))
         for check, *arguments in checks:
-            # steps share settings: a check of the same objects is made once
+            # steps share settings, and a check of the same objects is made once
             distinct_checks[check, *map(id, arguments)] = (check, *arguments)
     problems: list[str] = []
     for check, *arguments in distinct_checks.values():
@@ -252,8 +254,8 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 
 def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each problem with a text that a model reads, and for each problem with a pair
-    of a text and a model that reads it."""
+    """A sentence for each problem with a text that a model reads, or with the pair of a text and a
+    model. Also a sentence for each cell that reads its calibration set although none is set."""
     readings = {}  # by identity: role of a text, the text and the model
     for cell in _deduplicate(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
@@ -262,9 +264,9 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             if not reads_text(cell):
                 del texts["calibration"]
             elif cell.calibration.is_default and not is_shipped(cell.model):
-                user = f"criterion={cell.criterion.name} with allocation={cell.allocation.name}"
+                reader = f"criterion={cell.criterion.name} with allocation={cell.allocation.name}"
                 yield (
-                    f"calibration is not set, and {user} reads a text: add calibration=text "
+                    f"calibration is not set, and {reader} reads a text: add calibration=text "
                     "calibration.path=FILE"
                 )
         for role, text in texts.items():
@@ -299,12 +301,13 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
             if harness.gives_tools
             else f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
         )
-        user = f"benchmark {benchmark.name}"
-        config_json.check_chat_template(cell.model, user, harness.gives_tools, alternative)
+        reader = f"benchmark {benchmark.name}"
+        config_json.check_chat_template(cell.model, reader, harness.gives_tools, alternative)
 
 
 def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
-    """A sentence for each problem with exporting the pruned model of a cell."""
+    """A sentence for each problem with the export of the pruned model of a cell. No sentence if
+    the settings of the export have their defaults and no verification is requested."""
     if config.export == ExportConfig() and not config.verify:
         return
     from moe_lab.pruning.export import settings
@@ -321,8 +324,8 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
     """A sentence for each problem with a plan that replaces dropped experts by constants or by
-    merged experts. If the router still routes tokens to dropped experts, only the code of
-    transformers can compute the model."""
+    merged experts; no sentence for other plans. If the router still routes tokens to dropped
+    experts, only the code of transformers can compute the model."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
@@ -356,7 +359,7 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
-    """A sentence for each problem with the plan of a cell. The checks are those of the class of the
+    """A sentence for each problem with the plan of a cell, found by the checks of the class of the
     step that makes the plan."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in step_class.checks:

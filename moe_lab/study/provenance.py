@@ -129,10 +129,10 @@ TRANSIENT = {
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: a message for the user, and the trace for the log. `user`: whether the
-    message suffices without the trace. `transient`: whether the machine caused the error.
-    `environment`: whether the error is about installed software. After an error that is `transient`
-    or `environment`, the next run tries the step again."""
+    """An exception as JSON. message: for the user. trace: for the log; "" for a UserError. user:
+    whether the message suffices without the trace. transient: whether the machine, or a missing
+    connection, caused the error. environment: whether the error is about installed software. After
+    an error that is transient or environment, the next run tries the step again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
@@ -171,6 +171,6 @@ def _is_of_environment(error: BaseException | None) -> bool:
         is_missing_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or is_missing_name or MISSING_SYMBOL.search(str(error)):
             return True
-        # the next exception in a trace of Python
+        # the next exception that a trace of Python would show
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

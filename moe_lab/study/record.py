@@ -72,9 +72,9 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report after the steps of `schedule` have ended. Returns the exit
-    code: 0 if all is done, 2 if steps failed and all failures are mistakes of the user, otherwise
-    1."""
+    """Write the record and the report after the steps of `schedule` have ended. A full disk gets no
+    report. Returns the exit code: 0 if all is done, 2 if steps failed and no failure needs a trace
+    to be understood, otherwise 1."""
     # the last job on a cluster is another process, which has not loaded the plugins
     plugins.load(study.config.plugins)
     store = study.store
@@ -108,7 +108,8 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 
 def _write_end(store: Store, study: str) -> None:
-    """Write ended.json of the last recorded run of a study, if the run has jobs."""
+    """Write ended.json of the last recorded run of a study, if the run has jobs: it tells `status`
+    that record and report are complete."""
     recorded_runs = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded_runs and recorded_runs[-1].jobs:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
