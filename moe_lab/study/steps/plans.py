@@ -213,8 +213,8 @@ class PlanRequest(StepFields):
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
-        """The facts of a model, with the experts of each layer that the plan must retain because of
-        allocation.protect."""
+        """The facts of a model. With allocation.protect, the facts of each layer also have the
+        experts that the plan must retain."""
         facts = files.facts(model)
         if self.allocation_settings["protect"] is None:
             return facts
@@ -227,8 +227,9 @@ class PlanRequest(StepFields):
         return protection.with_protected(self.allocation_settings, facts, statistics)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Provenance of the plan: settings, and the hash of the model's files. `model`: the facts
-        of the model."""
+        """Provenance of the plan: settings, the hash of the model's files and, with
+        allocation.protect, how experts were protected. `model`: the facts of the model, from
+        `facts_of`."""
         origin = {"allocation": self.allocation_settings, "model_sha256": model["sha256"]}
         if self.allocation_settings["protect"] is not None:
             from moe_lab.allocation import protection
@@ -238,7 +239,7 @@ class PlanRequest(StepFields):
 
 
 def plan_request(cell: Cell) -> PlanRequest:
-    """The settings and inputs of a cell's plan."""
+    """The settings and inputs of a cell's plan, and the label of the step that makes the plan."""
     settings = cell.allocation
     parts = [cell.model.name, cell.calibration.name, cell.criterion.name]
     if settings.name != "uniform":
@@ -248,7 +249,7 @@ def plan_request(cell: Cell) -> PlanRequest:
     if settings.protect is not None:
         parts.append("protected")
     name = "-".join([*parts, f"{cell.ratio:g}"])
-    inputs = {need: evidence(need, cell) for need in evidence_roles(cell)}
+    inputs = {role: evidence(role, cell) for role in evidence_roles(cell)}
     return PlanRequest(IdentifiedAllocation.of(settings), cell.ratio, inputs, name)
 
 
@@ -300,6 +301,8 @@ class FromScores(CellPlan):
         )
 
     def work(self, files: Files) -> None:
+        """Write the plan from scores, or the plan in the file allocation.path. A plan of channels
+        also gets a table of budgets."""
         from safetensors.numpy import load
 
         from moe_lab.pruning.selection import plan_from_scores, ties
@@ -319,7 +322,7 @@ class FromScores(CellPlan):
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, model["layers"], evidence, provenance=origin)
         tie_counts = ties(plan, scores, model["layers"])
-        # if allocation.path is a plan, it has passed the checks of an allocation, and is the result
+        # the plan in allocation.path is the result; above, it was checked like other allocations
         if plan_of_file := plan_in(self.request.allocation):
             plan = plan_of_file
             tie_counts = {}
@@ -347,9 +350,9 @@ class Search(CellPlan):
     seed: int
 
     def resources(self) -> Resources:
-        """One pass over the text for each of P + (T - 1)(P - m) candidates, where P is the
-        population, T the number of generations, and m the number of elites, which are evaluated
-        once."""
+        """One pass over the text for each of P + (T - 1)(P - m) candidates. P is the population, T
+        the number of generations, and m the number of elites of each generation, which are not
+        evaluated again in the next."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.request.allocation.parameters)
@@ -366,6 +369,7 @@ class Search(CellPlan):
         return cls(plan_request(cell), loaded_as(cell.model), text, Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
+        """Search for the plan, and write it and the records of the search."""
         from moe_lab.search.run import search as run
 
         network, tokenizer = files.models.load(self.loaded.model)
@@ -398,11 +402,13 @@ class Reconstruction(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The plan of a cell, on its calibration set."""
+        """The step that makes a cell's plan on its calibration set."""
         text = IdentifiedText.of(cell.calibration)
         return cls(plan_request(cell), loaded_as(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
+        """Write the plan whose experts reconstruct the layers' outputs best, and a table of
+        errors."""
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
@@ -446,7 +452,8 @@ class Sequential(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The plan of a cell, on its calibration set."""
+        """The step that makes a cell's plan on its calibration set. Of what the criterion needs,
+        sums over weights are inputs, and forward statistics are gathered in the step itself."""
         needs = [
             need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text
         ]
@@ -464,6 +471,7 @@ class Sequential(CellPlan):
         )
 
     def work(self, files: Files) -> None:
+        """Prune the model layer by layer, and write the plan."""
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.selection import plan_from_scores, ties
         from moe_lab.search.sequential import prune_sequentially
@@ -472,9 +480,11 @@ class Sequential(CellPlan):
         streamed, tokenizer = open_streamed(self.loaded.model)
         model = self.request.facts_of(self.loaded.facts, files)
         weight_steps = {**self.sums, **self.request.evidence}
-        weight_steps.pop("statistics", None)  # of the unpruned model
+        # these are of the unpruned model; `choose` gets statistics of the pruned one
+        weight_steps.pop("statistics", None)
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
+        # each layer alone is pruned like by another allocation
         settings = {
             **self.request.allocation_settings,
             "name": "uniform" if granularity == "expert" else "layerwise",

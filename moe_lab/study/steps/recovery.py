@@ -29,8 +29,8 @@ NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
-    """The step that makes the cell's plan, of a kind that depends on the allocation. If merged
-    experts must be aligned, the step that aligns the plan."""
+    """The step that makes the cell's plan. Its kind depends on the allocation. If the allocation
+    merges experts that must be aligned, the step that aligns this plan is returned instead."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -70,6 +70,7 @@ class Alignment(AlignedPlan):
         return text_pass(self.loaded.model, self.text, self.loaded.pace)
 
     def work(self, files: Files) -> None:
+        """Match the channels of merged experts by weights, and write the aligned plan."""
         from moe_lab.models.discover import moe_layers
         from moe_lab.models.streamed import open_streamed
         from moe_lab.pruning.alignment import align_by_weights
@@ -93,15 +94,19 @@ class ActivationAlignment(AlignedPlan):
     reads_text = True
 
     def resources(self) -> Resources:
-        """The needs of a pass, and memory for products of channels in each layer and for the
+        """Resources of a pass, with memory for products of channels in each layer and for the
         weights of one layer in fp32."""
-        model = self.loaded.model
-        pace = self.loaded.pace
         return text_pass(
-            model, self.text, pace, per_layer=channel_products, extra_bytes=expert_weights
+            self.loaded.model,
+            self.text,
+            self.loaded.pace,
+            per_layer=channel_products,
+            extra_bytes=expert_weights,
         )
 
     def work(self, files: Files) -> None:
+        """Match the channels of merged experts by weights and by activations on the text, and write
+        the aligned plan."""
         from moe_lab.pruning.alignment import align_by_activations, alignment_hook
 
         plan = files.plan(self.plan)
@@ -124,7 +129,7 @@ class Storage:
 
 
 def storage_of(recovery: RecoveryConfig) -> Storage | None:
-    """The storage of a recovery; None if it does not change how weights are stored."""
+    """How a recovery stores weights in 4 bits; None if it keeps them in 16 bits."""
     if recovery.bits != 4:
         return None
     return Storage(4, tuple(sorted(set(recovery.modules))))
@@ -146,14 +151,16 @@ class Finetune(Step):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def resources(self) -> Resources:
-        """The needs of fine-tuning. Adapters change a copy of the model; otherwise the loaded model
-        is masked, and only merged experts are copied."""
+        """Resources of fine-tuning. Adapters change a second copy of the model, and merged experts
+        are copies, too. Otherwise only the loaded model, which is masked, is in memory."""
         copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
-        model = self.loaded.model
-        pace = self.loaded.pace
-        return resources.finetuning(model, self.text, self.recovery, pace, copies=copies)
+        return resources.finetuning(
+            self.loaded.model, self.text, self.recovery, self.loaded.pace, copies=copies
+        )
 
     def work(self, files: Files) -> None:
+        """Fit the merged experts if `recovery.fit` is set, else fine-tune the pruned model, and
+        write the weights that have changed."""
         from moe_lab.recovery.finetune import finetune
         from moe_lab.recovery.merge_fit import fit
 
@@ -169,11 +176,11 @@ class Pruned(StepFields):
     """The model of a cell with a plan and a recovery. If `plan` is None, the unpruned model."""
 
     loaded: Loaded
-    plan: PlanStep | None
-    finetune: Finetune | None
-    storage: Storage | None
-    recovery: RecoveryConfig
-    drops_whole_experts: bool
+    plan: PlanStep | None = None
+    finetune: Finetune | None = None
+    storage: Storage | None = None
+    recovery: RecoveryConfig = NO_RECOVERY
+    drops_whole_experts: bool = True
     """Whether the plan removes experts from the router, and retained experts keep all channels;
     True without a plan."""
     runtime = frozenset({"recovery", "drops_whole_experts"})
@@ -207,8 +214,9 @@ class Pruned(StepFields):
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """A context with (model, tokenizer). Without a recovery, the model is the loaded model
-        under a mask; with a recovery, it is a copy, which is cached for the next benchmark."""
+        """A context with (model, tokenizer). With a recovery, the model is a changed copy, which is
+        cached for the next benchmark. Otherwise it is the loaded model, under a mask if there is a
+        plan."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = files.models.load(self.model)
@@ -229,7 +237,7 @@ class Pruned(StepFields):
 
 
 def pruned_of(cell: Cell) -> Pruned:
-    """The model of a cell, pruned and recovered."""
+    """The model of a cell, pruned and recovered. It is fine-tuned if the recovery reads a text."""
     plan = plan_of(cell)
     model = loaded_as(cell.model)
     finetune = None
@@ -238,13 +246,18 @@ def pruned_of(cell: Cell) -> Pruned:
             model, IdentifiedText.of(cell.texts[role]), plan, cell.recovery, cell.seed
         )
     return Pruned(
-        model, plan, finetune, storage_of(cell.recovery), cell.recovery, drops_whole_experts(cell)
+        model,
+        plan=plan,
+        finetune=finetune,
+        storage=storage_of(cell.recovery),
+        recovery=cell.recovery,
+        drops_whole_experts=drops_whole_experts(cell),
     )
 
 
 def unpruned_model(model: ModelConfig) -> Pruned:
     """The unpruned model as a `Pruned`."""
-    return Pruned(loaded_as(model), None, None, None, NO_RECOVERY, True)
+    return Pruned(loaded_as(model))
 
 
 class Export(Step):
