@@ -281,6 +281,8 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
+        """Resources of writing the checkpoint. If it is converted to GGUF, a check of the
+        converter, which must be where the step runs, is added."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
@@ -294,10 +296,10 @@ class Export(Step):
         return needed._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in stages: pruned, then recovered, then converted to GGUF, of which
-        the last two may be left out. The last stage is the result. Earlier stages are in the folder
-        of partial results, from which an interrupted step resumes; in a store of a group, this
-        folder is emptied first."""
+        """Write the checkpoint in up to three stages: pruned, then recovered if there is a
+        recovery, then converted if the format is GGUF. The last stage is the result. Earlier stages
+        are in the folder of partial results, from which an interrupted step resumes. In a store of
+        a group, this folder is emptied first, and after an error it is removed."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
 
@@ -340,8 +342,8 @@ class Export(Step):
             raise
 
     def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
-        """Compare the checkpoint in `pruned_folder` with the masked model, and write the
-        difference. On the CPU, both are equal bit for bit."""
+        """Compare the checkpoint in `pruned_folder` with the masked model in `source`, and write
+        the difference. Both run on the CPU, where they are equal bit for bit."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -366,8 +368,8 @@ class Export(Step):
         rewrite(pruned_folder, changes, out)
 
     def _evaluation_dtype(self, folder: Path) -> Any:
-        """The torch dtype in which the recovered model is evaluated; `dtype` "stored" stands for
-        the dtype of the checkpoint in `folder`. The default dtype of this machine is not used,
+        """The torch dtype in which the recovered model is evaluated. The `dtype` "stored" stands
+        for the dtype of the checkpoint in `folder`. The default dtype of this machine is not used,
         since evaluations may run on another machine."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
@@ -378,8 +380,9 @@ class Export(Step):
 def export_of(
     pruned: Pruned, export: ExportConfig, verify: bool, default: Shape = "natural"
 ) -> Export:
-    """The step that writes the pruned and recovered model as a checkpoint. `default`: the shape of
-    the checkpoint if `export.shape` is not set."""
+    """The step that writes the pruned and recovered model as a checkpoint. `verify`: whether the
+    checkpoint is compared with the masked model. `default`: the shape of the checkpoint if
+    `export.shape` is not set."""
     shape = replace(export, shape=export.shape or default)
     return Export(
         pruned.loaded.facts,
@@ -388,6 +391,6 @@ def export_of(
         pruned.storage,
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
         shape,
-        verify or None,
+        verify or None,  # None is left out of the identity
         pruned,
     )

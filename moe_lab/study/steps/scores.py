@@ -25,20 +25,21 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def needed_class(name: str) -> Any:
-    """The class of the steps whose kind a criterion or an allocation names in `needs`. UserError,
-    with the nearest name, for an unknown kind."""
+    """The class of the steps of the kind `name`, which a criterion or an allocation needs.
+    UserError, with the nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
 
 def evidence_roles(cell: Cell) -> tuple[str, ...]:
-    """Roles of the input steps that the cell's allocation needs besides the cell's scores: kinds of
-    steps, and "by" for scores of another criterion."""
+    """Roles of the input steps that the cell's allocation needs besides the cell's scores. A role
+    is the kind of the step, or "by" for the scores of the criterion `allocation.by`."""
     return allocation.needs(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's criterion or allocation needs steps that read the calibration set."""
+    """Whether the cell's criterion or its allocation needs steps that read the calibration set.
+    These may also be needs of the criterion `allocation.by`, or the step that makes the plan."""
     needs = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is a criterion, not a step
@@ -52,8 +53,8 @@ def reads_text(cell: Cell) -> bool:
 
 
 def evidence(need: str, cell: Cell) -> Step:
-    """The input step with the role `need`, which is a kind of step, or "by" for the scores of the
-    criterion `allocation.by`."""
+    """The input step with the role `need`. The role is a kind of step, or "by" for the scores of
+    the criterion `allocation.by`."""
     if need == "by":
         return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
     step: Step = needed_class(need).of(cell, need)
@@ -83,7 +84,8 @@ class Scores(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that scores experts, or channels, by a cell's criterion."""
+        """The step that scores experts, or channels, by a cell's criterion. Its inputs are the sums
+        that the criterion needs."""
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
@@ -97,6 +99,8 @@ class Scores(Step):
         )
 
     def work(self, files: Files) -> None:
+        """Write a table with the scores of experts. For a criterion of channels, write the scores
+        as arrays instead, and a table of their concentration in each expert."""
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
         if criteria.get(self.criterion.name).granularity == "channel":
             from safetensors.numpy import save_file
@@ -136,8 +140,9 @@ def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores. `step`: a step with the fields criterion, gate and seed. `inputs`: layer ->
-    sums over tokens and weights. `layers`: layer -> facts, for the layers to score."""
+    """Layer -> scores: (E,), or (E, I) for channels. `step`: a step with the fields criterion, gate
+    and seed. `inputs`: layer -> sums over tokens and weights. `layers`: layer -> facts, for the
+    layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -177,5 +182,6 @@ class Family(Step):
         return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:
+        """Write a table with the scores of each expert."""
         table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)

@@ -44,26 +44,28 @@ def experts(layers: Layers) -> list[Row]:
         tokens = _array(arrays["tokens"])
         # (E, alpha, beta): the sum over tokens of gate^alpha |output|^beta
         sums = _array(arrays["sums_model"])
-        square = _array(arrays["channel_square"])
+        # of activations of channels, (E, I)
+        squares = _array(arrays["channel_square"])
         columns = (
             tokens,
             sums[:, 1, 0],
             sums[:, 0, 1],
             _array(arrays["ala_first"]),
             _array(arrays["ala_second"]),
-            square.sum(axis=1),
+            squares.sum(axis=1),
             _array(arrays["channel_max"]).max(axis=1),
         )
-        widths = [square.shape[1]] * len(square)
+        widths = [squares.shape[1]] * len(squares)
         rows += _of_experts(
-            layer, *map(np.ndarray.tolist, columns), widths, _root_sums(square, tokens)
+            layer, *map(np.ndarray.tolist, columns), widths, _root_sums(squares, tokens)
         )
     return rows
 
 
 def _root_sums(squares: Array, tokens: Array) -> list[float]:
-    """For each expert, the sum over channels of the root mean square over the expert's tokens; 0
-    without tokens. `squares`: sums of squares over tokens (E, I). `tokens`: counts (E,)."""
+    """For each expert, the sum over its channels of the root mean square over its tokens. The sum
+    is 0 for an expert without tokens. `squares`: sums of squares over tokens (E, I). `tokens`:
+    numbers of tokens (E,)."""
     return [
         float(np.sqrt(square / count).sum()) if count > 0 else 0.0
         for square, count in zip(squares, tokens.tolist(), strict=True)
@@ -76,8 +78,8 @@ def losses(layers: Layers) -> list[Row]:
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES, one per bin of a layer's histogram of router entropies. Layers whose
-    router does not return logits of all experts have no rows."""
+    """Rows of ENTROPIES, one per bin of a layer's histogram of router entropies. There are none for
+    layers whose router does not return the logits of all experts."""
     rows = []
     for layer, arrays in layers.items():
         counts = _array(arrays.get("router_entropy", ()))
@@ -90,6 +92,7 @@ def gradients(layers: Layers) -> list[Row]:
     """Rows of GRADIENTS, one per expert."""
     rows = []
     for layer, arrays in layers.items():
+        # of gradients at activations of channels, (E, I)
         squares = _array(arrays["channel_gradient_square"])
         tokens = _array(arrays["tokens"])
         totals = [float(square.sum()) for square in squares]
@@ -119,8 +122,9 @@ def ablations(layers: Layers) -> list[Row]:
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION from scores of channels (E, I), at most POINTS rows per expert.
-    Negative scores count as 0. Shares of the score are NaN if no channel has a positive score."""
+    """Rows of CONCENTRATION, at most POINTS per expert. `scores`: layer -> (E, I), scores of
+    channels. Negative scores count as 0. If no channel of an expert has a positive score, the
+    shares of the score are NaN."""
     rows = []
     for layer, experts_scores in scores.items():
         for expert, channel_scores in enumerate(experts_scores):
@@ -129,8 +133,9 @@ def concentration(scores: Mapping[int, Array]) -> list[Row]:
 
 
 def _curve(scores: Array) -> Iterator[tuple[float, float]]:
-    """Points (x, y) of an expert's concentration curve: the share x of its channels with the
-    highest scores has the share y of the sum of its scores. `scores`: (I,)."""
+    """Points (x, y) of the concentration curve of an expert. A share x of its channels, those with
+    the highest scores, has the share y of the sum of its scores. y is NaN if no score is positive.
+    `scores`: scores of the expert's channels (I,)."""
     ordered = np.sort(_positive(scores))[::-1]
     total = ordered.sum()
     score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
@@ -139,9 +144,9 @@ def _curve(scores: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS, one per layer, from scores of channels (E, I) and masks of the channels that
-    a plan retains (E, I). Negative scores count as 0. The share of the score is NaN if no channel
-    has a positive score."""
+    """Rows of BUDGETS, one per layer. `scores`: layer -> scores of channels (E, I). `retained`:
+    layer -> mask of the channels that a plan retains (E, I). Negative scores count as 0. If no
+    channel of a layer has a positive score, the share of the score is NaN."""
     rows = []
     for layer, mask in retained.items():
         values = _positive(scores[layer])
