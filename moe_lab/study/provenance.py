@@ -130,9 +130,9 @@ TRANSIENT = {
 
 def error_document(error: BaseException) -> dict[str, Any]:
     """An exception as JSON. message: for the user. trace: for the log; "" for a UserError. user:
-    whether the message suffices without the trace. transient: whether the machine, or a missing
-    connection, caused the error. environment: whether the error is about installed software. After
-    an error that is transient or environment, the next run tries the step again."""
+    whether the message suffices without the trace. transient: whether the error may be gone at
+    another time or on another machine. environment: whether the error is about installed software.
+    After an error that is transient or environment, the next run tries the step again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT

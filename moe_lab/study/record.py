@@ -72,9 +72,9 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report after the steps of `schedule` have ended. A full disk gets no
-    report. Returns the exit code: 0 if all is done, 2 if steps failed and no failure needs a trace
-    to be understood, otherwise 1."""
+    """Write the record and the report after the steps of `schedule` have ended. If a step failed
+    because the disk is full, no report is made. Returns the exit code: 0 if all is done, 2 if steps
+    failed and the message of each error suffices without a trace, otherwise 1."""
     # the last job on a cluster is another process, which has not loaded the plugins
     plugins.load(study.config.plugins)
     store = study.store
@@ -160,8 +160,8 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print the plans in which experts or channels have equal scores at the cut, so that ids decide
-    which are dropped."""
+    """Print the plans of finished steps in which experts or channels have equal scores at the cut,
+    so that ids decide which are dropped. At most LISTED_PLANS of them are named."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
     for step_id, step in plans.items():
@@ -183,8 +183,8 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
 
 
 def _print_exports(study: Study, schedule: Schedule) -> None:
-    """Print the folder of each exported checkpoint. If the checkpoint was verified, also print its
-    difference from the masked model."""
+    """Print the folder of the checkpoint of each finished export. If the checkpoint was verified,
+    also print its difference from the masked model."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
     for step_id, step in exports.items():
         if step_id not in schedule.finished:
@@ -218,7 +218,7 @@ def _update_report(study: Study) -> bool:
             if not _make_report(study, page):
                 return False
             write_text(fingerprint_file, current_fingerprint, store.file_mode)
-    # no summary if nothing was evaluated; another user may not be allowed to read it
+    # without evaluations there is no summary; that of another user may not be readable
     with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
     inform(f"report: {page.absolute()}")
@@ -231,7 +231,7 @@ def _make_report(study: Study, page: Path) -> bool:
     store = study.store
     name = study.config.study
     folder = page.parent
-    words = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
+    argv = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     progress_file = folder / progress.NAME
     with show_regularly(
         # [1] is the text of the progress
@@ -239,7 +239,7 @@ def _make_report(study: Study, page: Path) -> bool:
     ):
         environment = {**os.environ, progress.FILE: str(progress_file)}
         process = subprocess.run(
-            words, capture_output=True, text=True, env=environment, umask=store.umask
+            argv, capture_output=True, text=True, env=environment, umask=store.umask
         )
     progress_file.unlink(missing_ok=True)
     if not process.stdout.strip():  # the path of the page is printed if the report was written
@@ -264,8 +264,8 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the recorded runs of a study, separated by spaces. While these names are the same, a
-    report is up to date, as records are never changed."""
+    """Names of the runs of a study that have a record, separated by spaces. A report made when
+    these names were the same is up to date, as records are never changed."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
@@ -364,7 +364,7 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
 
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:
-    """The fields of a cell in the record, without the model."""
+    """The settings of a cell as fields of its entry in the record, without the model."""
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _name_with_parameters(cell.criterion.name, cell.criterion.parameters),
@@ -385,10 +385,10 @@ def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """The fields of an allocation in the record. allocation: the label, or else the name with the
-    parameters and the settings that differ from their defaults. replacement: the replacement of
-    dropped experts. protect: the protection, with the share of layers if the share differs from its
-    default."""
+    """The fields of an allocation in the record. allocation: the label, or else the name with all
+    parameters and with those settings that differ from their defaults. replacement: the replacement
+    of dropped experts. protect: the protection, with the share of layers if the share differs from
+    its default."""
     default = AllocationConfig()
     settings = {
         name: getattr(allocation, name)

@@ -99,12 +99,12 @@ class Resources(NamedTuple):
 
     @property
     def runs_model(self) -> bool:
-        """Whether the model is run."""
+        """Whether the step runs the model, instead of only reading its files."""
         return self.weights in WEIGHTS_TO_RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
-        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step. A tenth of the memory of each GPU
-        is unusable. True for a step on the CPU, and for a step of unknown memory."""
+        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step. A step can use nine tenths of the
+        memory of a GPU. True for a step on the CPU, and for a step of unknown memory."""
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
@@ -119,7 +119,8 @@ class Resources(NamedTuple):
 
 
 def on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model of this size is put on a GPU if the machine has one."""
+    """Whether a model is put on a GPU if the machine has one: with device=auto, if the weights have
+    at least GPU_FROM bytes; otherwise, if `model.device` is a GPU. `size`: that of the model."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
@@ -129,21 +130,22 @@ def loaded_weights(size: Size) -> Resources:
 
 
 def expert_weights(size: Size) -> float:
-    """Bytes of the weights of all experts of a layer in fp32, or of the gradients of these
-    weights."""
+    """Bytes of the weights of all experts of one layer in fp32, which are also the bytes of the
+    gradients of these weights."""
     return 4.0 * size.experts * size.expert
 
 
 def channel_products(size: Size) -> float:
-    """Bytes of matrices (I, I) of products of channels, one for each expert of a layer, in fp64."""
+    """Bytes of the products of channels of one layer in fp64: a matrix (I, I) for each expert."""
     return 8.0 * size.experts * size.width**2
 
 
 def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources of a step, with `memory` and `disk` computed from the size of the model. If this
-    size is unknown, memory is None and disk is 0. `fields`: other fields of `Resources`."""
+    """Resources of a step, with `memory` and `disk` computed from the size of the model. The step
+    uses GPUs if it runs the model and the model is put on a GPU. If the size is unknown, memory is
+    None, disk is 0, and the step uses GPUs. `fields`: other fields of `Resources`."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
@@ -159,7 +161,8 @@ def _gpu_counts(model: ModelConfig) -> Sequence[int]:
 
 
 def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that reads the files of a model once, a piece at a time."""
+    """Resources of a step that reads the files of a model once, a piece at a time. Its memory is
+    assumed to be that of two processes, whatever the model."""
     return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
@@ -210,7 +213,7 @@ def text_pass(
             base_bytes = PROCESS + size.layer_weights() + layer_bytes + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
-                # hidden states take at most half of the main memory; the rest is on the disk
+                # hidden states take at most as much memory as all else, and then go to the disk
                 state_bytes = min(base_bytes, disk(size))
             return base_bytes + state_bytes + fixed_bytes
         # gradients need the activations of all layers
@@ -243,10 +246,10 @@ def finetuning(
     *,
     copies: int,
 ) -> Resources:
-    """Resources of a step that fine-tunes a model on a text, or fits merged experts. A fit
-    gathers sums (I, I) and (I, H) in fp64 for each merged expert, and writes them to the disk. The
-    number of merged experts is assumed to be half the number of experts. `copies`: number of copies
-    of the weights in memory."""
+    """Resources of a step that fine-tunes a model on a text, or, with `recovery.fit`, fits merged
+    experts. A fit gathers sums (I, I) and (I, H) in fp64 for each merged expert, and writes them to
+    the disk. The number of merged experts is assumed to be half the number of experts. Distillation
+    adds the logits of the teacher. `copies`: number of copies of the weights in memory."""
     is_fit = recovery.fit is not None
     is_distilled = recovery.distill is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
@@ -280,9 +283,10 @@ def finetuning(
 def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Resources of a step that writes a checkpoint. If weights are changed (`is_changed`), the disk
-    holds a second checkpoint. If the checkpoint is converted to GGUF (`is_converted`), the disk
-    holds one more. In both cases memory holds three times the fp32 weights of a decoder layer."""
+    """Resources of a step that writes a checkpoint. `is_changed`: weights are changed, for which
+    the disk holds a second checkpoint. `is_converted`: the checkpoint is converted to GGUF, for
+    which the disk holds one more. In both cases memory holds three times the fp32 weights of a
+    decoder layer."""
 
     def memory(size: Size) -> float:
         layer_bytes = (
@@ -300,7 +304,8 @@ def export(
 
 
 def items(benchmark: BenchmarkConfig) -> int:
-    """Approximate number of items of a benchmark that a model is given."""
+    """Number of items of a benchmark that a model is given: all items, but at most the limit. If
+    the number of all items is unknown, it is assumed to be ITEMS."""
     count = benchmark.expected or ITEMS
     return min(benchmark.limit or count, count)
 
@@ -322,7 +327,8 @@ def benchmark_run(
     """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
     model reads and writes. Memory holds `copies` copies of the weights. For each item of a batch
     it also holds the keys and values of a generated text; if the benchmark generates no text, the
-    logits of a prompt. `model_id`: identity of the model, for `Resources.pace`."""
+    logits of a prompt. `model_id`: identity of the model, for `Resources.pace`. `programs`: checks
+    of what is installed, for `Resources.programs`."""
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
@@ -349,7 +355,8 @@ def answer_bytes(benchmark: BenchmarkConfig) -> float:
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
-    """Possible numbers of GPUs for vLLM: the product of the backend's arguments that are named
-    ..._parallel_size. Without such arguments, the numbers that divide the model's tensors."""
+    """Possible numbers of GPUs for vLLM: only the product of the backend's arguments that are named
+    ..._parallel_size. Without such arguments: the numbers among which vLLM can divide the model's
+    tensors."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(sizes)] if sizes else tensor_parallel(config_of(model))

@@ -49,8 +49,8 @@ class RunResult(NamedTuple):
 def check_and_run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Check the settings of a study, and run the study, see `run`. Raises SettingsError with all
-    mistakes."""
+    """Check the settings of a study, and run the study, see `run`. If settings are wrong, nothing
+    is run, and a SettingsError with all mistakes is raised."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
     return run(config, requests, add=add, models=models)
@@ -96,7 +96,9 @@ def run(
 
 
 def _run(study: Study) -> int:
-    """Compute the missing steps and finish the run, or submit the steps. Returns the exit code."""
+    """Compute the missing steps and finish the run; or, if the launcher does not wait for the jobs
+    of a cluster, only submit the steps. Returns the exit code. Raises SettingsError if disk or
+    memory are too small."""
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
@@ -130,8 +132,8 @@ def _run(study: Study) -> int:
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of the steps in `done` that are damaged and whose results are read at the end of the run.
-    All files of these steps are hashed. `done`: ids of finished steps."""
+    """Ids of those evaluation and cost steps in `done` that are damaged. Their results are read at
+    the end of the run, so all their files are hashed. `done`: ids of finished steps."""
     step_of = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
@@ -143,7 +145,7 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
 
 
 def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute one step after another in this process."""
+    """Compute one step after another in this process. Returns True, see LAUNCHERS."""
     with (
         show_progress(schedule, study.store, 1),
         InProcessExecutor(study.store, study.models) as execute,
@@ -156,7 +158,7 @@ def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute steps in worker processes. Their number is launcher.processes, or else the number of
     cores, but at most the number of largest steps that main memory holds. With GPUs, steps that
     need one GPU run first, in a process for each GPU; then steps that need two, in a process for
-    each pair; and so on."""
+    each pair; and so on. Returns True, see LAUNCHERS."""
     processes = study.config.launcher.processes
     resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
     # steps of unknown memory are left out here, and so are computed with the smallest sets of GPUs
@@ -193,8 +195,9 @@ def _compute(
     environments: Sequence[Mapping[str, str]],
     subset: Set[str] | None = None,
 ) -> None:
-    """Compute steps in worker processes, one for each of the environments. `subset`: ids of the
-    steps to compute, see `Schedule.take`."""
+    """Compute steps in worker processes. `environments`: for each worker process, the environment
+    variables that are added to those of this process. `subset`: ids of the steps to compute, see
+    `Schedule.take`. An error of a thread is raised when all threads have ended."""
     errors: list[BaseException] = []
 
     def compute(environment: Mapping[str, str]) -> None:
@@ -218,7 +221,8 @@ def _compute(
 
 
 def slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Submit steps as jobs of a Slurm cluster; with wait=true, wait until they have ended."""
+    """Submit steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have ended, and
+    return True; otherwise return False."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
     from moe_lab.study.slurm.submit import submit
 

@@ -129,6 +129,7 @@ class Run:
         indices = {step.id: index for index, step in enumerate(steps)}
         inputs = []
         for step in steps:
+            # inputs that are not among the steps, such as merged shares, are left out
             inputs.append([indices[needed.id] for needed in step.needs if needed.id in indices])
         plan = {
             "study": self.folder.parent.name,
@@ -140,7 +141,8 @@ class Run:
         self.store.write(self.folder / "run.json", plan)
 
     def remove(self) -> None:
-        """Remove the folder of the run, and the folder of its study if it holds no other run."""
+        """Remove the folder of the run and its logs, and the folder of its study if it holds no
+        other run."""
         hidden_folder = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
             # first renamed, as started jobs may still write to the folder by its old name
@@ -202,7 +204,7 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def active_runs(store: Store) -> set[str]:
-    """Names of the runs that processes have claimed."""
+    """Names of the runs that living processes have claimed."""
     # claims of runs are named run-RUN-SUFFIX; for other claims, the result names no run
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 

@@ -43,6 +43,7 @@ class StepError(Exception):
     is `transient`, such as that of a full disk, is not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
+        """The message of `document` becomes the text of the exception."""
         super().__init__(document["message"])
         self.document = dict(document)
         self.transient = bool(document.get("transient"))
@@ -64,6 +65,7 @@ class Schedule:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
+        """Let all steps wait that are not finished."""
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
         """Number of steps of each kind that waited at first."""
@@ -81,9 +83,10 @@ class Schedule:
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
         """Move the next waiting step whose inputs are finished to `running`, and return it. Blocks
-        until there is such a step. Returns None when no step of the subset is waiting.
+        until there is such a step. Returns None as soon as no step of `subset` is waiting, even if
+        steps are still running.
 
-        `subset`: ids of the steps to take, from `waiting_without`; None for all.
+        `subset`: ids of the steps that may be taken, from `waiting_without`; None for all.
         """
         with self.condition:
             while any(subset is None or step_id in subset for step_id in self.waiting):
@@ -97,7 +100,8 @@ class Schedule:
             return None
 
     def _skip_blocked(self) -> None:
-        """Skip the waiting steps that need a failed or skipped step."""
+        """Skip the waiting steps that need a failed or skipped step, directly or indirectly. The
+        caller holds `condition`."""
         # inputs come before the steps that need them, so one pass suffices
         for step in list(self.waiting.values()):
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
