@@ -93,6 +93,7 @@ def collect_answers(
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, cache)
     likelihoods: dict[Row, Likelihood] = {}
+    # an engine may read a right answer with its prompt: such an answer is not scored again
     for number, prompt in prompts.items():
         likelihood = texts[number].likelihood
         if prompt.answer and likelihood:
@@ -134,8 +135,8 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     arguments: dict[str, Any] = {TEMPLATE_ARGUMENTS: engine.template_arguments}
     if tools:
         arguments["tools"] = list(tools)
-    source = "the questions come with"
-    return render_whole(messages, arguments, engine.tokenizer, source, **options)
+    error_start = "the questions come with"
+    return render_whole(messages, arguments, engine.tokenizer, error_start, **options)
 
 
 class _Encoder:
@@ -167,7 +168,7 @@ class _Encoder:
             )
 
     def query(self, request: Request) -> _Query:
-        """A request with its tokens and the rows to score."""
+        """A request with its rendered prompt, its tokens and the rows to score."""
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
@@ -209,8 +210,9 @@ class _Encoder:
 
     def _pair_row(self, context: str, continuation: str) -> Row:
         """The row of a context and its continuation, divided as in lm-eval. An empty context is
-        replaced by `first_token`. UserError if the context or the continuation has no token. A
-        continuation without tokens would have the likelihood 1, the largest of all."""
+        replaced by `first_token` or, without one, by the first token of the continuation. UserError
+        if the context or the continuation has no token. A continuation without tokens would have
+        the likelihood 1, the largest of all."""
         if context:
             row = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
@@ -241,8 +243,10 @@ class _Encoder:
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, one for each window. UserError if the windows are longer than the
-        model reads or shorter than two tokens, and for a document with fewer than two tokens."""
+        """The rows of a document, one for each window: `_rolling_windows` for a document that is
+        predicted `from_nothing`, else windows without overlap. For the latter, UserError if they
+        are longer than the model reads or shorter than two tokens, and for a document with fewer
+        than two tokens."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
@@ -325,7 +329,8 @@ def _generate(
     benchmark: BenchmarkConfig,
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
-    """Index of a query -> its text. Equal prompts are continued once, the longest prompts first."""
+    """Index of a query -> its text. Equal prompts with equal settings are continued once. Of the
+    prompts with the same settings, the longest come first."""
     # A stop text must not end a thought. So the engine gets no stop texts for a model that may
     # think, and `cut` applies them to its answers.
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
@@ -362,17 +367,16 @@ def _generate_batch(
         texts = engine.generate(batch, generation)
         for text in texts:
             if text.likelihood:
-                total, _ = text.likelihood
-                check_finite(total, "log-likelihood")
+                nats, _ = text.likelihood
+                check_finite(nats, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
-    # what identifies each prompt in the key of the cache
-    rows = [
+    prompt_keys = [  # what identifies each prompt in the key of the cache
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
     ]
     results = cache.result(
-        [generation.max_tokens, generation.stop, generation.marks, rows], compute
+        [generation.max_tokens, generation.stop, generation.marks, prompt_keys], compute
     )
     return [
         GeneratedText(text, ended, likelihood and tuple(likelihood))
@@ -389,16 +393,17 @@ def _score(
         progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
-        for row, (total, is_likeliest) in zip(batch, results, strict=True):
-            likelihoods[row] = (total, is_likeliest)
+        # JSON in the cache has lists in place of pairs
+        for row, (nats, is_likeliest) in zip(batch, results, strict=True):
+            likelihoods[row] = (nats, is_likeliest)
     return likelihoods
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
     """The engine's likelihood of each row. FloatingPointError if one is not finite."""
     likelihoods = engine.score(rows, batch_size)
-    for total, _ in likelihoods:
-        check_finite(total, "log-likelihood")
+    for nats, _ in likelihoods:
+        check_finite(nats, "log-likelihood")
     return likelihoods
 
 
@@ -429,18 +434,18 @@ def _reply(
     query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
     """The reply to a request. For a `Text` it has the thought and the answer in the generated
-    `text`, which is None if nothing was generated, and the loss on the reference. For other
-    requests it has the likelihoods of their rows."""
+    `text`, which is None if the prompt was too long, and the loss on the reference in bits per
+    byte. For other requests it has the likelihoods of their rows."""
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
-            total, is_likeliest = likelihoods[row]
-            windows.append(Window(total, len(row.tokens) - row.start, is_likeliest))
+            nats, is_likeliest = likelihoods[row]
+            windows.append(Window(nats, len(row.tokens) - row.start, is_likeliest))
         return Reply(windows=tuple(windows), tokens=len(query.tokens))
     loss = None
     if query.rows:
-        total, _ = likelihoods[query.rows[0]]
-        loss = -total / math.log(2) / query.reference_bytes
+        nats, _ = likelihoods[query.rows[0]]
+        loss = -nats / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
     thought_and_answer = cut(text.text, query.request.stop, query.prompt, chat=chat)

@@ -97,7 +97,7 @@ class Harness(ABC):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The results of the answers. Needs no model."""
+        """The results of the answers; needs no model. `policy`: what grading may run and send."""
 
     # Data and identity.
 
@@ -111,8 +111,8 @@ class Harness(ABC):
         return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The `paths` of a benchmark. UserError for a file that does not exist, and if
-        benchmark.task is not set."""
+        """The `paths` of a benchmark, which has no mirror. UserError for a file that does not
+        exist, and if benchmark.task is not set."""
         if not benchmark.task:
             raise UserError(
                 f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
@@ -120,6 +120,7 @@ class Harness(ABC):
         paths = self.paths(benchmark)
         for path in paths:
             if not path.is_file():
+                # data with tools are files in a folder
                 hint = ": name its folder by suite.path=FOLDER" if self.gives_tools else ""
                 raise UserError(
                     f"benchmark {benchmark.name} needs {path}, and there is no such file{hint}"
@@ -238,7 +239,8 @@ class Harness(ABC):
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Check the files of a benchmark without a mirror. UserError when a file is missing, and
-        when the number of items is not benchmark.expected."""
+        when the number of items in JSON lines is not benchmark.expected. Items in other formats are
+        not counted."""
         *_, items_file = self.data_files(benchmark)
         if items_file.suffix == ".jsonl":
             lines = items_file.read_bytes().splitlines()
@@ -246,7 +248,7 @@ class Harness(ABC):
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Yield a sentence for each package, mirror, permission, judge or sandbox that is missing
-        on this machine."""
+        on this machine. Without the package nothing else is checked."""
         if self.package and package_version(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "
@@ -274,8 +276,8 @@ class Harness(ABC):
         return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
 
     def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether this machine, which has no namespaces, runs only closed-world programs and counts
-        other programs as wrong. False if it runs no programs at all."""
+        """Whether only closed-world programs run on this machine, because it has no namespaces, and
+        other programs count as wrong. False if no programs run at all."""
         if not self.runs_programs(benchmark):
             return False
         try:
@@ -308,13 +310,14 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The result `name`: the mean outcome of the samples of this result, with the standard error
-    s / sqrt(n). `samples` may also have samples of other results."""
+    """The result `name`: the mean outcome of the samples of this result. The standard error is the
+    standard deviation (with n - 1) over sqrt(n), or None for a single sample. `samples` may also
+    have samples of other results."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
-    spread = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
-    stderr = math.sqrt(spread / (n - 1) / n) if n > 1 else None
+    squares = math.fsum((outcome - mean) ** 2 for outcome in outcomes)
+    stderr = math.sqrt(squares / (n - 1) / n) if n > 1 else None
     return Result(
         benchmark=name,
         metric=metric,
@@ -356,13 +359,14 @@ def loss_result(
     """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
 
     `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
-    each item. The standard error of a perplexity is the standard error of the mean loss, multiplied
-    by the derivative exp(mean).
+    each item. The variance of the mean loss is the sum of (share of the weight * deviation from the
+    mean)^2, and its root is the standard error, or None for a single item. The standard error of a
+    perplexity is that of the mean loss, multiplied by the derivative exp(mean).
     """
-    total = math.fsum(weights)
-    shares = [weight / total for weight in weights]
+    total_weight = math.fsum(weights)
+    shares = [weight / total_weight for weight in weights]
     mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True))
-    spread = math.fsum(
+    variance = math.fsum(
         (share * (loss - mean)) ** 2 for share, loss in zip(shares, losses, strict=True)
     )
     score = math.exp(mean) if scale == "perplexity" else mean
@@ -374,7 +378,7 @@ def loss_result(
         score=score,
         scale=scale,
         unit=unit,
-        stderr=math.sqrt(spread) * derivative if len(losses) > 1 else None,
+        stderr=math.sqrt(variance) * derivative if len(losses) > 1 else None,
         n=len(losses),
         expected=benchmark.expected,
     )

@@ -275,7 +275,9 @@ def _end_of(closing: str, text: str) -> int | None:
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
-    """Whether a `text` that was generated after `prompt` has the harmony format."""
+    """Whether a `text` that was generated after `prompt` has the harmony format: the prompt ends
+    with an open thought, or the text begins with a channel. Without special tokens and after
+    another prompt, a text that begins with "analysis" must have the header of an answer, too."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):

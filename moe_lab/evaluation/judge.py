@@ -109,6 +109,7 @@ def verdicts(
                 verdict = future.result()
                 if verdict.score is None:
                     unscored_verdicts.append(verdict)
+                # if `stop` is set, another verdict raises the refusal of its request
                 if len(unscored_verdicts) > tolerated and not stop.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to "
@@ -139,9 +140,10 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
 def _verdict(
     judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
-    """The verdict on one prompt, from the cache or else from the endpoint. Once `stop` is set, no
-    request is sent, and the verdict has no score. When the endpoint refuses the request, sets
-    `stop` and raises Unavailable."""
+    """The verdict on one prompt, from the cache or else from the endpoint. After a reply without a
+    usable score the request is sent again, UNPARSABLE_ATTEMPTS times in total. If `stop` is set
+    before, no request is sent, and the verdict has no score. When the endpoint refuses the request,
+    sets `stop` and raises Unavailable."""
     import openai
 
     settings = judge.identity  # without the address

@@ -225,12 +225,13 @@ class _Grading:
             return "fail", outcome.error
         if outcome.status != "ok":
             return outcome.status, outcome.error
-        problem = {
-            "entry_point": self.file.problems[task]["entry_point"],
-            "atol": self.file.problems[task]["atol"],
+        problem = self.file.problems[task]
+        compared_fields = {
+            "entry_point": problem["entry_point"],
+            "atol": problem["atol"],
             "inputs": self._inputs(task, part),
         }
-        arguments = [self.request.dataset, problem, outcome.encoded, canonical["encoded"]]
+        arguments = [self.request.dataset, compared_fields, outcome.encoded, canonical["encoded"]]
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 

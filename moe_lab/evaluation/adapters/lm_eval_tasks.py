@@ -210,7 +210,7 @@ def _evaluated_split(task: Any) -> Any:
 def _source_of_examples(task: Any) -> Any:
     """The split from which lm-eval takes examples; None if the task lists its examples."""
     config = task.config
-    examples = task.config.fewshot_config
+    examples = config.fewshot_config
     if examples.split is None and examples.samples is not None:
         return None
     return examples.split or config.training_split or config.validation_split or config.test_split
@@ -257,7 +257,7 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
             expected = "a text"
         else:
             valid_labels = [*range(len(choices)), *choices]
-            has_right_answer = bool(labels) and all(label in valid_labels for label in labels)
+            has_right_answer = bool(labels) and all(entry in valid_labels for entry in labels)
             expected = f"a number from 0 to {len(choices) - 1} or the text of a choice"
         if not has_right_answer:
             raise UserError(
@@ -275,7 +275,8 @@ def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
     """Name of a task -> numbers of its items to evaluate. If `limit` is not None, `limit` items in
-    total are taken from the tasks in turn. Tasks without such an item are left out."""
+    total are taken from the tasks in turn. Tasks without such an item are left out. `by_name`:
+    name -> task."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
     counts = Counter(name for _, name in items_in_turn[:limit])

@@ -117,11 +117,12 @@ class Engine(ABC):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """The text after each prompt. Raises FloatingPointError where a chosen token has no finite
-        likelihood."""
+        """The text after each prompt. Raises FloatingPointError if a chosen token has no finite
+        likelihood and the engine can tell."""
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """The likelihood of each row."""
+        """The likelihood of each row. UserError for an engine that computes none, which does not
+        override this method."""
         raise UserError(
             f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm"
         )
@@ -143,7 +144,8 @@ def generated_text(
     tokens = [*prompt_tokens[-_CONTEXT_TOKENS:], *new_tokens[:length]]
     text = ""
     start = len(prompt_tokens[-_CONTEXT_TOKENS:])
-    # the tokens between two marks are decoded together
+    # The tokens between two marks are decoded together, after a few earlier tokens as context,
+    # because the text of a token may depend on the tokens before it.
     mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
     for end in (*mark_indices, len(tokens)):
         context = max(0, start - _CONTEXT_TOKENS)
@@ -199,10 +201,11 @@ def wrong(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
     """Yield a sentence for each wrong setting of the back end, and for each benchmark or model that
-    the back end cannot serve."""
+    the back end cannot serve. backend=hf has no such setting and serves all."""
     if backend.name == "hf":
         return
     if backend.name == "server":
+        # any checkpoint, port and name, as only the errors count
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
             if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
@@ -221,8 +224,8 @@ def wrong(
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
     """The arguments of backend.command, with values in place of {checkpoint}, {port}, {name} and
-    environment variables. UserError for a command without {checkpoint} or {port}, and for a
-    variable that is not set."""
+    environment variables. UserError for a command without {checkpoint} or {port}, a command that a
+    shell could not split, and a variable that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -249,6 +252,7 @@ def check_installed(backend: BackendConfig) -> None:
     if backend.name == "vllm":
         check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     elif backend.name == "server":
+        # any checkpoint, port and name, as only the program counts
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
@@ -264,7 +268,8 @@ def search_path() -> str:
 
 def last_lines(log: str) -> str:
     """The last error and the last line of a log, joined by "; "; the last two lines of a log
-    without an error. Also prints the last `_LOG_LINES` lines to standard error."""
+    without an error. An error with CAUSE_MARK counts only if all errors have it. Also prints the
+    last `_LOG_LINES` lines to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]

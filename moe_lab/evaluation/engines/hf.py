@@ -116,8 +116,9 @@ class Batch:
     """The tokenizer by which stop texts are found."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """The numbers of those `rows` whose texts are incomplete. `unseen`: the number of tokens
-        at the end of each text that were added since the last call."""
+        """The numbers of those `rows` whose texts are incomplete: shorter than the limit, and
+        without an end token or a stop text. `unseen`: the number of tokens at the end of each text
+        that were added since the last call. Only they are searched."""
         open_rows = [
             row
             for row in rows
@@ -213,6 +214,7 @@ def _generate(
         open_rows = batch.open_rows(open_rows, texts, unseen)
         if not open_rows:
             return input_ids
+        # once most texts are complete, their rows are removed from the batch
         if len(open_rows) <= SHRINK * len(rows):
             indices = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
             inputs["past_key_values"].reorder_cache(indices)
@@ -335,6 +337,7 @@ def _forget(
     tokens, and the last positions, which no text uses, are dropped from the cache. Returns the
     token ids at the remaining positions, and the arguments for these token ids."""
     longest = max(map(len, batch.prompts))
+    # minus 1, as the last token of a text was chosen and has not been read
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:

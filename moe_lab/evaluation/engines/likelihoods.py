@@ -48,16 +48,16 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     """The log-likelihood of each row, in nats, and whether each of its tokens was the likeliest.
 
     A pass has at most `batch_size` questions, and at most as many tokens as `batch_size` rows of
-    the largest length.
+    the largest length and as `tokens_with_logits` allows. It always has one question.
     """
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
-    tokens = min(
+    most_tokens = min(
         batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model)
     )
     likelihoods: dict[Row, Likelihood] = {}
     while questions:
         # at least one question, even if it has more tokens than allowed
-        size = max(1, min(batch_size, tokens // len(questions[0])))
+        size = max(1, min(batch_size, most_tokens // len(questions[0])))
         batch = questions[:size]
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
@@ -153,8 +153,8 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
     target is the likeliest token."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)
-    total = float(scores.gather(1, ids[:, None]).double().sum())
-    return total, bool((scores.argmax(-1) == ids).all())
+    nats = float(scores.gather(1, ids[:, None]).double().sum())
+    return nats, bool((scores.argmax(-1) == ids).all())
 
 
 def _can_share(model: Any) -> bool:
@@ -174,7 +174,8 @@ _sharing_results: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def has_full_attention(model: Any) -> bool:
-    """Whether every token attends to all tokens before it, in every layer."""
+    """Whether every token attends to all tokens before it, in every layer, by the model's
+    config."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if layer_types:

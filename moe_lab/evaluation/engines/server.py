@@ -149,9 +149,10 @@ class ServedModel(Engine):
     ) -> GeneratedText:
         """The text after `prompt` of at most `max_tokens` tokens, greedily and without penalties.
 
-        A stop text whose beginning ends the prompt is not sent, because some servers would stop
-        at once. Raises UserError for a refused request and for an answer of another model, and
-        Unavailable for a text that the server broke off and for a server that has ended or fails.
+        At most STOPS stop texts are sent. A stop text whose beginning ends the prompt is not sent,
+        because some servers would stop at once. The caller applies all stop texts. Raises UserError
+        for a refused request and for an answer of another model, and Unavailable for a text that
+        the server broke off and for a server that has ended or fails.
         """
         sent_stop = [
             text
@@ -323,6 +324,7 @@ def _wait_until_ready(served: ServedModel, process: Child, path: str) -> ServedM
     if served.name not in listed_names:
         served = replace(served, name=path)
     try:
+        # the answer to a request shows that the server accepts the name
         with served.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
             served.complete(client, "Hello", 1, ())
     except UserError as error:

@@ -120,7 +120,7 @@ class VllmModel(Engine):
         try:
             with self._reply_seconds(seconds) as limit:
                 for reply in self._child.replies(method, limit, **arguments):
-                    if "item" in reply:
+                    if "item" in reply:  # the last reply has none
                         yield reply["item"]
         except Unavailable:
             self.close()
@@ -128,8 +128,8 @@ class VllmModel(Engine):
 
     @contextmanager
     def _reply_seconds(self, seconds: float) -> Iterator[float]:
-        """A context in which errors of vLLM's process become Unavailable. The context has the
-        seconds that a reply may take: `seconds` plus backend.ready_seconds."""
+        """A context in which errors of vLLM's process become Unavailable. Its value is the number
+        of seconds that a reply may take: `seconds` plus backend.ready_seconds."""
         limit = self.patience + seconds
         try:
             yield limit
@@ -152,7 +152,8 @@ class VllmModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`; vLLM makes the batches itself."""
+        """Do as `Engine.generate`; vLLM makes the batches itself. Replies come in any order: each
+        has the number of a prompt, the new tokens and their summed log-likelihood."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -162,22 +163,23 @@ class VllmModel(Engine):
             ends=self.ends,
         )
         texts: dict[int, GeneratedText] = {}
-        for number, tokens, total in replies:
-            check_finite(total, "log-likelihood")
+        for number, tokens, nats in replies:
+            check_finite(nats, "log-likelihood")
             texts[number] = generated_text(
                 self.tokenizer, prompts[number].tokens, tokens, generation, self.ends
             )
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Do as `Engine.score`; vLLM makes the batches itself, so `batch_size` is not used."""
+        """Do as `Engine.score`; vLLM makes the batches itself, so `batch_size` is not used. Each
+        reply begins with the number of its row."""
         replies = self.items(
             "log_likelihoods",
             TOKEN_SECONDS * max(len(row.tokens) for row in rows),
             rows=[row.tokens for row in rows],
             starts=[row.start for row in rows],
         )
-        return [(total, is_likeliest) for _, total, is_likeliest in sorted(replies)]
+        return [(nats, is_likeliest) for _, nats, is_likeliest in sorted(replies)]
 
 
 class OpenEngine:
@@ -195,7 +197,8 @@ class OpenEngine:
     ) -> VllmModel:
         """The model in `checkpoint`, with `plan` as its mask. The open engine is used again if it
         has the same settings; otherwise it is closed and a new engine starts. Raises Unavailable
-        for an engine that does not start; later calls with its settings do not try again."""
+        for an engine that does not start; later calls with its settings do not try again. The
+        template arguments and the date of prompts need no new engine."""
         settings = [
             str(checkpoint),
             asdict(backend),

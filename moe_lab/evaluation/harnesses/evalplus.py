@@ -74,8 +74,9 @@ class EvalPlus(Harness):
 
         EvalPlus's sanitizer extracts the programs from answers to published problems. For the
         shipped problems it is not used, because the shipped models write nothing but code. An
-        unfinished thought counts as an empty program. UserError when programs may not be run,
-        RuntimeError for a canonical solution that does not run.
+        unfinished thought counts as an empty program. In a limited sandbox, a program that leaves
+        the closed world is not run and gets the status refused. UserError when programs may not be
+        run, RuntimeError for a canonical solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus
 
@@ -129,6 +130,7 @@ class EvalPlus(Harness):
         released."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
+        # the mirror has one subset, whose split is one file
         (splits,) = mirror.subsets(benchmark).values()
         (file,) = splits[str(benchmark.split)]
         return file
@@ -139,7 +141,7 @@ HARNESS = EvalPlus()
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
     """The program in an answer: in a chat, a fenced block of the answer; otherwise the prompt with
-    its completion. "" if the answer's thought does not end."""
+    its completion, in which a tab becomes four spaces. "" if the answer's thought does not end."""
     text = answer.reply.text
     if text is None:
         return ""

@@ -76,7 +76,8 @@ class EvalScope(Harness):
         """Results of EvalScope for the answers without their thoughts. A thought that does not end
         counts as an empty answer.
 
-        Raises RuntimeError when EvalScope could not compare more than 1 % of the answers.
+        An answer that EvalScope could not compare has the outcome 0. Raises RuntimeError when there
+        are more than 1 % of them.
         """
         is_code = self.runs_programs(benchmark)
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
@@ -111,6 +112,8 @@ class EvalScope(Harness):
             return None
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """Do as `Harness.wrong`, and check the task, its number of examples and the days of
+        problems."""
         yield from super().wrong(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
@@ -131,6 +134,8 @@ class EvalScope(Harness):
                 yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing`, and check the interpreter with EvalScope and the permission to
+        read pickled tests."""
         yield from super().missing(benchmark, policy)
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
         if benchmark.task == CODE and not policy.allow_pickled_data:
@@ -154,8 +159,8 @@ def _python(benchmark: BenchmarkConfig) -> str:
 def _call_worker(
     benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
 ) -> Any:
-    """Start EvalScope's process and return the result of a method of `evalscope_worker`. UserError
-    for unusable data, RuntimeError if the process fails."""
+    """Start EvalScope's process and return the result of a method of `evalscope_worker`. `policy`:
+    see `_code_settings`. UserError for unusable data, RuntimeError if the process fails."""
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
@@ -203,6 +208,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
     """Make a data set in `folder` whose files are links to the benchmark's files, and return
     `folder`. Links are used because EvalScope may delete files in a folder that it reads."""
+    # the metadata that name the files of each subset and split
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]

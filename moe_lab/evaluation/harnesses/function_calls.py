@@ -61,6 +61,7 @@ class FunctionCalls(Harness):
     reads_path = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """An item for each question, whose functions are the tools that the model may call."""
         questions = self.questions(benchmark)[: benchmark.limit]
         max_tokens = benchmark.max_new_tokens
         return text_items(
@@ -93,6 +94,7 @@ class FunctionCalls(Harness):
         return [questions.parent / str(answers), questions] if answers else [questions]
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
+        """Do as `Harness.check_data`, and read all questions with their right answers."""
         if "answers" not in benchmark.parameters:
             raise UserError(
                 f"benchmark {benchmark.name}: parameters.answers is not set: expected the file of "
@@ -187,11 +189,11 @@ def _check_answer(question: Question, source: str) -> None:
         ((name, allowed_values),) = call.items()
         check_known(f"{source}: function", name, names)
         for argument, values in allowed_values.items():
-            # allowed values; an allowed list is replaced by its elements
-            options: list[Any] = []
+            # the allowed values, and in place of an allowed list its elements: objects may be there
+            entries: list[Any] = []
             for value in values:
-                options += value if isinstance(value, list) else [value]
-            if not fits([option for option in options if isinstance(option, dict)], [{str: list}]):
+                entries += value if isinstance(value, list) else [value]
+            if not fits([entry for entry in entries if isinstance(entry, dict)], [{str: list}]):
                 raise UserError(
                     f"{source}: {argument} of {name} has an object without lists of allowed values"
                 )

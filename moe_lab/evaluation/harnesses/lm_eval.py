@@ -43,6 +43,7 @@ class LmEval(Harness):
         return [path, path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
+        """Do as `Harness.hashed_files`: the `definition_files` of the task, and its items."""
         *task_files, items = self.data_files(benchmark)
         if not task_files:
             return [items], {}
@@ -50,6 +51,7 @@ class LmEval(Harness):
         return [*files, items], versions
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
+        """Do as `Harness.check_data`, and check the definition of the task."""
         super().check_data(benchmark)
         self.hashed_files(benchmark)  # raises UserError for a definition that cannot be read
         definition = benchmark.parameters.get("definition", {})
@@ -60,6 +62,7 @@ class LmEval(Harness):
             )
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """Do as `Harness.wrong`, and refuse a chat in which likelihoods are computed."""
         yield from super().wrong(benchmark)
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
@@ -69,7 +72,9 @@ class LmEval(Harness):
             )
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing`, and check that the installed lm-eval has the task."""
         yield from super().missing(benchmark, policy)
+        # called for its errors
         if benchmark.data is not None and self.version(benchmark) is not None:
             yield from user_errors(task_folder, benchmark)
 

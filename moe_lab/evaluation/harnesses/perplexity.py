@@ -32,14 +32,15 @@ class Perplexity(Harness):
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
         """One item, which is the whole text. Rows of a mirror are joined by blank lines. Papers
-        join WikiText in the same way, and so does `calibration.joined`."""
+        join WikiText in the same way, and so does `calibration.joined`. The benchmark's limit is
+        the number of windows."""
         if benchmark.data is None:
             text = _text(self.data_files(benchmark)[-1])
         else:
             text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
         length = benchmark.parameters.get("length")
-        tokens = None if length is None else int(length)
-        return [Item("text", (Document(text, tokens, windows=benchmark.limit),))]
+        window_length = None if length is None else int(length)
+        return [Item("text", (Document(text, window_length, windows=benchmark.limit),))]
 
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy

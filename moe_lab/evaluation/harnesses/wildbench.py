@@ -84,7 +84,7 @@ class WildBench(Harness):
             if verdict.score is not None
         }
 
-        def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        def outcome_and_reply(answer: Answer, metric: str) -> tuple[float, str]:
             outcome = (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST)
             return outcome, verdict_of_item[answer.item].reply
 
@@ -98,13 +98,15 @@ class WildBench(Harness):
             "judge_prompt": next(iter(prompts.values()), None),
         }
         scored_answers = [answer for answer in answers if answer.item in scores]
-        return graded_by_mean(scored_answers, benchmark, verdict, protocol, tolerated)
+        return graded_by_mean(scored_answers, benchmark, outcome_and_reply, protocol, tolerated)
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
+        """Do as `Harness.identity`, and add the hash of the judge's template."""
         digest = hashlib.sha256(template(benchmark).encode()).hexdigest()
         return {**super().identity(benchmark), "template": digest}
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing`, and check the judge's template."""
         yield from super().missing(benchmark, policy)
         yield from user_errors(lambda: template(benchmark))
 
@@ -154,6 +156,7 @@ def template(benchmark: BenchmarkConfig) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from None
+    # the first placeholder may be missing in the text, so it is always in the set
     placeholders = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
     if placeholders != set(PLACEHOLDERS):
         raise UserError(
