@@ -49,20 +49,22 @@ HOST_MEMORY = 8.0
 
 
 def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch requests GPUs; it then replaces `gpus` and `gpu_type`."""
+    """Whether an option of sbatch requests GPUs. Such an option replaces the settings `gpus` and
+    `gpu_type`. Of `gres`, a list such as gpu:a100:2,nvme:1, one part about GPUs suffices."""
     if option == "gres":
         return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def job_options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """The options of sbatch for a job, without options that are null or false. Without `on_gpus`,
-    options that concern GPUs are left out, too."""
+    """The options of sbatch for a job. Options that are null or false are left out and, without
+    `on_gpus`, also options that concern GPUs."""
     options = {
         name: value for name, value in sbatch.items() if value is not None and value is not False
     }
     if on_gpus:
         return options
+    # `gres` may list GPUs and other resources: only the GPUs are removed
     other_gres = [
         part
         for part in str(options.pop("gres", "")).split(",")
@@ -94,15 +96,17 @@ def arrange(
     settings: LauncherConfig,
     longest: int = MAX_ARRAY_TASKS,
 ) -> list[Array]:
-    """Divide steps into jobs, and jobs into arrays. `steps`: inputs come first. `resources_of`:
-    steps of a job -> resources of the job. `longest`: maximum number of jobs in an array. In the
-    result, each array comes after the arrays whose results it needs."""
+    """Divide steps into jobs, and jobs into arrays. `steps`: each comes after its inputs.
+    `resources_of`: function from the steps of a job to the resources of the job. `longest`: maximum
+    number of jobs in an array. In the result, each array comes after the arrays whose results it
+    needs."""
     stage_of: dict[str, Stage] = {}
     steps_of: dict[Stage, list[Step]] = defaultdict(list)
     needs: dict[Stage, set[Stage]] = defaultdict(set)
     for step in steps:
         input_stages = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
         kind = step.resources().job or step.kind
+        # a job cannot wait for its own array, so inputs of the same kind are in earlier stages
         depths = (depth + 1 for input_kind, depth in input_stages if input_kind == kind)
         stage = (kind, max(depths, default=0))
         stage_of[step.id] = stage
@@ -142,10 +146,10 @@ def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Tabl
 
 
 def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[JobSteps]:
-    """Divide steps into jobs of the kind `kind` of about equal length. In a job, steps of the same
-    kind as the job come first. With steps_per_job=models, all steps of a job read the same model,
-    and all steps of a pruned model are in the same job."""
-    # model -> pruned model or step -> steps that stay in one job
+    """Divide the steps of a stage into jobs of the kind `kind`, which are about equally long. In a
+    job, steps whose own kind is `kind` come first. With steps_per_job=models, all steps of a job
+    read the same model, and all steps of a pruned model are in the same job."""
+    # model -> plan of a pruned model, or step -> block of steps that stay in one job
     groups: dict[str, dict[str, JobSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         needed = step.resources()
@@ -154,15 +158,16 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
             groups[repr(needed.model)][plan.id if plan else ""].append(step)
         else:
             groups[""][step.id].append(step)
+    # the same for all steps of one kind of jobs
     steps_per_job = steps[0].resources().steps_per_job
-    size = {"one": 1, "short": STEPS_PER_JOB}.get(steps_per_job, settings.cells_per_job)
+    most_blocks = {"one": 1, "short": STEPS_PER_JOB}.get(steps_per_job, settings.cells_per_job)
     jobs = []
     for group in groups.values():
-        units = list(group.values())
-        count = ceil(len(units) / size)
-        bounds = [number * len(units) // count for number in range(count + 1)]
+        blocks = list(group.values())
+        count = ceil(len(blocks) / most_blocks)
+        bounds = [number * len(blocks) // count for number in range(count + 1)]
         for start, end in pairwise(bounds):
-            jobs.append(list(chain.from_iterable(units[start:end])))
+            jobs.append(list(chain.from_iterable(blocks[start:end])))
     return jobs
 
 
@@ -175,11 +180,12 @@ def job_resources(
     """Resources of a job that does `steps` one after another. The kind and the model of the first
     step select the settings.
 
-    Returns the fields of JobConfig; gpus, cpus, memory (GiB) and minutes are always numbers.
-    `seconds`: step -> estimated seconds; if any are unknown, the job requests `settings.longest`
-    minutes. Estimated minutes are limited to the partition's time limit. `time_limits`: partition
-    -> minutes. UserError for GPUs that are set twice, and for a step that is too large for the
-    GPUs."""
+    Returns the fields of JobConfig, of which gpus, cpus, memory (GiB) and minutes are always
+    numbers. `seconds`: step -> estimated seconds, or None. `time_limits`: partition -> minutes.
+    Estimated minutes are `settings.longest` if the time of a step is unknown, and at most the
+    partition's time limit. UserError for GPUs that are set twice, and for a step that is too large
+    for the GPUs.
+    """
     needed = list(map(_resources, steps))
     model = needed[0].model
     kind_config = settings.jobs.get(steps[0].kind)
@@ -229,7 +235,7 @@ def job_resources(
 
 
 def _resources(step: Step) -> Resources:
-    """Resources of a step, with DEFAULT_MEMORY if its memory is unknown."""
+    """Resources of a step. If its memory is unknown, DEFAULT_MEMORY and any of GPU_COUNTS."""
     needs = step.resources()
     if needs.memory is None:
         return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)
@@ -237,9 +243,9 @@ def _resources(step: Step) -> Resources:
 
 
 def _minutes(times: Sequence[float | None], longest: float) -> float:
-    """Requested minutes of a job: TIME_FACTOR times the estimate, rounded up, but at most
-    `longest`. If the time of a step is unknown, `longest`. `times`: estimated seconds of each step;
-    None: unknown."""
+    """Requested minutes of a job: TIME_FACTOR times the estimate, rounded up to a multiple of
+    MINUTES_STEP, but at most `longest`. `times`: estimated seconds of each step. If one is None
+    (unknown), `longest` is returned."""
     if None in times:
         return longest
     expected = TIME_FACTOR * sum(filter(None, times)) / 60
@@ -248,25 +254,26 @@ def _minutes(times: Sequence[float | None], longest: float) -> float:
 
 def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
     """The fields of JobConfig, merged from `settings`: those of every job, of the job's kind and of
-    the job's model. Later settings override earlier ones, but options in `sbatch` are merged."""
+    the job's model, of which each may be None. A field that is set in later settings overrides
+    earlier ones. Options in `sbatch` are merged one by one."""
     job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
         "sbatch": {},
         "setup": [],
     }
-    for job in filter(None, settings):
+    for config in filter(None, settings):
         fields_set = {
             name: value
-            for name, value in vars(job).items()
+            for name, value in vars(config).items()
             if name in job_config and value not in (None, [])
         }
-        job_config |= {**fields_set, "sbatch": {**job_config["sbatch"], **job.sbatch}}
+        job_config |= {**fields_set, "sbatch": {**job_config["sbatch"], **config.sbatch}}
     return job_config
 
 
 def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
-    """The longest time limit, in minutes, of the partitions in which a job may run. Infinite if the
-    limits are unknown, or if a quality of service (qos) determines the limit. `time_limits`:
-    partition -> minutes."""
+    """The time limit of a job in minutes: the longest limit of the partitions in which it may run.
+    Infinite if their limits are unknown, or if a quality of service (qos) determines the limit.
+    `time_limits`: partition -> minutes."""
     if job_config["sbatch"].get("qos"):
         return inf
     partitions = job_config["partition"] or os.environ.get("SBATCH_PARTITION", "")

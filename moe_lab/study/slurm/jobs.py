@@ -94,8 +94,9 @@ class StepsJob:
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job that continues this one, after the pass has saved its state; None when
-        `max_requeues` is used up. submitit calls this when the job must stop."""
+        """The job that continues this one; None when `max_requeues` is used up. submitit calls this
+        when the job must stop. The pass first saves its state, within half of the time between
+        Slurm's warning signal and the end of the job."""
         self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -105,8 +106,9 @@ class StepsJob:
 
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs of the steps that other jobs compute and that are missing in the store. Waits a while
-    for missing inputs if none of them has failed. Finished inputs are marked in `schedule`."""
+    """The steps that are computed by other jobs, are inputs of this job's steps and have no result
+    in the store. While there are any, and none of them has failed, waits a while for them. Inputs
+    that have a result are marked as finished in `schedule`."""
     step_ids = {step.id for step in schedule.steps}
     inputs = [
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
@@ -146,16 +148,19 @@ class RecordJob:
 
 
 def update_from_store(schedule: Schedule, store: Store) -> None:
-    """Mark waiting steps as finished or failed, according to the store. Steps with neither a result
-    nor an error in the store count as failed, because their job was lost. Shares of steps that are
-    finished are no longer waited for."""
+    """Mark waiting steps as finished or failed, according to the store. A step with neither a
+    result nor an error counts as failed if its inputs are finished, because its job was lost. The
+    shares that a finished step has merged are no longer waited for."""
     _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
-    schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
+    schedule.waiting = {
+        step_id: step for step_id, step in schedule.waiting.items() if step_id in needed
+    }
     for step in list(schedule.waiting.values()):
         if document := store.error(step.id):
             schedule.fail(step, StepError(document))
     for step in list(schedule.waiting.values()):
+        # steps that need a failed step are skipped, and no longer wait
         if step.id in schedule.waiting and all(
             needed.id in schedule.finished for needed in step.needs
         ):
@@ -171,7 +176,8 @@ INTERVAL = 3.0
 
 
 def wait_for_jobs(schedule: Schedule, study: Study) -> None:
-    """Wait until no job of the study is in the queue; then update `schedule` from the store."""
+    """Wait until no job of the study is in the queue, and meanwhile show the progress. Then update
+    `schedule` from the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
     with show_progress(schedule, study.store):
         while True:
@@ -180,7 +186,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
             if not queue and not queue_error:
                 break
             time.sleep(INTERVAL)
-            claimed = study.store.claims.active()
+            claimed = study.store.claims.active()  # of the steps that jobs compute now
             with schedule.condition:
                 _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
@@ -190,7 +196,8 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 
 
 def _finish_present(schedule: Schedule, store: Store) -> None:
-    """Mark waiting steps with a result in the store as finished."""
+    """Mark waiting steps with a result in the store as finished. They count as computed if they
+    were seen running."""
     present = store.present()
     for step in list(schedule.waiting.values()):
         if step.id[:DIGITS] in present:

@@ -79,12 +79,14 @@ class QueuedJob:
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
-    """Id -> job, for pending and running jobs of this user and of the users with ids `users`.
-    squeue is called for each user, since a call for several users would load the jobs of all users.
-    Raises UserError, with the scheduler's message, when squeue fails."""
+    """Id -> job, for pending and running jobs of this user and of the users with ids `users`. A
+    pending job that can never start is left out. squeue is called for each user, since a call for
+    several users would load the jobs of all users. Raises UserError, with the scheduler's message,
+    when squeue fails."""
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     jobs = {}
     for user in {os.getuid(), *users}:
+        # %i id, %T state, %r reason, %M elapsed time, %j name
         rows = ROW.findall(run_command(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
@@ -100,6 +102,7 @@ match are the rest of a job's name, which may contain newlines."""
 
 def jobs_from(folder: Path) -> set[str]:
     """Ids of jobs and arrays of this user whose scripts are in `folder`."""
+    # %F id of the array or job, %o path of the script
     listed = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
     jobs = set()
     for line in listed.splitlines():
@@ -111,7 +114,7 @@ def jobs_from(folder: Path) -> set[str]:
 
 def longest_array() -> int:
     """Maximum number of tasks of an array on this cluster: the smaller of MaxArraySize and
-    SchedulerParameters=max_array_tasks."""
+    SchedulerParameters=max_array_tasks, or MAX_ARRAY_TASKS if the cluster states neither."""
     limits = re.findall(
         r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
         run_command("scontrol", "show", "config"),
@@ -121,8 +124,8 @@ def longest_array() -> int:
 
 
 def time_limits() -> dict[str, float]:
-    """Partition -> time limit in minutes, which is infinite for a partition without a limit. ""
-    stands for the default partition."""
+    """Partition -> time limit in minutes, which is infinite for a partition without a limit. The
+    key "" stands for the default partition, which sinfo marks with an asterisk."""
     limits = {}
     for line in run_command("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
