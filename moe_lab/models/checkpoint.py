@@ -82,7 +82,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: expected a safetensors file ({error})") from None
     with path.open("rb") as file:
-        # the first 8 bytes are the length of the header, which the data follow
+        # the first 8 bytes are the length of the header; the data follow the header, from `base`
         base = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(base - 8))
     header.pop("__metadata__", None)
@@ -116,7 +116,8 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def bits_of(dtype: str) -> int:
-    """Bits of a number of a type by its name in safetensors, such as BF16 or F8_E4M3."""
+    """Number of bits of one number of the type `dtype`, a name in safetensors such as BF16 or
+    F8_E4M3."""
     number = re.search(r"\d+", dtype)
     return int(number[0]) if number else 8  # BOOL
 
@@ -128,8 +129,8 @@ def stated_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """(names of the weight files, index), where the index is tensor -> file, or None for a single
-    file. UserError when a file or the index is missing or damaged."""
+    """(names of the weight files, index: tensor -> file) of a checkpoint; the index is None for a
+    single file. UserError when a file is missing, or the index is missing or damaged."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():

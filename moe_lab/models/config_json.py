@@ -47,8 +47,8 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs among which vLLM can divide each layer of a model: those of GPU_COUNTS that
-    divide the number of attention heads. vLLM must not place different layers on different GPUs,
+    """The numbers in GPU_COUNTS that divide the number of attention heads: among so many GPUs vLLM
+    can divide each layer of a model. vLLM must not place different layers on different GPUs,
     because masks need all layers in each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
@@ -90,11 +90,11 @@ def experts_implementation(device: str) -> str:
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can keep. `router`: the facts top_k, n_group and
+    """The smallest number of experts that a layer can retain. `router`: top_k, n_group and
     topk_group of its router. A router needs `top_k` experts to choose from. A group-limited router
-    keeps the same number in each of its `n_group` groups. The `topk_group` groups that a token
-    reaches (None: all) must have `top_k` experts together. Each group must have two experts,
-    because groups are ranked by their two best experts."""
+    (`n_group` > 1) retains equally many experts in each group: at least two, because groups are
+    ranked by their two best experts, and so many that the `topk_group` groups that a token reaches
+    (None: all) have `top_k` experts together."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -103,20 +103,20 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
 
 
 def has_packed_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json lists layers whose experts differ in width."""
+    """Whether a config.json lists layers with packed experts, each of which has its own width."""
     layers = config.get(LAYERS_FIELD, {}).get("layers", {})
     return any("widths" in layer for layer in layers.values())
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The method in which the weights of a model are quantised, such as fp8. None for plain
-    weights, and if no config.json is known."""
+    """The method by which the weights of a model are quantised, such as fp8. None for plain
+    weights, and if the model's config.json is not known."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The method in which the weights of a model with this config.json are quantised; None for
-    plain weights."""
+    """The method by which the weights of a model with this config.json are quantised; "quantised
+    weights" if config.json does not name it, None for plain weights."""
     section = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
@@ -129,9 +129,9 @@ def check_chat_template(
     settings: ModelConfig, user: str, tools: bool, alternative: str = ""
 ) -> None:
     """Raise UserError when a model on this machine has no chat template. If `tools`, raise
-    UserError also when its chat template does not accept tools. `user`: the setting that needs the
-    template, for the message. `alternative`: the end of the message, which names what can be used
-    instead of an instruction-tuned model."""
+    UserError also when its chat template does not accept tools. Models elsewhere are not checked.
+    `user`: the setting that needs the template, for the message. `alternative`: the end of the
+    message, which names an alternative to an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
@@ -146,7 +146,7 @@ def check_chat_template(
             f"{user} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{alternative}"
         )
-    # a template that is used instead if there are tools
+    # the template that transformers uses instead of `template` when it gets tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
@@ -156,8 +156,8 @@ def check_chat_template(
 
 
 def eos_tokens(configured: int | list[int] | None, tokenizer: Any) -> list[int]:
-    """Ids of the tokens that end a text, ascending: the configured tokens, and the end token of the
-    tokenizer, if they exist."""
+    """Ids of the tokens that end a text, ascending: the `configured` ids (None: none) and the end
+    token of the tokenizer, if it has an end token."""
     tokens = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
@@ -221,7 +221,7 @@ class Size:
 
     @property
     def expert(self) -> int:
-        """Parameters of a routed expert; biases are left out."""
+        """Number of parameters of a routed expert: gate, up and down, without biases."""
         return 3 * self.hidden * self.width
 
     @property
@@ -231,8 +231,8 @@ class Size:
 
     @property
     def logits(self) -> float:
-        """Bytes of one token's logits, bounded by the number of parameters of the vocabulary
-        head."""
+        """Upper bound of the bytes of one token's logits: LOGITS, or less for a model so small that
+        a vocabulary head with all its parameters would have fewer rows."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
@@ -240,7 +240,7 @@ class Size:
         head, with OVERHEAD."""
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
-        # embeddings and head; LOGITS bounds the fp32 numbers of a vocabulary
+        # embeddings and head: two matrices with LOGITS / 4 rows at most, as logits take 4 bytes
         vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
         layer = routed + (unrouted - vocabulary) / self.moe_layers
         return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
@@ -255,16 +255,16 @@ class Size:
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Most bytes of hidden states between decoder layers. A forward pass keeps the states of
-        two layers, and of the layer from which the pass would resume. A backward pass also keeps
-        the states of all layers."""
+        """Upper bound of the bytes of hidden states between decoder layers. A forward pass keeps
+        the states of two layers, and of the layer from which the pass would resume. With
+        `backward`, the states of all layers are kept, too."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected`, or from the model's files if `model.expected` is
-    null. None if a number is missing."""
+    null, but with `model.top_k` if that is set. None if a number is missing."""
     numbers = _expected(settings) or _measured(settings.path, settings.revision)
     try:
         return Size(
@@ -282,9 +282,10 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _measured(path: str, revision: str | None) -> dict[str, int]:
-    """Name in model.expected -> number, and "bytes" -> bytes of a parameter. They are read from
-    config.json and the headers of the weight files. For a model that is not downloaded, sizes come
-    from the hub's list of files. Numbers that are not known are left out."""
+    """Name in model.expected -> number, and "bytes" -> bytes of a parameter, for the numbers that
+    are known. They are read from config.json and the headers of the weight files. For a model that
+    is not downloaded, the number of parameters is the size of its weight files in the hub's list,
+    divided by the bytes of a weight, and all layers count as MoE layers."""
     folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)

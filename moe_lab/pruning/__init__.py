@@ -59,9 +59,9 @@ Form: TypeAlias = dict[int, LayerForm]
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """How `plan` is stored in the shape `shape`. A weight takes `element_size` bytes. UserError for
-    an unknown shape. UserError also for shapes other than natural, if dropped experts are replaced
-    by constants, or if experts are computed with the weights of other experts."""
+    """Layer -> its form, if `plan` is stored in the shape `shape`. A weight takes `element_size`
+    bytes. UserError for an unknown shape. UserError also for shapes other than natural, if dropped
+    experts are replaced by constants, or if experts are computed with the weights of others."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise replacement_error(shape)
@@ -79,7 +79,7 @@ def replacement_error(shape: str) -> UserError:
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
     """Whether a family's own module can hold experts of these `widths`: the widths are equal and
-    not 0, and rows of weights are aligned. A weight takes `element_size` bytes."""
+    not 0, and a row of down, `width * element_size` bytes, is a multiple of KERNEL_BYTES."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
@@ -87,6 +87,7 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The form natural: stacked experts if the family's own module can hold the retained channels,
     otherwise packed experts."""
     widths = layer.widths
+    # no channel is dropped
     if layer.channels is None or min(widths) == layer.width:
         return _stacked_form(layer, layer.width)
     if is_stock(widths, element_size):
@@ -105,24 +106,27 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form masked: all experts in the original shape, with zeros for what is dropped."""
+    """The form masked: all experts in the original shape, with zeros for dropped experts and
+    channels."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form padded: all retained experts, with as many channels as the widest of them, rounded
-    up so that rows are aligned."""
+    """The form padded: all retained experts, each with the channels of the widest. This number is
+    rounded up so that rows are aligned (KERNEL_BYTES), but not above the original width."""
     if layer.width is None:
         return _stacked_form(layer, None)
     step = max(1, KERNEL_BYTES // element_size)
+    # at least one step, also if all retained experts have width 0
     aligned = step * ceil(max(1, *layer.widths) / step)
     return _stacked_form(layer, min(layer.width, aligned))
 
 
 def _stacked_form(layer: LayerPlan, width: int | None) -> LayerForm:
-    """A form in which all retained experts have `width` channels; None: as many as before."""
+    """A form in which each retained expert has `width` channels; with None, or the original width,
+    as many as before."""
     stored = tuple(layer.stored_expert(expert, width) for expert in layer.retained)
     return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 

@@ -49,7 +49,7 @@ def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """A copy of `plan` with the `alignments` (layer -> alignment), which is marked as aligned."""
+    """A copy of `plan`, marked as aligned, with the `alignments`: layer -> alignment."""
     layers = {
         number: replace(plan.layers[number], alignment=order)
         for number, order in alignments.items()
@@ -60,10 +60,10 @@ def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
 def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
-    """(M, I): for each expert of a layer that is merged into another one, and each channel of the
-    owner, the channel of the merged expert that is added. The assignment has the least total cost.
-    `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of expert m to channel i of
-    expert o."""
+    """(M, I) for the M experts that `plan` merges into an owner: entry (m, i) is the channel of
+    merged expert m that is added to channel i of its owner. The channels of an expert are assigned
+    with the least total cost. `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of
+    expert m to channel i of expert o."""
     orders = []
     for member in plan.merged_away:
         matrix = cost(plan.owners[member], member).double().cpu().numpy()
@@ -99,8 +99,9 @@ class AlignmentHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H); adds products of the activations of merged experts for all
-        valid tokens."""
+        """The routed output (T, H). Adds to the sums over valid tokens: for each merged expert,
+        owners included, its squared activations (I,), and for each merged expert but the owner, the
+        products of its activations with those of its owner (I, I)."""
         layer = self.layer
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
@@ -114,7 +115,9 @@ class AlignmentHook(StatisticsHook):
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """{"order": (M, I)}, from the sums over all tokens."""
+        """{"order": (M, I)}, as `match_channels` gives it. The cost of two channels is the distance
+        of their normalised activations over all tokens plus the distance of their normalised
+        principal components."""
         plan = self.plan.layers[self.layer.index]
         if not plan.merged:
             return {"order": torch.zeros(0, self.layer.width)}
@@ -123,11 +126,11 @@ class AlignmentHook(StatisticsHook):
         def cost(owner: int, member: int) -> torch.Tensor:
             """(I, I): the cost of adding each channel of `member` to each channel of `owner`."""
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
-            activations = normalised_distance(self.sums[f"products.{member}"], *squares)
+            activation_cost = normalised_distance(self.sums[f"products.{member}"], *squares)
             owner_weights = weights[owner]
             member_weights = weights[member]
             products = owner_weights @ member_weights.T
-            return activations + normalised_distance(
+            return activation_cost + normalised_distance(
                 products, owner_weights.square().sum(1), member_weights.square().sum(1)
             )
 
@@ -141,7 +144,7 @@ def alignment_hook(plan: Plan) -> type[AlignmentHook]:
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """The aligned plan, from `plan` and the results of an `AlignmentHook`: `sums`, layer ->
+    """The aligned plan, from `plan` and `sums`, the results of an `AlignmentHook`: layer ->
     {"order": (M, I)}."""
     return with_alignments(
         plan,
@@ -150,10 +153,10 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
-    """(E, I, R): the weights of each channel of a layer in R principal components, each multiplied
-    by its singular value. Before this the weights are normalised for each channel, and centred over
-    all channels. R is COMPONENTS, or less in small models. The randomised decomposition has a fixed
-    seed."""
+    """(E, I, R): the coordinates of each channel of a layer in the R principal components of all
+    channels, each multiplied by its singular value. A channel's weights are normalised and then
+    centred over all channels before the decomposition, which is randomised with a fixed seed. R is
+    COMPONENTS, or less in small models."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
     # filled expert by expert, so that there is only one copy of the weights of all experts
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
@@ -170,9 +173,10 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
 def normalised_distance(
     products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """(I, I) Euclidean distances of each two vectors after normalisation. `products` (I, I): their
-    inner products. `first` (I,) and `second` (I,): the squared norms of the vectors in rows and in
-    columns. A vector of zeros has distance 1 to normalised vectors."""
+    """(I, I): the Euclidean distance of each vector of a first set (rows) and each vector of a
+    second set (columns), all normalised. `products` (I, I): their inner products. `first` (I,) and
+    `second` (I,): the squared norms of the vectors of each set. A vector of zeros stays zero, and
+    has distance 1 to normalised vectors."""
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )

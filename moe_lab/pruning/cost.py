@@ -46,8 +46,8 @@ def cost(
     flops_ratio               flops_per_token / flops_per_token_unpruned
     flops_saving              1 - flops_ratio
 
-    `pruned` is made from `model`, or is `model` itself. `row` and `routing`: as in
-    `flops_per_token`. `options`: further arguments of `size`.
+    `pruned` is made from `model`, or is `model` itself. `row`: the result of `row_flops` for
+    `model`. `routing`: the routing in `pruned`. `options`: further arguments of `size`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), row, routing)
@@ -55,7 +55,7 @@ def cost(
     unpruned_total = total
     if pruned is not model:
         unpruned = even_routing(layers)
-        assert unpruned is not None  # experts of unequal width cannot be pruned
+        assert unpruned is not None  # a model with experts of unequal width cannot be pruned
         unpruned_total = sum(flops_per_token(layers, layers, row, unpruned).values())
     return {
         **size(model, pruned, **options),
@@ -75,21 +75,21 @@ def size(
     parameters           number of parameters of `pruned`
     parameters_unpruned  number of parameters of `model`
     parameters_kept      parameters / parameters_unpruned
-    routed_kept          the same share of the parameters of routed experts
+    routed_kept          the share of the parameters of routed experts that `pruned` has
     bits                 the argument `bits`: 16, or 4 if the matrices of `modules` are in NF4
     storage_bytes        bytes of `pruned` in bf16, or partly in NF4
     loading_bytes        bytes of `pruned` in bf16: loading memory in the papers
     """
     parameters = _count(pruned)
     unpruned = _count(model)
-    matrices = list(_matrices(pruned, modules)) if bits == 4 else []
+    nf4_sizes = list(_nf4_sizes(pruned, modules)) if bits == 4 else []
     return {
         "parameters": parameters,
         "parameters_unpruned": unpruned,
         "parameters_kept": parameters / unpruned,
         "routed_kept": _routed_count(pruned) / _routed_count(model),
         "bits": bits,
-        "storage_bytes": BYTES * (parameters - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "storage_bytes": BYTES * (parameters - sum(nf4_sizes)) + sum(map(nf4_bytes, nf4_sizes)),
         "loading_bytes": BYTES * parameters,
     }
 
@@ -112,9 +112,9 @@ def nf4_bytes(weights: int) -> int:
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
-def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
-    """Number of weights of each matrix of `modules`, which are stored in NF4; 0 for the matrices of
-    a null expert."""
+def _nf4_sizes(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
+    """Number of weights of each matrix stored in NF4: of each matrix in `modules`, kinds of modules
+    such as experts. A null expert has matrices of 0 weights."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -182,10 +182,10 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     head: Any = model.get_output_embeddings()
-    vocabulary = 0 if head is None else int(head.weight.numel())
+    head_weights = 0 if head is None else int(head.weight.numel())
     parts = _by_part(counter.get_flop_counts(), layers, model)
     # the head multiplies and adds once for each of its weights
-    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * vocabulary}
+    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * head_weights}
 
 
 def flops_per_token(
@@ -197,12 +197,13 @@ def flops_per_token(
     """Part -> FLOPs per token, for a model whose `unpruned_layers` are pruned to `pruned_layers`.
     `row`: the result of `row_flops` for the unpruned model. The FLOPs of experts are the mean over
     the tokens of `routing`."""
-    experts = 0
+    # each weight multiplies and adds once for each token: 2 FLOPs
+    expert_flops = 0
     for layer in pruned_layers:
-        experts += 2 * channel_parameters(layer) * routing.channels[layer.index]
-    dropped = _router_weights(unpruned_layers) - _router_weights(pruned_layers)
-    router = row["router"] - 2 * dropped
-    return {**row, "router": router, "experts": experts / routing.tokens}
+        expert_flops += 2 * channel_parameters(layer) * routing.channels[layer.index]
+    dropped_weights = _router_weights(unpruned_layers) - _router_weights(pruned_layers)
+    router = row["router"] - 2 * dropped_weights
+    return {**row, "router": router, "experts": expert_flops / routing.tokens}
 
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:
@@ -212,8 +213,8 @@ def _router_weights(layers: Sequence[MoELayer]) -> int:
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of a single token, if all experts of a layer have the same width. Otherwise None,
-    because the number of channels depends on the token."""
+    """The routing of a single token, if within each layer all experts have the same width.
+    Otherwise None, because the number of channels depends on the token."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -233,7 +234,8 @@ class LoadHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), computed as without the hook."""
+        """The routed output (T, H), computed as without the hook. Adds the number of valid tokens
+        that are routed to each expert."""
         valid = self.valid(hidden)
         chosen = index if valid is None else index[valid]
         self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
@@ -244,7 +246,7 @@ def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
     """The routing of the valid tokens of `batches` in `model` under `plan` (None: unpruned),
-    measured in one forward pass. `pruned`: the layers of the pruned model."""
+    measured in one forward pass of each batch. `pruned`: the layers of the pruned model."""
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),
@@ -280,18 +282,19 @@ def _routing(
     `pruned`: the layers of the pruned model."""
     channels = {}
     for layer in pruned:
-        tokens = load[layer.index]["tokens"]
-        if plan is not None:  # the sums are of all experts, `layer` has the retained ones
-            tokens = tokens[list(plan.layers[layer.index].retained)]
-        channels[layer.index] = int((tokens * computed_widths(layer)).sum())
+        token_counts = load[layer.index]["tokens"]
+        if plan is not None:  # counts of all experts, but `layer` has only the retained ones
+            token_counts = token_counts[list(plan.layers[layer.index].retained)]
+        channels[layer.index] = int((token_counts * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
 def channel_parameters(layer: MoELayer) -> int:
-    """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases
-    do not count."""
+    """Number of weights of one channel of one expert: its rows of gate and up and its column of
+    down. Biases do not count."""
     if is_ragged(layer.experts):
         return 3 * layer.hidden
+    # biases have two axes
     weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
     return weights // (layer.n_experts * layer.width)
 
@@ -307,11 +310,11 @@ def computed_widths(layer: MoELayer) -> torch.Tensor:
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """Part -> FLOPs, without routed experts and vocabulary head. `counts`: path of a module ->
-    operation -> FLOPs, from torch.
+    """Part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path of a module
+    -> operation -> FLOPs, from torch.
 
-    In layers with experts one child of the decoder layer is the MoE block. In other layers the
-    child of the same name is the dense block. All other children mix tokens.
+    In a decoder layer with experts one child is the MoE block. In a decoder layer without experts
+    the child of the same name is the dense block. The FLOPs of all other children are attention.
     """
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
@@ -344,6 +347,6 @@ def _fused_attention(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights
-    with all values."""
+    """FLOPs of a fused attention operation, by the shapes of its inputs (B, heads, S, d): of the
+    products of queries with all keys, and of attention weights with all values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

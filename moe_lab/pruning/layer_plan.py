@@ -64,9 +64,9 @@ class StoredExpert(NamedTuple):
         """One projection (W, H) of the stored expert, which must have members.
 
         `read(expert)`: the projection of a source expert (I, H), with channels as rows. It is a
-        torch tensor, or an array of the bits in a file. `widen` converts such a projection to
-        numbers that can be added: fp32, or fp64 for fp64. `narrow(sum, values)` rounds the sum to
-        the type of `values`.
+        torch tensor, or an array of numbers or bits. `widen` converts such a projection to numbers
+        that can be added: fp64 for fp64, otherwise fp32. `narrow(sum, values)` rounds the sum to
+        the type of `values`. Neither function is called for a copied expert (weight None).
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -81,7 +81,7 @@ def _select_rows(values: Any, channels: Channels | None) -> Any:
     """The rows `channels` of `values`, with zeros for -1; all of `values` if `channels` is None."""
     if channels is None:
         return values
-    rows = values[channels.clip(0)]
+    rows = values[channels.clip(0)]  # row 0 stands in for -1, and is overwritten
     if (channels < 0).any():
         rows[channels < 0] = 0
     return rows
@@ -118,8 +118,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,) the expert with whose weights each expert is computed: the expert itself, unless it
-        is merged into another one."""
+        """(E,): for each expert, the expert with whose weights it is computed. That is the expert
+        itself, unless it is merged into another one."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -153,12 +153,13 @@ class LayerPlan:
 
     @property
     def width(self) -> int | None:
-        """Channels that each expert had; None in a plan of whole experts."""
+        """Number of channels of each expert before pruning; None in a plan of whole experts."""
         return None if self.channels is None else self.channels.shape[1]
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """(E',) retained channels of each retained expert; () in a plan of whole experts."""
+        """(E',): number of retained channels of each retained expert; () in a plan of whole
+        experts."""
         if self.channels is None:
             return ()
         return tuple(self.channels[list(self.retained)].sum(1).tolist())
@@ -185,8 +186,9 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
-        """The members of the group of `owner`, by ascending id, each with the order in which its
-        channels are added."""
+        """The terms of the weighted sum that `owner` stores: the members of its group, by ascending
+        id, each with its weight and the order in which its channels are added to those of the
+        owner (None: channel i to channel i)."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
@@ -194,8 +196,8 @@ class LayerPlan:
             yield Member(expert, weight, channels)
 
     def masked_expert(self, expert: int) -> StoredExpert:
-        """The stored form of an expert in its original shape, with zeros for dropped channels;
-        empty if the expert is dropped."""
+        """The stored form of an expert in its original shape, with zeros in the places of its
+        dropped channels; without members, so all zeros, if the expert is dropped."""
         if expert not in self.retained:
             return StoredExpert()
         if self.channels is None or self.channels[expert].all():
@@ -204,7 +206,9 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def as_json(self) -> dict[str, Any]:
-        """The layer as in plan.json, with the sha256 of its arrays."""
+        """The layer as in plan.json: the number of experts, the retained ids, for plans of channels
+        the width and a row of bits (hex) per retained expert, merged groups if there are any, and
+        the sha256 of each of its arrays."""
         document: dict[str, Any] = {"experts": self.n_experts, "retained": list(self.retained)}
         if self.channels is not None:
             packed = numpy.packbits(self.channels[list(self.retained)], axis=1, bitorder="little")
@@ -224,8 +228,8 @@ class LayerPlan:
     def from_json(
         cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     ) -> LayerPlan:
-        """The layer that `as_json` wrote. ValueError, TypeError or LookupError if `document` is
-        damaged."""
+        """The layer that `as_json` wrote as `document`, with its `arrays` from plan.npz.
+        ValueError, TypeError or LookupError if `document` is damaged."""
         merged = {}
         for owner, group in document.get("merged", {}).items():
             merged[int(owner)] = {int(expert): weight for expert, weight in group.items()}

@@ -58,8 +58,8 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
-    """A context in which one layer is masked. RuntimeError when its experts are replaced already
-    and `plan` has channels."""
+    """A context in which one layer is masked: its router, and its experts if `plan` has channels.
+    RuntimeError when `plan` has channels and the experts are replaced already."""
     with ExitStack() as undo:
         if plan.channels is not None:
             if are_replaced(layer):
@@ -93,12 +93,13 @@ def _dropped_channels(layer: MoELayer, plan: LayerPlan) -> torch.Tensor:
 
 
 def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """A function that computes one expert after the other. Dropped channels are 0, and merged
-    experts are computed with the weights of their group."""
+    """A function that computes one expert after the other under `plan`, which has channels. Dropped
+    channels are 0, null experts put out 0, and merged experts are computed with the merged weights
+    of their group."""
     dropped = _dropped_channels(layer, plan)
     owners = plan.owners
     widths = cast(Mask, plan.channels).sum(1).tolist()
-    merged = {
+    owner_weights = {
         owner: layer.weights(owner, tensors)
         for owner, tensors in merged_weights(layer, plan).items()
     }
@@ -107,7 +108,7 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
         owner = owners[expert]
         if not widths[owner]:
             return None
-        weights = merged[owner] if owner in merged else layer.weights(owner)
+        weights = owner_weights[owner] if owner in owner_weights else layer.weights(owner)
         phi = layer.phi(states, weights)
         if widths[owner] < layer.width:
             phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN
@@ -140,7 +141,7 @@ def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
     0."""
     experts: Any = layer.experts
 
-    def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         activate = activation(experts)
         # the expert of each row, in the order in which grouped_mm processes rows
         row_experts = index.reshape(-1).sort().values
@@ -150,7 +151,7 @@ def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 
         with with_activation(experts, masked_activation):
             output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](
-                experts, hidden, index, weights
+                experts, hidden, index, gates
             )
             return output
 
@@ -160,8 +161,9 @@ def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 @contextmanager
 def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """A context in which the router of `layer` only has the rows and biases of the experts
-    `retained` (ascending ids). It then returns positions in `retained` instead of ids. Yields
-    `id()` of each original tensor -> its slice, because some blocks pass biases to their router."""
+    `retained` (ascending ids). The router then returns positions in `retained` instead of ids.
+    Yields `id()` of each original tensor -> its slice, for blocks that pass biases to their
+    router."""
     check_in_memory(layer)
     ids = torch.tensor(retained)
     slices = {}

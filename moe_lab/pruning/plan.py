@@ -90,7 +90,8 @@ class Plan:
             _check_layer(number, layer)
 
     def with_layers(self, layers: Mapping[int, LayerPlan]) -> Plan:
-        """The plan with some of its layers exchanged for `layers`."""
+        """A copy of the plan in which `layers` (number -> layer) replace the layers of these
+        numbers."""
         return replace(self, layers={**self.layers, **layers})
 
     @property
@@ -110,7 +111,7 @@ class Plan:
 
     @property
     def merged_layers(self) -> list[int]:
-        """Layers with merged experts."""
+        """Numbers of the layers with merged experts."""
         return [number for number, layer in self.layers.items() if layer.merged]
 
     @property
@@ -141,9 +142,10 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
-        """Raise UserError unless the routers work with the retained experts, all groups of a
-        group-limited router retain equally many, and protected experts are retained whole. The
-        message has the nearest feasible number of experts."""
+        """Raise UserError unless the plan has exactly the layers of `routers`, each router works
+        with the retained experts, all groups of a group-limited router retain equally many, and
+        protected experts are unchanged. Messages about too few or unequally many experts have the
+        nearest feasible number."""
         self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
@@ -166,7 +168,7 @@ class Plan:
             )
 
     def check_aligned(self) -> None:
-        """Raise UserError while channels of merged experts still have to be matched."""
+        """Raise UserError if the channels of merged experts still have to be matched."""
         if self.merged_layers and not self.aligned:
             raise UserError(
                 "plan: aligned=false: channels of the experts that layer "
@@ -201,7 +203,7 @@ class Plan:
 
     def _origin_error(self, name: str, actual: str) -> UserError:
         """The error for a model whose digest `name` differs from the digest in the provenance.
-        `actual`: a clause that says what the model has."""
+        `actual`: a clause that says which digest the model has, or that it has no checkpoint."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -209,8 +211,8 @@ class Plan:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, and its arrays to a .npz file in the same folder, each
-        atomically."""
+        """Write the plan as JSON to the file `path`, and its arrays, if it has any, to the file of
+        the same name with the suffix .npz. Each file is written atomically, the arrays first."""
         target = Path(path)
         arrays: dict[str, Any] = {}
         for number, layer in self.layers.items():
@@ -232,16 +234,16 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read the plan in the file `path`, and its arrays in the .npz file beside it. UserError
-        when the plan is missing, damaged or of another schema."""
+        """The plan in the file `path`, with its arrays from the .npz file beside it. UserError when
+        a file of the plan is missing, or the plan is damaged or of another schema."""
         files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
         return cls.read(lambda ending: files[ending].read_bytes(), str(path))
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
-        """Read a plan from the contents of its files. `read(suffix)` returns the content of the
-        file with the suffix ".json" or ".npz". `path`: the plan's name in errors, which are those
-        of `load`."""
+        """The plan from the contents of its files. `read(suffix)` returns the content of the file
+        with the suffix ".json" or ".npz". `path`: how errors call the plan. UserError as in
+        `load`."""
         try:
             content = json.loads(read(".json"))
             if content["schema"] != SCHEMA:
@@ -267,7 +269,7 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # layers with an unknown field, or the arrays of another plan
+        # differs if a layer has an unknown field, or the arrays are of another plan
         if (content["layers"], content.get("digest")) != (plan._layers(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
@@ -296,7 +298,9 @@ def _read_layers(
 
 
 def _check_layer(number: int, layer: LayerPlan) -> None:
-    """Raise UserError unless the fields of a layer agree."""
+    """Raise UserError unless the fields of the layer agree: the retained ids are ascending and at
+    least one, and the mask of channels has a row for each expert, without channels for dropped
+    experts."""
     retained = layer.retained
     count = layer.n_experts
     mask = layer.channels
@@ -320,8 +324,8 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless a router works with the retained experts, its groups retain equally
-    many, and protected experts are unchanged."""
+    """Raise UserError unless the `router` of layer `number` works with the number of retained
+    experts, its groups retain equally many, and its protected experts are unchanged."""
     retained = layer.retained
     count = layer.n_experts
     fewest = fewest_experts(router)

@@ -25,10 +25,11 @@ def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
     """Rows of `results.PROFILES`, one per decoder layer, for `model` under `plan` (None: unpruned)
-    over `batches`. This takes one forward pass. With a plan, a second pass, of the unpruned model,
-    measures the output losses, which are NaN without a plan. UserError when the plan does not fit,
+    over `batches`. This takes one forward pass. With a plan, a second pass of the unpruned model
+    measures the output losses; without a plan they are NaN. UserError when the plan does not fit,
     and when hidden states are not finite (naming the layer)."""
     routed = {layer.index: layer for layer in routed_layers(model)}
+    # `stack`: path of the list of all decoder layers
     modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
     layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]
     with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
@@ -61,7 +62,7 @@ def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
     """Run the model on each batch. Before each run, set the attribute `valid` (B * S,) of every
-    observer, which says which tokens of the batch count."""
+    observer to the mask of the tokens of the batch that count."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -94,7 +95,8 @@ class _Loss:
         self.routed = _hidden(output)
 
     def after_block(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        """Run the block again on the same input under the mask, and compare the routed outputs."""
+        """Run the block again on the same input under the mask. Record the squared difference (T,)
+        of the routed outputs without and with the mask."""
         unmasked = self.routed
         with mask_layers([self.layer], self.plan):
             # sets `routed` again; module() instead of forward() would call this hook again
@@ -128,7 +130,7 @@ class _Sums:
         self.moe = moe
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the residual stream (B, S, H) after the layer."""
+        """Add the hidden states after the layer, their squares and their number to the sums."""
         hidden = _hidden(output)
         states = hidden[self.valid.to(hidden.device)].double()
         self.states = self.states + states.sum(0).cpu()
@@ -138,8 +140,8 @@ class _Sums:
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the entropies of a router's logits (T, E) and gates (T, K), and count the chosen
-        experts (T, K)."""
+        """Add the entropies of the softmax of the router's logits (T, E) and of its normalised
+        gates (T, K) to the sums, and count the chosen experts (T, K)."""
         assert self.moe is not None
         logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
         logits = logits.double()
@@ -152,11 +154,13 @@ class _Sums:
         self.n_experts = logits.shape[-1]
 
     def row(self) -> tuple[Any, ...]:
-        """The row of the layer in `results.PROFILES`, without the last column (output_loss)."""
+        """The row of the layer in `results.PROFILES`, without the last column (output_loss): NaN
+        entropies and 0 experts for a layer without a router. UserError if a hidden state is not
+        finite."""
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
-        if self.moe is None:  # no routing, so no entropies, and 0 experts
+        if self.moe is None:
             return (self.index, variance, *(float("nan"),) * 3, 0)
         load_entropy = _entropy(_shares(self.load.double())[None])
         return (
@@ -170,7 +174,7 @@ class _Sums:
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:
-    """Divide each row by its sum."""
+    """The rows of `values`, each divided by its sum."""
     return values / values.sum(-1, keepdim=True)
 
 

@@ -82,11 +82,12 @@ def _update_config(pruned: Any) -> None:
 def share_copy(model: Model) -> Model:
     """A copy of `model` that shares its tensors."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)  # deepcopy does not copy what its memo holds
+    return copy.deepcopy(model, shared)  # `shared` is its memo: these tensors are not copied
 
 
 def install(layer: MoELayer, form: LayerForm) -> None:
-    """Replace the experts of `layer` by those of `form`."""
+    """Replace the experts of `layer` by those of `form`: by a new module for packed experts,
+    otherwise by new stacks in the same module."""
     if form.widths is not None:
         setattr(layer.block, layer.name.rpartition(".")[2], _pack_experts(layer, form))
         return
@@ -109,15 +110,17 @@ def install(layer: MoELayer, form: LayerForm) -> None:
 
 
 def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
-    """The stack `name` of the experts module, with the stored experts of `form`."""
+    """A new parameter in place of the stack `name` of the experts module, filled with the stored
+    experts of `form`."""
     stack = getattr(layer.experts, name)
     axes = layer.family.stacks[name]
     shape = [len(form.stored), *stack.shape[1:]]
     if form.width is not None and axes.channels is not None:
+        # a stack of gate and up has the channels of both on one axis
         shape[axes.channels] = form.width * len(axes.roles)
     new_stack = stack.detach().new_empty(shape)
-    for tensor, expert in zip(new_stack, form.stored, strict=True):
-        fill(split(tensor, axes), expert, layer)
+    for tensor, stored in zip(new_stack, form.stored, strict=True):
+        fill(split(tensor, axes), stored, layer)
     return nn.Parameter(new_stack, stack.requires_grad)
 
 
@@ -149,15 +152,15 @@ def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELaye
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Raise UserError in place of save_pretrained."""
+    """Take the place of `save_pretrained` with any arguments: raise UserError."""
     raise UserError(
         "a model whose layers differ in shape cannot be saved by save_pretrained: export its plan"
     )
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Owner of each group of merged experts -> name of a stack -> the merged tensor, in the shape
-    of one expert."""
+    """Owner -> name of a stack -> the owner's tensor in that stack, in the shape of one expert, as
+    the weighted sum over the owner's group. Only for the owners of groups in `plan.merged`."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:

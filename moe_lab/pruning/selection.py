@@ -27,12 +27,12 @@ def plan_from_scores(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan that drops the experts, or the channels, with the lowest scores. The allocation in
-    `settings` decides how many.
+    `settings` decides how many. Dropped whole experts are replaced as in `replace_dropped`.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for
-    channels. `layers`: layer -> facts, with the ids of `protected` experts. `evidence`: each name
-    in `allocation.needs(settings)` -> layer -> arrays by name. UserError as from
-    `allocation.allocate`, and for routers that a grouping cannot compare.
+    channels. `layers`: layer -> facts of its router, with the ids of `protected` experts.
+    `evidence`: each name in `allocation.needs(settings)` -> layer -> arrays by name. UserError as
+    from `allocation.allocate`, and for routers that a grouping cannot compare.
     """
     granularity = allocation.granularity_of(scores)
     amounts = allocation.allocate(settings, layers, scores, evidence)
@@ -54,10 +54,10 @@ def make_plan(
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
-    `scores`: layer -> (E,), higher means retain. Of experts with equal scores, the lower id is
-    dropped first. Protected experts (`Routers`) are dropped last. Layers of group-limited routers
-    (`n_group` > 1) lose the same number in each group. UserError for scores that are not finite,
-    and for plans that `Plan.check` rejects.
+    `scores`: layer -> (E,), higher means retain. `remove`: layer -> number of experts to drop. Of
+    experts with equal scores, the lower id is dropped first. Protected experts (`Routers`) are
+    dropped last. Layers of group-limited routers (`n_group` > 1) lose the same number in each
+    group. UserError for scores that are not finite, and for plans that `Plan.check` rejects.
     """
     layers = {}
     for number in sorted(scores):
@@ -103,12 +103,12 @@ def make_channel_plan(
     return plan
 
 
-def _retained_ids(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
-    """Ids of the experts that remain, ascending, if `remove` experts with the lowest `scores` (E,)
-    are dropped, equally many from each of `n_group` groups."""
+def _retained_ids(scores: NDArray[numpy.float64], n_dropped: int, n_group: int) -> tuple[int, ...]:
+    """Ids of the retained experts, ascending, if `n_dropped` experts are dropped: equally many from
+    each of `n_group` groups, those with the lowest `scores` (E,)."""
     ids = numpy.arange(len(scores)).reshape(n_group, -1)
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
-    retained = numpy.take_along_axis(ids, order, axis=1)[:, remove // n_group :]
+    retained = numpy.take_along_axis(ids, order, axis=1)[:, n_dropped // n_group :]
     return tuple(numpy.sort(retained, axis=None).tolist())
 
 
@@ -119,10 +119,10 @@ def replace_dropped(
     evidence: Evidence,
     layers: Routers,
 ) -> Plan:
-    """The plan in which the dropped experts of `plan` are replaced as settings["replacement"] says:
-    by constants, or by merging. `plan` retains whole experts, and is returned itself for "none".
-    Other arguments are as in `plan_from_scores`. UserError for routers that a grouping cannot
-    compare."""
+    """`plan`, a plan of whole experts, with its dropped experts replaced as settings["replacement"]
+    says: by constants ("mean_output") or by merging (a name in `grouping.GROUPINGS`). `plan` itself
+    for "none". Other arguments are as in `plan_from_scores`. UserError for routers that a grouping
+    cannot compare."""
     name = settings.get("replacement", "none")
     if name == "none":
         return plan
@@ -182,8 +182,9 @@ def merge_experts(
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
     """Layer -> number of experts, or channels, whose ids decided whether they are retained, because
-    a retained and a dropped one have the same score. Layers without such ties are left out.
-    Arguments are as in `make_plan` and `make_channel_plan`."""
+    they share their score with both a retained and a dropped expert or channel of their group.
+    Layers without such ties are left out. Arguments are as in `make_plan` and
+    `make_channel_plan`."""
     counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])
@@ -203,8 +204,8 @@ def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[
 
 
 def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
-    """Whether each expert or channel is retained, in the shape of `scores`, (E,) or (E, I); False
-    for replaced experts."""
+    """Whether each expert or channel is retained, in the shape of `scores`: (E,) or (E, I). False
+    for experts that are replaced."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
     # replaced experts have no channels
@@ -214,8 +215,8 @@ def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
 def _competing_scores(
     layer: int, scores: ArrayLike, router: Mapping[str, Any]
 ) -> NDArray[numpy.float64]:
-    """A copy of the scores of a layer, with infinity for protected experts, which are then dropped
-    last."""
+    """A copy of the scores of a layer, (E,) or (E, I), with infinity for protected experts, so that
+    they are dropped last."""
     values = finite(layer, scores).copy()
     values[list(router.get("protected", ()))] = numpy.inf
     return values

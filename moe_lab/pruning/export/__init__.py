@@ -56,8 +56,8 @@ def export(
 
     `shape`: see moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
     configuration cannot describe get a model type of their own, whose code is written beside the
-    weights. The result has the shards, config.json (edited), tokenizer and other files of the
-    original, plan.json, and a model card, and is complete as soon as it exists. UserError when the
+    weights. `out` is returned, with the shards, config.json (edited), tokenizer and other files of
+    the original, plan.json and a model card; it is complete as soon as it exists. UserError if the
     plan does not fit, was made for another model (unless `any_model`) or still has to be aligned,
     when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
     MoE block, or when transformers could not load the export.
@@ -130,8 +130,8 @@ def _open_source(
 
 
 def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """The key of `card.LOADING` for the export with the config.json `new_config` and the files of
-    `code`."""
+    """The key of `card.LOADING` for an export: "uneven" if the config.json `new_config` describes
+    unequal layers, "ported" if there are files of `code`, else "stock"."""
     if LAYERS_FIELD in new_config:
         return "uneven"
     return "ported" if code else "stock"
@@ -140,8 +140,9 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Run `check.check`, in a child process unless torch is imported already, so that this process
-    stays small."""
+    """Run `check.check` with these arguments: in this process if torch is imported already,
+    otherwise in a child process, so that this process stays small. Raises the child's UserError,
+    and RuntimeError for any other error of the child."""
     arguments: dict[str, Any] = {
         "source": str(source),
         "written": str(written),

@@ -58,8 +58,8 @@ def model_card(
     """The model card in Markdown: what was pruned and how, how to load the model (`kind`: a key of
     `LOADING`) and how large it is. `unpruned_bytes` and `written`: bytes of all weights before and
     after pruning; `zeros`: bytes of zeros that only fill the `shape`. `left_out`: layers of the
-    original that are not written. The card `original` follows. Its front matter (licence and so on)
-    is inherited, except for the fields in `OF_ORIGINAL`."""
+    original that are not written. The text of the card `original` follows. Its front matter
+    (licence and so on) is inherited, except for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
@@ -133,8 +133,8 @@ def _summary(plan: Plan) -> str:
 
 
 def _inherited_fields(front: str) -> str:
-    """The original's front matter without the fields in `OF_ORIGINAL`; unchanged if it has none of
-    them."""
+    """The original's front matter without the fields in `OF_ORIGINAL`. Unchanged if it has none of
+    them or is not a mapping in YAML; "" if no other field remains."""
     try:
         fields = yaml.safe_load(front)
     except yaml.YAMLError:
@@ -146,6 +146,7 @@ def _inherited_fields(front: str) -> str:
 
 
 def split_card(card: str) -> tuple[str, str]:
-    """The front matter of a card without its fences, and the text after it."""
+    """(the front matter of a card without its fences, the text after it); ("", `card`) for a card
+    without front matter."""
     match = FRONT_MATTER.match(card)
     return (f"{match['front']}\n", card[match.end() :]) if match else ("", card)

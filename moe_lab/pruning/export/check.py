@@ -23,10 +23,11 @@ ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
 def check(
     source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
-    """Raise UserError unless the plan in folder `written` fits the model in folder `source`, as for
-    `prune`, and the model that `written` describes has the experts and routers of the pruned model,
-    and takes all of `tensors`, name -> (type, shape). transformers builds both models, without
-    weights; a model type for which transformers has no code is not checked."""
+    """Raise UserError unless three conditions hold: the plan in folder `written` fits the model in
+    folder `source`, as for `prune`; the model that `written` describes has the experts and routers
+    of the pruned model in `shape`; and it takes all of `tensors`, name -> (type, shape).
+    transformers builds both models, without weights. A model type for which transformers has no
+    code is not checked."""
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))

@@ -52,11 +52,11 @@ class Constant:
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The bytes, block by block; no file is read."""
-        count = self.size // len(self.pattern)
+        """The bytes of the repeated pattern, in blocks of about BLOCK bytes; no file is read."""
+        repeats = self.size // len(self.pattern)
         per_block = max(BLOCK // len(self.pattern), 1)
-        for start in range(0, count, per_block):
-            yield self.pattern * min(per_block, count - start)
+        for start in range(0, repeats, per_block):
+            yield self.pattern * min(per_block, repeats - start)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Matrix:
     dtype: str
 
     def read(self, folder: Path) -> NDArray[Any]:
-        """The bits of the matrix."""
+        """The bits of the matrix (rows, columns), as unsigned integers of the width of its type."""
         bits = numpy.fromfile(
             folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
         )
@@ -109,25 +109,28 @@ class Projection:
 
     @property
     def _width(self) -> int:
-        """Channels of the result: as many as in the file, unless some are dropped or zeros are
-        added."""
+        """Number of channels of the result: as many as in the file, unless channels are dropped or
+        channels of zeros are added."""
         in_file = self.matrix.columns if self.down else self.matrix.rows
         channels = self.stored.members[0].channels
         return in_file if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
+        """Bytes of a channel of the result: H numbers."""
         hidden = self.matrix.rows if self.down else self.matrix.columns
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bits of the result, row-major. Numbers are converted only for sums, and if their type
-        is not that of the result."""
+        """The bytes of the result, row-major, in one block; nothing for a result without channels.
+        The bits in the file are converted to numbers only for sums of members, and if their type is
+        not that of the result."""
         is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
         def channels_first(expert: int) -> NDArray[Any]:
-            """The projection of an expert, with channels as rows."""
+            """The projection of an expert, with channels as rows: numbers if `converts`, otherwise
+            bits."""
             matrix = self.matrices[expert]
             values = matrix.read(folder)
             if converts:
@@ -135,7 +138,7 @@ class Projection:
             return values.T if self.down else values
 
         if self._width:
-            # `channels_first` gives numbers already, and `_bits` rounds
+            # nothing is left to widen or to round: `channels_first` gives numbers, `_bits` rounds
             result = self.stored.projection(
                 channels_first, lambda numbers: numbers, lambda total, _: total
             )
@@ -147,7 +150,7 @@ class Projection:
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The numbers of a type with these bits, as fp32, or fp64 for F64."""
+    """The numbers that `bits` are in the type `dtype`: as fp64 for F64, otherwise as fp32."""
     if dtype == "BF16":  # the upper half of fp32
         return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
     values = numpy.ascontiguousarray(bits).view(FLOATS[dtype])
@@ -156,12 +159,12 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The bits of numbers in a type, rounded to nearest, ties to even."""
+    """The bits of `values` in the type `dtype`, rounded to nearest, ties to even."""
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
-    wide = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
-    # adds half of the lowest bit that is kept, or one less if that bit is 0
-    bits: NDArray[Any] = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(numpy.uint16)
+    fp32_bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
+    # adds half of the lowest of the upper 16 bits, less one unit if that bit is 0: ties to even
+    bits: NDArray[Any] = ((fp32_bits + 0x7FFF + (fp32_bits >> 16 & 1)) >> 16).astype(numpy.uint16)
     return bits
 
 

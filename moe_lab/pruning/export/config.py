@@ -51,7 +51,7 @@ ANY_DIGIT = "[0-9]"
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
     text = config.get("text_config", config)
-    # a field holds one number, or a number for each layer
+    # a field holds a number, or a list with a number for each layer
     top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
@@ -64,10 +64,10 @@ def describe_export(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json for `form`, and the code needed to load the export: file name -> text; empty for
-    a stock checkpoint. `names`: names of the written tensors; if no tensor is of layers that
-    predict several tokens, config.json counts no such layers. A quantised model's lists of modules
-    name experts by their new numbers. UserError when config.json is of another model or of a pruned
-    model whose layers differ, or when transformers has no class to build on."""
+    a stock checkpoint. `config`: the original's config.json. `names`: names of the written tensors;
+    without tensors of layers that predict several tokens, the new config.json counts no such
+    layers. A quantised model's lists of modules name experts by their new numbers. UserError when
+    `config` is of a pruned model whose layers differ, or transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -109,10 +109,10 @@ def describe_export(
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot
-    describe. The export has a model type of its own, so that no stock class fills missing weights
-    with random numbers. `LAYERS_FIELD` has the shape of each layer, and the fields that a program
-    has to restore to load the checkpoint by a class of the family."""
+    """`config`, edited for a checkpoint whose layers differ, or that the family's configuration
+    cannot describe. The export has a model type of its own, so that no stock class fills missing
+    weights with random numbers. `LAYERS_FIELD` has the shape of each layer, and the original values
+    of the replaced fields, which a program restores to load the checkpoint by a family's class."""
     kind = config.get("model_type", "")
     check_causal(kind)
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
@@ -134,7 +134,8 @@ def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
 
 
 def _code(kind: str) -> dict[str, str]:
-    """Name -> text of the files that build a model of type `kind` whose layers differ."""
+    """Name -> text of the files that build a model whose layers differ, with the classes of the
+    model type `kind`: those of its port in this package, or of transformers without a port."""
     folder = Path(__file__).parents[2] / "exported_code"
     port = port_of(kind)
     texts = {
@@ -155,8 +156,8 @@ def _code(kind: str) -> dict[str, str]:
 
 
 def check_causal(kind: str) -> None:
-    """Raise UserError unless transformers has the code of causal language models of this model
-    type."""
+    """Raise UserError unless transformers has code for causal language models of the model type
+    `kind`."""
     if not has_causal_model(kind):
         raise UserError(
             f"model_type={kind}: layers and experts of another shape can only be exported for "
@@ -165,8 +166,9 @@ def check_causal(kind: str) -> None:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """`config` with experts of `width` channels; None if a stock model cannot have them, because
-    the same field also sets another size, such as that of shared experts."""
+    """A copy of `config` with experts of `width` channels. None if a stock model cannot have such
+    experts: no field of `config` sets the width, or the field also sets another size, such as the
+    width of shared experts."""
     check_causal(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:  # the width is the default of the model's class
@@ -176,7 +178,8 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of the model that `config` describes, without its routed experts."""
+    """Name -> shape of each parameter of the model that `config` describes, except the parameters
+    of routed experts."""
     # imported late: most exports need neither torch nor transformers, whose import takes seconds
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -199,16 +202,16 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of the content of a JSON file in which modules of experts have their new numbers, as
-    in a quantisation's lists of modules that are not quantised. `written`: layer -> original ids of
-    its written experts, in order. List items and fields that name another expert are left out.
-    Raises UserError for a name that refers to experts by number in several layers."""
+    """A copy of `content`, the content of a JSON file, in which names of modules have the new
+    numbers of experts, as in a quantisation's lists of modules that are not quantised. `written`:
+    layer -> original ids of its written experts, in order. List items and fields that name an
+    expert that is not written are left out. UserError for a name of experts in several layers."""
     if isinstance(content, dict):
         renamed = {
             _renumbered_name(key, written): renumbered(value, written)
             for key, value in content.items()
         }
-        renamed.pop(None, None)
+        renamed.pop(None, None)  # the fields of experts that are not written
         return renamed
     if isinstance(content, list):
         items = [
@@ -235,8 +238,10 @@ def renumbered_files(
 
 
 def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
-    """The name with the expert's new number; None for an expert that is not written."""
+    """The name with the expert's new number; the same name if it names no expert of a layer in
+    `written`; None for an expert that is not written. UserError as for `renumbered`."""
     match = EXPERT_NAME.search(name)
+    # the name without the numbers that are understood: another number is of several layers
     unmatched = f"{name[: match.start()]} {name[match.end() :]}" if match else name
     if OTHER_NUMBER.search(unmatched.replace(ANY_DIGIT, "")):
         raise UserError(

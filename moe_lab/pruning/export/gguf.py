@@ -51,8 +51,8 @@ AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)
 
 
 def converter(export: ExportConfig) -> Path:
-    """llama.cpp's converter: export.converter, or the one that `make llama` fetched. UserError when
-    there is none."""
+    """Path of llama.cpp's converter: export.converter, or, if that is null, the converter that
+    `make llama` fetched. UserError when the file does not exist."""
     path = FETCHED if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
@@ -97,8 +97,9 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`; None if PRE_TOKENIZERS
-    does not have this pre-tokenizer."""
+    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`. None if PRE_TOKENIZERS
+    does not have this pre-tokenizer, and for tokenizers that are not BPE, normalise the text or
+    ignore merges."""
     tokenizer = read_json_if_there(folder / "tokenizer.json")
     model = tokenizer.get("model") or {}
     steps = tokenizer.get("pre_tokenizer") or {}
@@ -112,8 +113,9 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _output_type(checkpoint: Path) -> str:
-    """The converter's output type that keeps all numbers. The converter stores vectors and routers
-    in fp32 with any output type."""
+    """The converter's output type that keeps all numbers: the type of all matrices, or fp32 if they
+    have several types. Vectors and routers do not count, because the converter stores them in fp32
+    with any output type. UserError for a type that GGUF cannot hold."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:
@@ -127,7 +129,10 @@ def _output_type(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter to its end. The converter is killed if this process dies."""
+    """Run the converter `path` with `arguments` to its end in a child process, which is killed if
+    this process dies. `pre`: as in `gguf_worker.convert`. If the converter fails, the end of its
+    log is printed, and an error is raised: Unavailable if the child was killed or the disk is full,
+    otherwise UserError."""
     search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
     with Child(

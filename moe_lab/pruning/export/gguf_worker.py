@@ -10,12 +10,13 @@ from typing import Any
 
 
 def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter's main function with these arguments. `pre`: the converter's name for the
-    model's pre-tokenizer, used if the converter does not recognise the vocabulary; None if
-    unknown."""
+    """Run the main function of the script `converter` with the command line `arguments`. `pre`: the
+    converter's name for the model's pre-tokenizer (None: unknown), used if the converter does not
+    recognise the vocabulary."""
     sys.path[:0] = [str(Path(converter).parent), str(Path(converter).parent / "gguf-py")]
     script = importlib.import_module(Path(converter).stem)
-    # No code of a checkpoint is run; transformers would wait 15 s for a user to allow it.
+    # No code of a checkpoint is run. Without this timeout, transformers would wait 15 s for a user
+    # to allow the code.
     remote: Any = importlib.import_module("transformers.dynamic_module_utils")
     remote.TIME_OUT_REMOTE_CODE = 0
     library = sys.modules.get("conversion.base", script)

@@ -39,8 +39,8 @@ class Block:
     def __init__(
         self, tensors: Mapping[str, tuple[Entry, BlockTensor]], layer: LayerForm, count: int
     ) -> None:
-        """`tensors`: name -> its entry in the file and its role in the block. `count`: number of
-        experts."""
+        """`tensors`: name of each tensor of the block -> its entry in the file and its role in the
+        block. `layer`: the form of the layer. `count`: number of experts before pruning."""
         self.tensors = tensors
         self.layer = layer
         self.count = count
@@ -54,9 +54,10 @@ class Block:
         """(role, expert) -> projection; empty until `read_matrices`."""
 
     def read_matrices(self, family: Family, width: int | None) -> None:
-        """Find the projections of all experts, of `width` channels each, if the export changes
-        experts. UserError for any other tensor of experts, and for a family whose channels cannot
-        be removed."""
+        """Fill `matrices` with the projections of all experts, of `width` channels each. Nothing is
+        done for a plan of whole experts (`width` None) or if all stored experts are copies or
+        zeros. UserError for a tensor of experts that is not a projection, and for a family whose
+        channels cannot be removed."""
         if width is None or not self.layer.changed:
             return
         if family.unfit:
@@ -69,7 +70,9 @@ class Block:
                 self.matrices[role, expert] = matrix
 
     def piece(self, name: str) -> Piece | None:
-        """The exported form of the tensor `name`; None if nothing is written for it."""
+        """The exported form of the tensor `name`. None if nothing is written for it: the tensor is
+        of an expert that is dropped, or of experts that `packed` writes. UserError for a tensor of
+        unknown kind."""
         entry, block_tensor = self.tensors[name]
         retained = self.layer.experts
         if block_tensor.kind == "unknown":
@@ -100,7 +103,8 @@ class Block:
         return Piece(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
 
     def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
-        """`shape`, the shape of a tensor of experts, with the number of channels in the export."""
+        """The exported shape of a tensor of experts: `shape`, with the number of channels in the
+        export. `shape` itself if that number is as before, or the tensor has no channels."""
         if (
             self.layer.width is None
             or block_tensor.axes is None
@@ -108,13 +112,15 @@ class Block:
         ):
             return shape
         resized = list(shape)
+        # a tensor of gate and up has the channels of both on one axis
         resized[block_tensor.axes.channels] = self.layer.width * len(block_tensor.axes.roles)
         return tuple(resized)
 
     def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
-        """The chunks that are written for the experts of a stack, or for one expert."""
+        """The chunks of an exported tensor of experts: of all stored experts for a stack, or of the
+        expert of `block_tensor`. An expert is zeros, a copy of bytes, or computed projections."""
         is_stack = block_tensor.kind == "stack"
-        size = entry.size // self.count if is_stack else entry.size
+        size = entry.size // self.count if is_stack else entry.size  # bytes of one expert
         for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
             if is_stack or block_tensor.expert == expert:
                 if not stored.members:
@@ -148,13 +154,14 @@ class Block:
     def _projection(
         self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
     ) -> Projection:
-        """One projection of a stored expert, in the type `dtype`."""
+        """The projection `role` (gate, up or down) of a stored expert, in the type `dtype`.
+        `as_rows`: as in `Projection`."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
         return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless the block has all its experts and one router that can bar dropped
-        experts."""
+        """Raise UserError unless the block has all its experts, with the same tensors each, and one
+        router, which can bar dropped experts if the form has any."""
         block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
         kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
         layer = block_tensors[0].layer
@@ -187,7 +194,7 @@ class Block:
 def pieces(
     checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
 ) -> dict[str, list[Piece]]:
-    """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed
+    """File -> tensors of the exported checkpoint, in the order of the original's bytes, packed
     experts first. All layers that predict several tokens are left out if one of them has experts.
     UserError when the blocks on disk are not those of the plan, experts or a router are missing, a
     tensor is not known, or the form cannot be written."""
@@ -226,8 +233,9 @@ def pieces(
 def _matrices(
     name: str, entry: Entry, block_tensor: BlockTensor, count: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) for each projection in a tensor of one expert or of all `count`
-    experts, of `width` channels each."""
+    """(role, expert, matrix) for each projection in the tensor `name`, which has one expert or all
+    `count` experts, of `width` channels each. UserError for biases, for tensors without channels,
+    and for types whose numbers cannot be read."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -253,14 +261,16 @@ def _matrices(
 
 
 def _common_type(types: set[str]) -> str:
-    """The narrowest type of `UNSIGNED` that holds all numbers of `types` exactly."""
+    """The narrowest type that holds all numbers of `types` exactly: the type itself if there is
+    only one, otherwise F64 or F32."""
     if len(types) == 1:
         return next(iter(types))
     return "F64" if "F64" in types else "F32"
 
 
 def expert_type(checkpoint: Checkpoint) -> str:
-    """The type of the weights of routed experts. Raises UserError when the checkpoint has none."""
+    """The type of the weights of routed experts. UserError when the checkpoint has no routed
+    experts."""
     for name, block_tensor in Family().block_tensors(checkpoint.tensors).items():
         if block_tensor.kind in ("expert", "stack"):
             return checkpoint.tensors[name].dtype
@@ -280,7 +290,8 @@ def unchanged(name: str, entry: Entry) -> Piece:
 
 
 def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: int) -> Piece:
-    """The retained rows of a tensor whose axes before `axis` have size one."""
+    """A tensor cut down to the experts `retained` of all `count` along `axis`. Raises UserError
+    unless the tensor has `count` entries there, and all axes before `axis` have size 1."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
@@ -294,7 +305,9 @@ def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: 
 
 
 def _bar_dropped(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
-    """A routing vector in which dropped experts have a bias so low that they are never chosen."""
+    """A copy of the routing vector `piece`, in which the dropped experts of `layer` have a bias so
+    low that they are never chosen; `piece` itself if no expert is dropped. UserError for a type
+    without such a number in NEVER."""
     if not layer.dropped:
         return piece
     if entry.dtype not in NEVER:

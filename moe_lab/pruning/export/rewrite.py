@@ -62,7 +62,8 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
 
 
 def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
-    """Write config.json, the index and the model card for the shards in `target`."""
+    """Write config.json, the index (if `folder` has an index) and the model card for the shards in
+    `target`, from the files in `folder` and the `changes`."""
     entries = {
         name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
     }
@@ -76,9 +77,9 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
-    """Write one shard. Bytes for its header are reserved at its start, because its tensors are
-    known only at its end. Tensors after which the next would be unaligned (`ALIGNMENT`) are written
-    last."""
+    """Write one shard with `changes` into `folder`. Bytes for its header are reserved at its start,
+    because its tensors are known only when the last of them is written. Tensors whose size is no
+    multiple of `ALIGNMENT` are written last, so that all tensors before them are aligned."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
     reserved = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
@@ -108,8 +109,8 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
 
 
 def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any]:
-    """Write the bytes of a tensor; returns its entry for the header of a file whose data begin at
-    `start`."""
+    """Write the bytes of a tensor at the position of `target`. Returns the tensor's entry for the
+    header; the data of the file, from which its offsets count, begin at `start`."""
     begin = target.tell() - start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return {

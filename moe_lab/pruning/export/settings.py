@@ -17,8 +17,8 @@ shapes or offsets beside the weights."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
-    """Raise UserError if a checkpoint quantised by `method` (None: not quantised) cannot be
-    exported in this `shape`, or at all if the plan removes `channels`."""
+    """Raise UserError if the plan removes `channels` from a checkpoint quantised by `method`, or if
+    such a checkpoint cannot be exported in this `shape`. `method` None: not quantised, no error."""
     if method is None:
         return
     if channels:
@@ -71,8 +71,8 @@ def wrong(
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError if the export is a GGUF file in a shape with unequal layers; `allocation` is
-    the name of an allocation that makes layers or experts unequal."""
+    """Raise UserError if the export is a GGUF file in a shape other than masked. `allocation`: the
+    name of an allocation that makes layers or experts unequal, which only masked evens out."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

@@ -89,36 +89,36 @@ def verify(
 
 
 def _all_experts(layer: MoELayer, written: MoELayer, plan: LayerPlan, hidden: torch.Tensor) -> Pair:
-    """The outputs of all retained experts of a layer, each for at least one row of `hidden` (T,
-    H)."""
+    """Name, expected and actual outputs of all retained experts of a layer, each for at least one
+    row of `hidden` (T, H): expected from `layer` under `plan`, actual from the `written` layer."""
     retained = torch.tensor(plan.retained, device=hidden.device)
-    positions = retained
+    positions = retained  # of the retained experts in `written`
     if written.n_experts != layer.n_experts:
         positions = torch.arange(len(retained), device=hidden.device)
-    turn = torch.arange(
+    indices = torch.arange(
         ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
     ) % len(retained)
-    turn = turn.reshape(-1, len(hidden)).T  # (T, K): each row takes the next experts in turn
-    ones = hidden.new_ones(turn.shape)
+    indices = indices.reshape(-1, len(hidden)).T  # (T, K): each row takes the next experts in turn
+    gates = hidden.new_ones(indices.shape)
     with ExitStack() as stack:
         if plan.channels is not None:
             replace_experts(layer, lambda _: planned_experts(layer, plan), stack)
-        expected = layer.experts(hidden, retained[turn], ones)
-    actual = written.experts(hidden, positions[turn], ones)
+        expected = layer.experts(hidden, retained[indices], gates)
+    actual = written.experts(hidden, positions[indices], gates)
     return "outputs of all retained experts, called in turn,", expected, actual
 
 
 def _align(module: nn.Module) -> None:
-    """Copy weights that start in the middle of a cache line, as in a memory-mapped file, so that
-    they are aligned."""
+    """Copy each weight of `module` that does not start at a multiple of ALIGNMENT, as in a
+    memory-mapped file, to aligned memory."""
     for weight in module.parameters():
         if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
 
 
 def _difference(location: str, compared: Pair, bound: float) -> float:
-    """The relative difference of two outputs. Raises UserError, naming the `location`, when it is
-    above `bound`."""
+    """The relative difference of the two outputs in `compared`. UserError, naming the `location`,
+    when the difference is above `bound` or NaN."""
     name, expected, actual = compared
     difference = _relative_difference(expected.flatten(0, -2), actual.flatten(0, -2))
     if not difference <= bound:
@@ -131,8 +131,8 @@ def _difference(location: str, compared: Pair, bound: float) -> float:
 
 
 def _relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference of (T, H) numbers, relative to the largest expected number in its row
-    or in its column, whichever is smaller."""
+    """The largest difference of (T, H) numbers. Each difference is relative to the largest expected
+    number in its row or in its column, whichever is smaller."""
     size = expected.float().abs()
     scale = torch.minimum(size.amax(0, keepdim=True), size.amax(1, keepdim=True)).clamp(min=1e-30)
     return float(((expected.float() - actual.float()).abs() / scale).max())

@@ -32,8 +32,8 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with an empty folder, which becomes `target` at the end; if the context fails,
-    nothing stays."""
+    """A context with an empty folder beside `target`, which is renamed to `target` at the end. If
+    the context fails, the folder is removed."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
@@ -47,8 +47,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A context with a file to write, which is on the disk at the end, so that a crash after the
-    folder was renamed loses nothing."""
+    """A context with a new file for writing. At the end its bytes are on the disk, so that a crash
+    after its folder was renamed loses nothing."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -89,8 +89,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_others(folder: Path, target: Path) -> None:
-    """Copy the files beside the weights of a checkpoint, such as its tokenizer, to the same paths
-    in `target`."""
+    """Copy the files of the checkpoint in `folder` that are no weights, such as its tokenizer, to
+    the same paths in `target`. Indices, hidden files and files with a suffix in NOT_COPIED are left
+    out."""
     for file in files_of(folder):
         if (
             file.suffix not in NOT_COPIED
@@ -103,12 +104,12 @@ def copy_others(folder: Path, target: Path) -> None:
 
 
 def header_bytes(fields: Mapping[str, Any], least: int = 0) -> bytes:
-    """The beginning of a safetensors file with the header `fields`, at least `least` bytes long,
-    and padded so that the data after it are aligned."""
+    """The beginning of a safetensors file: the length of the header and the header `fields`. It is
+    at least `least` bytes long, and padded so that the data after it are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     size = max(least, 8 + len(text))
     size += -size % ALIGNMENT
-    # the first 8 bytes are the length of the others
+    # the first 8 bytes are the length of the header with its padding
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
