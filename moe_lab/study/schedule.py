@@ -117,13 +117,15 @@ class Schedule:
             self.condition.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """After a pause, move a step that another run is computing from `running` to `waiting`."""
+        """Wait for POLL seconds, and then move a step that another run is computing from `running`
+        back to `waiting`."""
         time.sleep(POLL)
         with self.condition:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
     def finish(self, step: Step, *, computed: bool = True) -> None:
-        """Move a step to `finished`. `computed`: whether this run has computed it."""
+        """Move a step to `finished`. `computed`: whether this run has computed the step, whose time
+        is then added to `ended`."""
         with self.condition:
             self.waiting.pop(step.id, None)
             # a step that this run has not computed may be missing in `running`
@@ -144,10 +146,10 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark steps with a stored error of an earlier run as failed.
+    """Mark waiting steps for which an earlier run has stored an error as failed.
 
-    With retry=failed, after a change of the code, or if installed packages caused the error, the
-    error is removed instead, so that the step is tried again.
+    In three cases the stored error is removed instead, so that the step is tried again: with
+    retry=failed, after a change of the code, and if installed packages caused the error.
     """
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting:  # skipped, as it needs a failed step
@@ -169,8 +171,9 @@ Execute = Callable[[Step, Path], None]
 def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
-    """Compute steps until no step is waiting. Each step is claimed, executed and published.
-    `subset`: ids of the steps to compute, see `Schedule.take`."""
+    """Compute steps until no step is waiting. Each step is claimed, computed by `execute` and
+    published. Failures are entered in `schedule`, and stored unless they are transient. `subset`:
+    ids of the steps to compute, see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
         try:
@@ -192,14 +195,15 @@ def work(
                 else:
                     store.fail(step, error.document)
             schedule.fail(step, error)
-        except (OSError, StoreGone) as error:
+        except (OSError, StoreGone) as error:  # of the store: the step itself raises StepError
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.pack_regularly()
     packing.pack(last=True)
 
 
 def _input_error(step: Step) -> StepError:
-    """The error of a step whose input `step` is missing or damaged."""
+    """The error of a step whose input `step` is missing or damaged. It is transient, as the next
+    run computes the input again."""
     message = (
         f"{step.folder} was removed or damaged after it was finished: start the study again "
         "to compute it"
@@ -224,12 +228,13 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         self.child: Child | None = None
 
     def __exit__(self, *_: object) -> None:
+        """Let the process end, if it was started."""
         if self.child:
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Compute `step` in the process. Raises StepError when the step fails or the process
-        dies."""
+        """Compute `step` in the process, with results in the folder `scratch`. Raises StepError
+        when the step fails or the process dies. The log of a small step is moved to `log`."""
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
         self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
@@ -287,10 +292,13 @@ class InProcessExecutor(WorkerProcess):
     the store."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
+        """`models`: loaded models that other executors share; None for models of its own."""
         super().__init__(store)
         self.models = models or Models()
 
     def __call__(self, step: Step, scratch: Path) -> None:
+        """Compute `step` in this process, or in the worker process if the class docstring says so.
+        Raises StepError when the step fails."""
         if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return
@@ -311,7 +319,7 @@ def inform(sentence: str, style: str | None = None) -> None:
 
 
 def print_notices(store: Store) -> None:
-    """Print the notices of the store, and remove them from the list."""
+    """Print the notices of the store, the oldest first, and remove them from the list."""
     while store.notices:
         inform(f"moe_lab: {store.notices.pop(0)}")
 
@@ -354,7 +362,8 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
 
 
 def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
-    """The time left as text. `unknown_kinds`: kinds of steps that `seconds` leaves out."""
+    """The time left as text. `seconds`: estimated time. `unknown_kinds`: kinds of the steps that
+    have no estimate, and that `seconds` therefore leaves out."""
     if seconds < 60:
         return "time left unknown" if unknown_kinds else "less than 1 min left"
     text = f"about {seconds / 60:.0f} min left"
@@ -363,8 +372,9 @@ def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
 
 @contextmanager
 def show_regularly(status: Callable[[], str]) -> Iterator[None]:
-    """Show a status until the block ends: on a terminal in a line that is overwritten every second,
-    otherwise as a printed line every minute."""
+    """Show the text that `status` returns, with the minutes since the block began, until the block
+    ends: on a terminal in a line that is overwritten every second, otherwise as a printed line
+    every minute."""
     start = time.monotonic()
     end_event = threading.Event()
 

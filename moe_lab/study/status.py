@@ -83,7 +83,8 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. Damaged documents add notices to the store.
+    """The state of a study that was run at least once. If a job should have written the record and
+    has not, the record is listed as a missing step. Damaged documents add notices to the store.
     Raises UserError when no run has an undamaged plan."""
     _check_records(store, study)
     study_runs = runs(store, study)
@@ -107,8 +108,8 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
-    """States of the steps in the `plan` of a run, in the order of the plan. `jobs`: all jobs of the
-    study by id. `queue`: the jobs of the study in Slurm's queue by id."""
+    """States of the steps in the `plan` of a run, in the order of the plan: the state of a step is
+    the first that applies. `jobs`: all jobs of the study by id. `queue`: those in Slurm's queue."""
     job_of = _last_jobs(jobs, queue)
     finished = store.present()
     claim_times = store.claims.active()
@@ -128,7 +129,7 @@ def _step_states(
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
-        elif job_id is None and start in active_steps:
+        elif job_id is None and start in active_steps:  # a run without jobs will compute it
             state = "pending"
         else:
             state = "missing"
@@ -137,8 +138,8 @@ def _step_states(
 
 
 def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]) -> dict[str, str]:
-    """Start of a step's id -> id of a job of the step: the first job that is in the queue, or else
-    the last job."""
+    """Start of a step's id -> id of one of the jobs that were submitted for the step: the first of
+    them that is in the queue, or else the last."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -156,10 +157,10 @@ def _check_records(store: Store, study: str) -> None:
 
 
 def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
-    """Id of the job that should have finished a study, and has not. Such a job writes the record,
-    the report and the tracker's runs. Only the last run with such a job counts; None if no run has
-    one. None, too, if this run or a later run is active or complete, or if a later run without such
-    a job has a record."""
+    """Id of the job that should have finished a study, and has not; None if there is none. Such a
+    job writes the record, the report and the tracker's runs. Only the last run with such a job
+    counts. None, too, if this run or a later run is active or complete, or if a later run without
+    such a job has a record. `study_runs`: oldest first."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -172,8 +173,8 @@ def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
 
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
-    """Id -> job in Slurm's queue, for the `jobs` that are in it; and the error of the scheduler if
-    it does not answer, otherwise "". The error is not raised, as the store alone still gives a
+    """Id -> job in Slurm's queue, for those of `jobs` that are in it; and "". If the scheduler does
+    not answer: {}, and its error as text. The error is not raised, as the store alone still gives a
     useful state."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
@@ -239,10 +240,11 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_jobs(study: StudyState) -> None:
-    """Print the number of jobs in the queue by kind and state."""
+    """Print the number of jobs in the queue by kind and state. The job that writes the record is
+    left out."""
     counts: Counter[str] = Counter()
-    for name, queued in study.queue.items():
-        kind = study.jobs[name].kind
+    for job_id, queued in study.queue.items():
+        kind = study.jobs[job_id].kind
         if kind != RECORD:
             reason = f" ({queued.reason})" if queued.is_pending else ""
             counts[f"{kind} jobs {queued.state.lower()}{reason}"] += 1
@@ -251,7 +253,7 @@ def _print_jobs(study: StudyState) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """A number of seconds as text, such as 1:05:00."""
+    """A number of seconds as text in hours, minutes and seconds, such as 1:05:00."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -270,8 +272,9 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a line for each reason why steps are not done. The line names the first such step. If
-    this step has failed, is running or is missing, the end of its log follows."""
+    """Print a line for each reason why steps are not done. The line names the first step with this
+    reason, and how many more there are. If the named step has failed, is running or is missing, the
+    end of its log follows."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
@@ -290,7 +293,7 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
     the log of its job if there is such a log, as the job may have died before it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
-        name = f"{step.job}_0_log.err"  # the name that submitit gives
+        name = f"{step.job}_0_log.err"  # the name that submitit gives to the output of the job
         logs = [*(run.logs / name for run in runs(study.store, study.study)), *logs]
     for log in logs:
         if log.exists():
@@ -302,8 +305,8 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash all files of the finished steps, and print the files that are missing or damaged.
-    Returns the exit code: 1 if there are such files, or if the store has notices of damaged
-    documents, otherwise 0."""
+    Damaged steps are removed from packs, but not from folders. Returns the exit code: 1 if there
+    are such files, or if the store has notices of damaged documents, otherwise 0."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
     damaged_count = 0
@@ -323,8 +326,8 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 
 
 def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print the folders of finished steps. The files of steps in packs are copied to
-    unpacked/KIND/NAME, below the current folder."""
+    """Print the folder of each finished step among `steps`. The files of a step in a pack are first
+    copied to unpacked/KIND/NAME, below the current folder, and this folder is printed."""
     for step in steps:
         if step.state != "done":
             continue
@@ -344,7 +347,8 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
-    """Why a step is not done."""
+    """Why a step is not done, as text: the error, the input, the job or the process that it depends
+    on, and what starts it again."""
     if step.state == "failed":
         error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
@@ -369,8 +373,8 @@ def _reason(study: StudyState, step: StepState) -> str:
 
 @cache
 def _job_end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, as text. The answer is cached, so that there is one query per
-    job."""
+    """How a job of a study ended, as text, or that Slurm does not say it. The answer is cached, so
+    that there is one query per job."""
     with suppress(UserError):
         if state := scheduler.job_state(job).get("JobState"):
             return state.lower()
@@ -378,7 +382,8 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean seconds of at most SAMPLE finished steps among `steps`; None if there are none."""
+    """Mean of the seconds that finished steps among `steps` took, of which at most SAMPLE are read.
+    None if none of these has readable times."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         # the next run, or verify, reports a damaged step

@@ -43,7 +43,8 @@ class StepFields:
     """Names of the fields that are not in `runtime`, which determine the identity."""
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass a frozen dataclass, and find its `_identity_fields`."""
+        """Make the subclass a frozen dataclass, and find its `_identity_fields`: those that neither
+        this class nor a class above it names in `runtime`."""
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
         as_dataclass: Any = cls  # type checkers do not see that it is a dataclass
@@ -53,8 +54,8 @@ class StepFields:
 
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
-        """Role -> entry, of all fields except those in `runtime`. The role is the name of the
-        field. If the field is a dictionary, each of its keys is a role."""
+        """Role -> entry, of all fields except those in `runtime` and those that are None. The role
+        is the name of the field. If the field is a dictionary, each of its keys is a role."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
@@ -71,9 +72,9 @@ class StepFields:
 
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
-    """Role -> entry, for the value in the role `role`. A step has one entry, whose line has the id
-    of the step. A group of fields has the entries of its own fields. A setting has one entry, whose
-    line has the hash of the setting."""
+    """Role -> entry, for the value of a field or of a key of a dictionary. A step has one entry,
+    with the role `role` and a line that has the id of the step. A setting has one entry, with a
+    line that has the hash of the setting. A group of fields has the entries of its own fields."""
     if isinstance(value, Step):
         return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
@@ -116,6 +117,7 @@ class Step(StepFields):
     runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merges", "plugins"})
 
     def __post_init__(self) -> None:
+        """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen."""
         # not cached: a study has many steps, and few need their entries again
         entries = self.collect_entries().values()
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
@@ -138,13 +140,13 @@ class Step(StepFields):
 
     @property
     def inputs(self) -> dict[str, Step]:
-        """Role -> step whose result this step reads."""
+        """Role -> step whose result this step reads. The steps in `merges` are left out."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if isinstance(value, Step)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Role -> JSON document of a setting in the identity."""
+        """Role -> JSON document of the setting, for all settings in the identity."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if not isinstance(value, Step)}
 
@@ -160,7 +162,8 @@ class Step(StepFields):
 
 
 def identity_document(step: Step) -> dict[str, Any]:
-    """The full identity of a step as JSON, which is stored with its result."""
+    """The full identity of a step as a JSON document, which is stored with its result. Inputs are
+    named by their folders."""
     inputs = {role: needed.folder for role, needed in step.inputs.items()}
     return {"id": step.id, "kind": step.kind, "settings": step.settings, "inputs": inputs}
 

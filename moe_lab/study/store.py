@@ -81,8 +81,8 @@ class Store:
         return packs_in(self.root.absolute())
 
     def create(self) -> Store:
-        """Create the folder if it is missing, and allow writing. Raises UserError when nothing can
-        be written there."""
+        """Create the folder of the store if it is missing, and from now on let methods write to the
+        store. Returns the store itself. Raises UserError when nothing can be written there."""
         self._is_writable = True
         # earlier notices only reported damage; from now on damaged files are also set aside, and
         # a new notice says so
@@ -104,8 +104,9 @@ class Store:
         return self
 
     def _check_marker(self) -> None:
-        """Raise UserError when the marker is of a newer moe_lab, or is damaged in a folder without
-        runs. In a folder with runs, a damaged marker is set aside."""
+        """Raise UserError when the marker was written by a newer moe_lab, or is damaged and the
+        folder has no runs. A damaged marker in a folder with runs is set aside. A missing marker is
+        no error."""
         marker = self.root / MARKER
         try:
             schema = read_sealed(marker, {"schema": int})["schema"]
@@ -139,9 +140,9 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """A context that raises a UserError in place of Damaged, and in place of an OSError that is
-        about a file in the store or a full disk. If the store is gone, the context raises StoreGone
-        in place of any OSError."""
+        """A context that turns errors about the store into sentences for the user. It raises
+        UserError in place of Damaged, and in place of an OSError that is about a file in the store
+        or a full disk. It raises StoreGone in place of any OSError if the store is gone."""
         try:
             yield
         except Damaged as error:
