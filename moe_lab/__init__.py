@@ -283,8 +283,8 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
 
     from moe_lab.errors import UserError
 
-    ids = ["expert", "channel"] if "channel" in scores else ["expert"]
-    columns = ["layer", *ids, "score"]
+    id_columns = ["expert", "channel"] if "channel" in scores else ["expert"]
+    columns = ["layer", *id_columns, "score"]
     missing = [name for name in columns if name not in scores]
     if missing:
         raise UserError(
@@ -300,11 +300,14 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
         )
     table = {}
     for layer, facts in layers.items():
-        shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
-        rows = numbers[numbers["layer"] == layer].sort_values(ids)
-        if not np.array_equal(rows[ids].to_numpy().T, np.indices(shape).reshape(len(shape), -1)):
+        shape = [int(facts[size]) for size in ("n_experts", "width")[: len(id_columns)]]
+        rows = numbers[numbers["layer"] == layer].sort_values(id_columns)
+        if not np.array_equal(
+            rows[id_columns].to_numpy().T, np.indices(shape).reshape(len(shape), -1)
+        ):
             ranges = " and each ".join(
-                f"{name} from 0 to {count - 1}" for name, count in zip(ids, shape, strict=True)
+                f"{name} from 0 to {count - 1}"
+                for name, count in zip(id_columns, shape, strict=True)
             )
             raise UserError(
                 f"plan: the scores of layer {layer} have {len(rows)} rows: expected one for each "

@@ -184,8 +184,7 @@ def job_resources(
     numbers. `seconds`: step -> estimated seconds, or None. `time_limits`: partition -> minutes.
     Estimated minutes are `settings.longest` if the time of a step is unknown, and at most the
     partition's time limit. UserError for GPUs that are set twice, and for a step that is too large
-    for the GPUs.
-    """
+    for the GPUs."""
     needed = list(map(_resources, steps))
     model = needed[0].model
     kind_config = settings.jobs.get(steps[0].kind)

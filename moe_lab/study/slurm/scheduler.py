@@ -205,8 +205,8 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
 
 
 def environment(retained: Collection[str] = ()) -> dict[str, str]:
-    """The environment variables of this process, without variables that change what Slurm's
-    commands do and show. `retained`: names of such variables that stay nevertheless."""
+    """The environment variables of this process, without those that change what Slurm's commands do
+    and show. `retained`: names of variables that stay although they do so."""
     variables = {}
     for name, value in os.environ.items():
         is_other = not name.startswith(SLURM_PREFIXES)
@@ -218,7 +218,7 @@ def environment(retained: Collection[str] = ()) -> dict[str, str]:
 @contextmanager
 def submission_environment(options: Collection[str]) -> Iterator[None]:
     """A context in which sbatch is called. `options`: options of sbatch that the script of the job
-    sets. Since variables of the shell override the script, only variables for other options in
+    sets. Variables of the shell would override the script, so only variables for other options in
     SHELL_OPTIONS remain. In jobs the hub is offline, as all downloads are done before."""
     from_shell = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
     variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}

@@ -85,7 +85,8 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
 
 def _download(steps: Iterable[Step]) -> None:
-    """Download the models and texts that steps read from the hub, as nodes may have no network."""
+    """Download the models and texts that steps read from the hub, each once, as nodes may have no
+    network."""
     downloads: dict[str, Callable[[], object]] = {}
     for step in steps:
         if model := step.resources().model:
@@ -102,17 +103,19 @@ def _download(steps: Iterable[Step]) -> None:
 
 def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
     """Submit jobs for the waiting steps that no pending job will do, and the job that writes the
-    record. `may_repeat`: whether to start again after downloads of more than a minute, during which
-    pending jobs may have ended."""
+    record. Downloads come before that. If they take more than a minute, pending jobs may have ended
+    meanwhile; with `may_repeat`, everything is then done once more."""
     study = submission.study
     config = study.config
     store = study.store
-    earlier = [job for run in runs(store, config.study) for job in run.jobs]
-    pending = pending_jobs(earlier, scheduler.queue(job.user for job in earlier), schedule.waiting)
+    earlier_jobs = [job for run in runs(store, config.study) for job in run.jobs]
+    pending = pending_jobs(
+        earlier_jobs, scheduler.queue(job.user for job in earlier_jobs), schedule.waiting
+    )
     needed = unmerged(schedule.waiting.values(), pending.job_of.keys())
     missing = [step for step in needed if step.id not in pending.job_of]
     submission.jobs.update(pending.job_of)
-    if not missing and pending.record_jobs:
+    if not missing and pending.record_jobs:  # pending jobs will do all steps and the record
         return
     resources_of = partial(
         job_resources,
@@ -129,9 +132,9 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
                 f"is too short: Slurm warns them launcher.signal_seconds={signal_seconds} before "
                 f"the end, and may do so {EARLY_SECONDS} s early"
             )
-    begun = time.monotonic()
+    start = time.monotonic()
     _download(missing)
-    if may_repeat and time.monotonic() - begun > 60:
+    if may_repeat and time.monotonic() - start > 60:
         _submit_missing(schedule, submission, may_repeat=False)
         return
     scheduler.cancel(pending.failed_jobs)
@@ -160,12 +163,14 @@ class Submission:
         steps = [step for job in array.jobs for step in job]
         step_ids = {step.id for step in steps}
         input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
-        inputs = [self.jobs[name] for name in input_ids if name in self.jobs]
+        needed_jobs = [self.jobs[step_id] for step_id in input_ids if step_id in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
         run = str(self.run.folder.relative_to(store / "runs"))
         jobs = [StepsJob(str(store.absolute()), job, run, launcher) for job in array.jobs]
-        array_id = self._submit(array.kind, array.resources, jobs, array.jobs, "afterok", inputs)
+        array_id = self._submit(
+            array.kind, array.resources, jobs, array.jobs, "afterok", needed_jobs
+        )
         self.jobs.update(dict.fromkeys(step_ids, array_id))
 
     def close(self) -> None:
@@ -175,6 +180,7 @@ class Submission:
         if resources["memory"] != 0:  # with 0, memory is not requested
             resources["memory"] = RECORD_MEMORY
         job = RecordJob(self.study, self.run)
+        # the list of the job's steps is empty
         self._submit(RECORD, resources, [job], [[]], "afterany", self.jobs.values())
 
     def _submit(
@@ -359,10 +365,10 @@ def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
         for file, path in paths.items()
         if path.is_file() and "__pycache__" not in file.parts
     }
-    content = {
+    digests = {
         str(file): sha256(path.read_bytes()).hexdigest() for file, path in present_files.items()
     }
-    folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
+    folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
         for file, path in present_files.items():
