@@ -164,7 +164,8 @@ class Store:
 
     @property
     def file_mode(self) -> int | None:
-        """Permissions of new files; None for the permissions that the umask gives."""
+        """Permissions of new files, if the store belongs to a group. Otherwise None, for the
+        permissions that the umask gives."""
         return 0o664 if self.shared else None
 
     @property
@@ -194,7 +195,7 @@ class Store:
         self.share(folder)
 
     def write(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Write a sealed document of the store."""
+        """Write `document`, sealed, to the file `path` of the store."""
         write_sealed(path, document, mode=self.file_mode)
 
     def read(self, path: Path, shape: Any, consequence: str) -> Any:
@@ -215,7 +216,7 @@ class Store:
 
     def folder(self, name: str) -> Path:
         """Folder of the finished step KIND/NAME, or else of the step with the same id and another
-        label."""
+        label. If there is neither, as for a step in a pack, the path that KIND/NAME would have."""
         folder = self.root / name
         if folder.exists():
             return folder
@@ -238,13 +239,14 @@ class Store:
         is missing, and Damaged when it is not as it was published."""
         content = self._read_file(name, file)
         entry = self.document(name)["files"].get(file, {})
+        # STEP has no hash of itself; it is sealed, and reading it has checked the seal
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
 
     def _read_file(self, name: str, file: str) -> bytes:
-        """Content of a file of the step KIND/NAME, in its folder or in a pack. The file is not
-        compared with its hash. Raises FileNotFoundError when the file is missing."""
+        """Content of a file of the step KIND/NAME, from its folder, or else from a pack. The
+        content is not compared with its hash. Raises FileNotFoundError when the file is missing."""
         try:
             return (self.folder(name) / file).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -257,8 +259,8 @@ class Store:
         return document
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """Contents of STEP of the finished steps of a kind: of all steps in folders, and of at most
-        SAMPLE steps in packs. A STEP that cannot be read is left out."""
+        """Content of STEP of each finished step of a kind that is in a folder, and of at most
+        SAMPLE finished steps of the kind in packs. A STEP that cannot be read is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
@@ -271,7 +273,8 @@ class Store:
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of all finished steps, damaged ones included."""
+        """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
+        checked, so damaged steps in folders are included."""
         # folders are read first, so that a step that moves to a pack meanwhile is found
         folders = {
             start: f"{path.parent.name}/{path.name}"
@@ -285,7 +288,7 @@ class Store:
         folder of the kind is only read again when its modification time has changed."""
         parent = self.root / kind
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
-        # no folder has the time -1
+        # a kind that is not in the index is read: no folder has the time -1
         indexed_time, folders = self._index.get(kind, (-1, {}))
         if time_ns != indexed_time:
             entries = os.scandir(parent) if time_ns else ()
@@ -305,7 +308,7 @@ class Store:
 
     def remove_resume_files(self, finished: Set[str]) -> None:
         """Remove the resume files of finished steps. Such files remain if a process is killed right
-        after it has published a step."""
+        after it has published a step. `finished`: ids of the steps."""
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
@@ -317,13 +320,13 @@ class Store:
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
 
-        A file whose time differs from that in STEP, as in a copied store, is hashed once. A damaged
-        step is set aside, with a notice."""
+        A file whose time differs from that in STEP, as in a copied store, is hashed, and gets the
+        time in STEP if its content is unchanged. A damaged step is set aside, with a notice."""
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
-        """Ids of the steps that are `done`; steps in packs are not checked. A damaged pack is set
-        aside."""
+        """Ids of those of `steps` that are finished and undamaged, see `done`. Steps in packs count
+        as undamaged without a check, but a pack that is damaged as a whole is set aside."""
         folders = self.step_folders()  # before the packs, as in `present`
         self.packs.refresh()
         for path in self.packs.damaged_packs:
@@ -340,9 +343,9 @@ class Store:
     def readable(self, step: Step) -> bool:
         """Whether a step that is about to be read is finished and undamaged.
 
-        At the first call for a step, a missing step is looked up again for VISIBLE_AFTER seconds,
-        as another node may just have written the step. Every file is hashed once in this process,
-        as modification times do not reveal bits that flipped on the disk."""
+        If the step is missing at the first call for it, it is looked up again for VISIBLE_AFTER
+        seconds, as another node may just have written it. Its files are hashed once in this
+        process, as modification times do not reveal bits that flipped on the disk."""
         if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
@@ -354,9 +357,9 @@ class Store:
         return True
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME, see `integrity.damage`. A step
-        in a pack is only checked with `hash_all`; if it is damaged, it is added to
-        `packs.damaged_steps`."""
+        """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged", see
+        `integrity.damage`. A step in a pack is only checked if `hash_all`; if it is damaged, it is
+        added to `packs.damaged_steps`."""
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
@@ -375,7 +378,8 @@ class Store:
         return states
 
     def _damage_in_pack(self, name: str) -> dict[str, str]:
-        """Missing and damaged files of the step KIND/NAME in a pack. All files are hashed."""
+        """Missing and damaged files of the step KIND/NAME in a pack: file -> "missing" or
+        "damaged". All files are hashed."""
         try:
             files = self.document(name)["files"]
         except FileNotFoundError:
@@ -396,7 +400,7 @@ class Store:
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
-        aside. For a damaged step in a pack, a notice is added."""
+        aside. For a damaged step in a pack, a notice is added. A missing step has no effect."""
         states = self.damage(name, hash_all=hash_all)
         if not states:
             return True
@@ -409,8 +413,9 @@ class Store:
         return False
 
     def set_aside(self, path: Path, problem: str, consequence: str) -> None:
-        """Move a damaged file or folder to the folder `damaged`, and add a notice of the problem
-        and its consequence. Before `create` is called, only a notice is added."""
+        """Move a damaged file or folder `path` of the store to the folder `damaged`, and add a
+        notice of the problem and its consequence. Before `create` is called, nothing is moved, and
+        the notice says that the next run does it."""
         name = path.absolute().relative_to(self.root.absolute())
         sentence = f"{name}: {problem}: the next run sets it aside"
         if self._is_writable:
@@ -425,8 +430,8 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of a step; None when the step has not failed. `step_id`: the id or its
-        start."""
+        """The stored error of a step; None when there is none, or when its file is damaged and
+        therefore set aside. `step_id`: the id or its start."""
         path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
@@ -443,12 +448,13 @@ class Store:
             self.write(folder / f"{step.id[:DIGITS]}.json", document)
 
     def forget(self, step_id: str) -> None:
-        """Remove the stored error of a step, so that the step is tried again."""
+        """Remove the stored error of a step, if there is one, so that the step is tried again.
+        `step_id`: the id or its start."""
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
-        """Start of a step's id -> folders that are named like a finished step with this id. A step
-        has several folders if it is stored under several labels. Steps in packs have no folder."""
+        """Start of a step's id -> folders that are named like a finished step with this id: several
+        if the step is stored under several labels. Steps in packs are left out."""
         folders = defaultdict(list)
         for parent in sorted(self.root.glob("[!.]*/")):
             # lost+found, or a folder of a colleague, may not be readable
@@ -459,8 +465,8 @@ class Store:
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """Claim a step that this process will compute; the context yields its scratch folder, see
-        `receive`."""
+        """A context that claims a step which this process will compute. It yields the scratch
+        folder of the step, or None if the step is already finished, see `receive`."""
         return self.receive(step.folder, identity_document(step))
 
     @contextlib.contextmanager
@@ -477,9 +483,9 @@ class Store:
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(start) as claim:
-            # The scratch folder of a former owner is renamed before the step is looked up. A former
-            # owner that resumes has either published the step before, and the step is found, or
-            # can no longer publish it.
+            # the scratch folder of a former owner is renamed before the step is looked up: if the
+            # former owner had published the step already, the step is found; otherwise the former
+            # owner can no longer publish it when it resumes
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hide(abandoned, start), ignore_errors=True)
@@ -505,8 +511,9 @@ class Store:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
-        """Seal the scratch folder, give it the name of the step, KIND/NAME, and remove the step's
-        resume files and stored error. Nothing is done if another process has published the step."""
+        """Seal the scratch folder, rename it as the step KIND/NAME, and remove the step's resume
+        files and stored error. `document`: see `seal`. If another process has published the step
+        first, the scratch folder keeps its name, and nothing is removed."""
         seal(scratch, document)
         self.check_exists()  # the work may have created folders after the store was deleted
         claim.check()
@@ -534,7 +541,8 @@ def retries() -> Iterator[None]:
 
 
 def hide(folder: Path, step_id: str) -> Path:
-    """Rename a folder as a scratch folder without an owner, and return its new path."""
+    """Rename a folder as a scratch folder of the step, with a random suffix that is no owner's.
+    Returns the new path. `step_id`: the id or its start."""
     scratch = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

@@ -18,7 +18,8 @@ from moe_lab.study.store import Store
 
 
 def check(settings: TrackerConfig) -> None:
-    """Raise UserError for an unknown WANDB_MODE."""
+    """Raise UserError if cells are logged to wandb and the variable WANDB_MODE is an unknown
+    mode."""
     mode = os.environ.get("WANDB_MODE", "online")
     modes = ("online", "offline", "disabled")
     if settings.name == "wandb" and mode not in modes:
@@ -44,9 +45,9 @@ passes to `wandb.init`. The shell of a `wandb agent` has these variables."""
 
 @patch.dict(os.environ)  # the variables are restored at the end
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log the cells of a study's record whose benchmarks all have results. Returns a sentence for
-    the user. If a cell was logged before, its run at wandb is continued; in the mode "offline", the
-    cell is not logged again.
+    """Log those cells of a study's record to wandb whose benchmarks all have results. Returns a
+    sentence for the user. If a cell was logged before, its run at wandb is continued; in the mode
+    "offline", the cell is not logged again. In the mode "disabled", no cell is logged.
 
     WANDB_MODE or `wandb offline` sets the mode. Without a key, the mode is "offline". Raises
     UserError with the error of wandb.
@@ -104,8 +105,9 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 def _log_cell(
     settings: TrackerConfig, store: Store, entry: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Log a cell of a record as one run. `options`: arguments of `wandb.init`, besides those
-    that follow from `settings` and `entry`."""
+    """Log a cell of a record as one run of wandb: its settings, the losses of fine-tuning, its
+    numbers and, with `settings.plans`, its plan. `entry`: the cell in the record. `options`:
+    arguments of `wandb.init`, besides those that follow from `settings` and `entry`."""
     import wandb
 
     # results are read before the run begins, so that a damaged result leaves no empty run
@@ -113,6 +115,7 @@ def _log_cell(
     arguments: Any = {
         **options,
         "project": settings.project,
+        # the label in the name of a step's folder, which ends in "-" and the start of the id
         "name": Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1],
         "resume": "allow",
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
@@ -130,14 +133,16 @@ def _log_cell(
 
 
 def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """The numbers of a cell by name, which are scores, mean losses on right answers (bits per byte)
-    and costs; and the losses of the steps of fine-tuning, in order, or [] without fine-tuning."""
+    """Name -> number of a cell, for its scores, its costs and, by benchmark, its mean losses on
+    right answers (bits per byte); and the losses of the steps of fine-tuning, in order, or []
+    without fine-tuning. `entry`: the cell in the record."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
     finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
+    # a cost that is a dictionary has the parts of another cost
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for step_folder in entry["evaluate"].values():
         results = json.loads(store.content(step_folder, "result.json"))["results"]
@@ -148,6 +153,7 @@ def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, flo
         samples = pandas.read_parquet(
             BytesIO(store.content(step_folder, "samples.parquet"))
         ).set_index("benchmark")
+        # benchmarks without this column, or with empty values in it, have no losses
         losses = (
             samples.reindex(columns=["answer_loss"])
             .astype(float)
