@@ -255,7 +255,8 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
 
 def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> tuple[str, Layout]:
     """Copy the file `source` to the mirror `path`; if `source` is None, download the file at
-    benchmark.url. Returns the address of the file, and a layout of this file alone."""
+    benchmark.url. Returns the address of the file, and a layout of this file alone. UserError for a
+    format that is not in ENDINGS, and for a file that cannot be read."""
     address = str(benchmark.url) if source is None else source.as_uri()
     ending = next((ending for ending in ENDINGS if address.endswith(ending)), None)
     if ending is None:
@@ -317,8 +318,9 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield (subset, split, regular expression of paths) for the files of a data set. If `subset`
-    is None, the files of all subsets except the subset `all`, which repeats the others."""
+    """Yield (subset, split, regular expression of paths) for the files of a data set, as its `card`
+    lists them. If `subset` is None, the files of all subsets except the subset `all`, which repeats
+    the others. Without a list, the expressions find files that are named by their split."""
     from huggingface_hub import metadata_load
 
     # None without a card, and for a card without metadata

@@ -42,7 +42,7 @@ def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
     """The model's answers to all items of the benchmark. UserError if the number of items is not
-    benchmark.expected."""
+    benchmark.expected, unless a limit is set. RuntimeError for two items of the same name."""
     harness = harness_of(benchmark)
     items = harness.items(benchmark)
     if benchmark.limit is None and harness.counts_items:
@@ -68,8 +68,9 @@ def _grade(
     out: Path,
     policy: Policy,
 ) -> list[Result]:
-    """Grade answers, and write the results to the folder `out`. RuntimeError when more items have
-    no outcome than the harness tolerates."""
+    """Grade answers, and write the results to the folder `out`. RuntimeError, unless a limit is
+    set, when more items have no outcome than the harness tolerates, or more items have one than are
+    expected."""
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
         # none are missing if the expected number is unknown

@@ -51,6 +51,7 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         ids = tokens.repeat(copies)[: size * length].view(size, length).to(model.device)
         request = partial(_time_request, model, ids, settings.new_tokens)
         working_bytes = _working_bytes(model.device, request)
+        # minus 1, as `_working_bytes` has made the first request
         for _ in range(WARMUP - 1):
             request()
         for repeat in range(REPEATS):

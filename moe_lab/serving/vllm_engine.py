@@ -70,17 +70,18 @@ class Engine:
         """
         if retained_experts and not self.masks_proved:
             self._prove_masks()
-        experts = {layer: count for layer, count, _ in self._call_workers("experts_of_layers")}
+        counts = {layer: count for layer, count, _ in self._call_workers("experts_of_layers")}
         for layer, retained in retained_experts:
-            if layer not in experts or not set(retained) <= set(range(experts[layer])):
+            if layer not in counts or not set(retained) <= set(range(counts[layer])):
                 raise ValueError(
                     f"the plan retains experts {list(retained)} of layer {layer}, the model has "
-                    f"{experts}"
+                    f"{counts}"
                 )
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Do as `set_plan`, but check neither the experts nor the effect of masks."""
+        """Do as `set_plan`, but check neither the experts nor the effect of masks. ValueError if
+        vLLM keeps its cache of prompts, whose values were computed under the earlier mask."""
         self._call_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
@@ -155,13 +156,13 @@ class Engine:
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
                 row = rows[number]
-                total = last_logprobs[row[-1]].logprob
+                nats = last_logprobs[row[-1]].logprob
                 is_likeliest = row[-1] == generated_token
                 for index in range(starts[number], len(row) - 1):
                     token = output.prompt_logprobs[index][row[index]]
-                    total += token.logprob
+                    nats += token.logprob
                     is_likeliest &= token.rank == 1
-                yield number, total, is_likeliest
+                yield number, nats, is_likeliest
 
     def _call_workers(self, method: str, *arguments: Any) -> Any:
         """Call a method of all of vLLM's workers, and return the result of the first worker. All
@@ -180,11 +181,12 @@ class Engine:
                     yield int(output.request_id), output
 
     def _prove_masks(self) -> None:
-        """Raise ValueError if a mask of half of the experts does not change the log-probabilities
-        of a text, or if the log-probabilities stay changed after the mask is removed."""
+        """Raise ValueError if the model has no router that can be masked, if a mask of half of the
+        experts does not change the log-probabilities of a text, or if they stay changed after the
+        mask is removed."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         # arbitrary token ids: multiples of a prime
-        text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
+        tokens = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
             # half of the experts are retained, and at least top k: first those with even numbers
@@ -196,14 +198,14 @@ class Engine:
                 "backend=hf"
             )
         values_before, values_under_mask, values_after = (
-            self._log_probabilities(text, retained_experts) for retained_experts in ([], plan, [])
+            self._log_probabilities(tokens, retained_experts) for retained_experts in ([], plan, [])
         )
         if not _difference(values_before, values_under_mask) > EFFECT:
             raise ValueError(
                 "masks have no effect on this engine, whose experts may be run by a kernel that "
-                f"routes by itself: no log-probability of {len(text)} tokens changes by more than "
-                f"{EFFECT} without half of the experts: expected backend=hf, or backend=server, "
-                "which exports each plan"
+                f"routes by itself: no log-probability of {len(tokens)} tokens changes by more "
+                f"than {EFFECT} without half of the experts: expected backend=hf, or "
+                "backend=server, which exports each plan"
             )
         if not _difference(values_before, values_after) <= REPEAT_TOLERANCE:
             raise ValueError(
@@ -212,14 +214,15 @@ class Engine:
         self.masks_proved = True
 
     def _log_probabilities(
-        self, text: list[int], retained_experts: list[tuple[int, list[int]]]
+        self, tokens: list[int], retained_experts: list[tuple[int, list[int]]]
     ) -> list[float]:
-        """Log-probability of each token of `text` but the first, under the mask that
-        `retained_experts` describes, see `set_plan`."""
+        """Log-probability of each of the `tokens` but the first, under the mask that
+        `retained_experts` describes, see `set_plan`. The mask stays."""
         self._mask(retained_experts)
-        rows = [text[:length] for length in range(2, len(text) + 1)]
+        # one row for each token, which is the last of its row and the only one scored
+        rows = [tokens[:length] for length in range(2, len(tokens) + 1)]
         likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
-        return [value for _, value, _ in likelihoods]
+        return [nats for _, nats, _ in likelihoods]
 
 
 def _difference(first: Sequence[float], second: Sequence[float]) -> float:

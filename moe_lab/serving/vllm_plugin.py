@@ -70,7 +70,8 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> type:
-    """The class of an architecture whose name begins with `PREFIX`."""
+    """The class of an architecture whose name begins with `PREFIX`. It is made when vLLM imports it
+    from this module by its name."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _uneven_class(name.removeprefix(PREFIX))
@@ -90,7 +91,9 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The `config`, the content of config.json, in the form of its family, with the field `LAYERS`.
     If the model in `folder` is no uneven export, `config` unchanged.
 
-    ValueError for an export that this module cannot read.
+    LAYERS has, for each layer that the export lists, its numbers of experts and its width. The same
+    fields of the whole config get the largest values of these layers. ValueError for an export that
+    this module cannot read.
     """
     if FIELD not in config:
         return dict(config)
@@ -147,7 +150,9 @@ def _patch_config_parser() -> None:
 
 @cache
 def _uneven_class(name: str) -> type:
-    """A subclass of vLLM's class `name`, for a model whose layers differ."""
+    """A subclass of vLLM's class `name`, for a model whose layers differ. Each layer is built with
+    its own fields of `LAYERS`. ValueError while it is built or loaded if vLLM does not support the
+    export, or if a layer or the files have other experts than expected."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -235,7 +240,7 @@ def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yield (index of the layer, router) of every MoE layer that was built."""
+    """Yield (index of the layer, router) of every MoE layer that was built in this process."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     for name, module in model.named_modules():

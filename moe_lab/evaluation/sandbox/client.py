@@ -211,7 +211,8 @@ class LimitedCalls(Pool[Child]):
 
 
 def load(module: str) -> None:
-    """Import a module, so that `call` can call its functions."""
+    """Import a module, so that `call` can call its functions. From now on this process shows no
+    warnings and leaves no core dump."""
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     importlib.import_module(module)
@@ -219,7 +220,7 @@ def load(module: str) -> None:
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
     """Call a function of an imported module. `limits`: CPU seconds, and bytes of memory beyond
-    those that are mapped now."""
+    those that are mapped now (only on Linux). A hard limit that is lower stays."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():

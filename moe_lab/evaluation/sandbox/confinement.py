@@ -129,6 +129,7 @@ def _mounts() -> dict[str, str]:
 def _replace_root(hidden_folders: Iterable[str]) -> None:
     """Replace the root by a read-only file system that has only the visible paths, and in which the
     `hidden_folders` are empty."""
+    # no mount made here appears in another namespace
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mounts_before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -142,6 +143,7 @@ def _replace_root(hidden_folders: Iterable[str]) -> None:
             flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
             _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
+    # puts the old root on top of the new one, from where it is detached
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
     os.chdir("/")
@@ -207,6 +209,7 @@ def is_refusal(error: OSError) -> bool:
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
+    # without /proc, `_replace_root` cannot know the mounts, whatever the error was
     return error.errno in _REFUSALS or not _MOUNTS.exists()
 
 
@@ -247,6 +250,7 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
         _, status = os.waitpid(child, 0)
         os._exit(1 if status else 0)
     die_with_parent()
+    # no other process of this user may trace this process
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
 
 

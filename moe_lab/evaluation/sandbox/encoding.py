@@ -96,7 +96,9 @@ def encode_result(value: Any, parts: int = HUGE) -> Any:
 
 
 def _remaining_budget(value: Any, budget: int) -> int:
-    """`budget` less the number of parts of `value`; negative as soon as the budget is used up."""
+    """`budget` less the number of parts of `value`; negative as soon as the budget is used up. A
+    value is one part, and one more for each character, byte, full 64 bits of an int, or item; the
+    parts of items, keys and values of a dict are added."""
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
     if isinstance(value, int):
@@ -159,8 +161,10 @@ def _encode_subclass(base: type, value: Any) -> Any:
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a base type. Types of numpy and decimal are
-    recognized by the names of their modules, because importing these would slow every start."""
+    """Encode a value whose type is not derived from a base type: as the plain value that it equals,
+    as the items of an iterable, of which HUGE at most are read, or else as opaque. Types of numpy
+    and decimal are recognized by the names of their modules, because importing these would slow
+    every start."""
     if (
         type(value).__module__ == "numpy"
         and getattr(value, "shape", None) == ()
@@ -188,7 +192,8 @@ def _encode_other(value: Any) -> Any:
 
 def decode(encoded: Any) -> Any:
     """The value that `encode` encoded, or a stand-in for it: an Opaque, Huge, Stream, Fraction or
-    instance of a class of `_SUBCLASSES`."""
+    instance of a class of `_SUBCLASSES`. For anything that `encode` cannot have made, an error of
+    those that `decode_text` catches, or some value."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):
@@ -206,7 +211,7 @@ def decode(encoded: Any) -> Any:
     if kind == "ratio":
         numerator, denominator = (int(part, 16) for part in value)
         return Fraction(numerator, denominator)
-    if kind == "like":
+    if kind == "like":  # [name of a base type, content]
         base = _BY_NAME[value[0]]
         return _SUBCLASSES[base](_FORMS[base].from_json(value[1]))
     return _FORMS[_BY_NAME[kind]].from_json(value)
