@@ -43,12 +43,14 @@ Entries = Mapping[int, Mapping[str, Any]]
 def evaluations(
     entries: Entries, labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read all evaluations of a study: its results, samples and origins (see `Study`).
+    """Read all evaluations of a study; returns `Study.results`, `Study.samples` and
+    `Study.origins`.
 
-    An evaluation that cannot be read becomes a gap. If several evaluations of a cell report the
+    A gap is recorded for every evaluation that cannot be read, and for every step in _OTHER_STEPS
+    that failed. If several evaluations of a cell report the
     same benchmark, the first result counts.
 
-    labels: cell -> its label in gaps.
+    labels: cell -> label of the cell in gaps.
     """
     rows: list[dict[str, Any]] = []
     tables: list[pa.Table] = []
@@ -57,6 +59,7 @@ def evaluations(
     for cell, label in labels.items():
         errors = entries[cell].get("errors") or {}
         for kind in _OTHER_STEPS:
+            # of entries joined from several studies, one can have the error and another the step
             if kind in errors and not entries[cell].get(kind):
                 reader.step(None, f"{kind} of {label}", errors[kind])
         for task, name in (entries[cell].get("evaluate") or {}).items():
@@ -70,7 +73,7 @@ def evaluations(
             rows += [
                 {"cell": cell, "task": task, "folder": name, **row} for row in result["results"]
             ]
-            if name not in origins:
+            if name not in origins:  # several cells can share an evaluation
                 origins[name] = _origin(name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
             if table is not None:
@@ -114,7 +117,11 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(
     folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The row of an evaluation in `Study.origins`, from its result.json and its provenance."""
+    """The row of an evaluation in `Study.origins`, from the provenance and the result.json of its
+    step. If both name the version of a library, the version in result.json counts.
+
+    folder: name of the step.
+    """
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code = provenance.get("code") or {}
     protocol = result.get("protocol") or {}
@@ -136,7 +143,8 @@ def _origin(
 
 
 def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that was not evaluated on all tasks of its model's cells."""
+    """Record a gap for every cell that lacks an evaluation on a task of its suite, the tasks that
+    the study ran on at least one cell of the same model."""
     for cell, label in labels.items():
         missing = [
             task
@@ -200,11 +208,12 @@ class Outcomes:
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange the outcomes in `samples` as one matrix for each benchmark.
+    """Arrange the outcomes in `samples` as one matrix (cells, items) for each benchmark.
 
     scores: scores of the samples' cells (rows) on benchmarks (columns). A score is explained if it
-    is the mean of the cell's outcomes, up to ROUNDING. A benchmark is left out if fewer than half
-    of its scores are explained.
+    differs by less than ROUNDING from the mean of the cell's outcomes, weighted by the units of
+    their items. A benchmark is left out if it is not a column of `scores`, if none of its scores
+    is explained, or if fewer than half of its scores with outcomes are explained.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -213,13 +222,14 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
             continue
         name = str(benchmark)
         score = scores[benchmark].to_numpy()
-        columns, items = pd.factorize(rows["item"], sort=True, use_na_sentinel=False)
+        item_indices, items = pd.factorize(rows["item"], sort=True, use_na_sentinel=False)
         matrix = np.full((len(scores), len(items)), np.nan)
-        matrix[scores.index.get_indexer(pd.Index(rows["cell"])), columns] = rows["outcome"]
+        matrix[scores.index.get_indexer(pd.Index(rows["cell"])), item_indices] = rows["outcome"]
         units = np.ones(len(items))
-        units[columns] = rows["units"].fillna(1.0)
+        units[item_indices] = rows["units"].fillna(1.0)
         has_outcome = np.isfinite(matrix)
         is_comparable = has_outcome.any(axis=1) & ~np.isnan(score)
+        # the maximum avoids a division by zero for a cell without outcomes
         means = np.nansum(matrix * units, axis=1) / np.maximum(has_outcome @ units, 1)
         is_explained = is_comparable & (np.abs(means - score) < ROUNDING)
         if not is_explained.any() or 2 * is_explained.sum() < is_comparable.sum():
@@ -237,7 +247,8 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
 
 
 def are_binary(outcomes: np.ndarray) -> bool:
-    """Whether all outcomes are 0 or 1, without partial credit."""
+    """Whether all outcomes are 0 or 1, without partial credit; NaN, a missing outcome, is
+    ignored."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
 
@@ -248,8 +259,12 @@ NAMESPACES = "namespaces"
 def remarks(
     results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
 ) -> list[str]:
-    """Sentences about results that are hard to compare (different versions, items, metrics or
-    benchmarks, a limit, missing answers), and about programs in a sandbox other than NAMESPACES."""
+    """Sentences about results that are hard to compare, and about programs that ran in a sandbox
+    other than NAMESPACES.
+
+    Results are hard to compare if versions of libraries, commits of moe_lab, numbers of items,
+    metrics or sets of benchmarks differ, if a limit left out items, or if items have no answer.
+    """
     sentences = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
     if len(commits) > 1:
@@ -293,28 +308,29 @@ def remarks(
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library that computed the cells' steps, or their direct and indirect
-    inputs, in different versions."""
+    """A sentence for every library of which several versions computed the evaluations in `origins`,
+    the other steps of `cells`, and the direct and indirect inputs of all these steps."""
     steps = list(origins["folder"])
     for kind in STEPS:
         steps.extend(cells[f"{kind}_folder"].dropna())
     versions_of_evaluation = dict(zip(origins["folder"], origins["versions"], strict=True))
     steps_by_version: dict[tuple[str, str], list[str]] = {}
     for name, folder in steps_behind(steps, reader).items():
+        # only the origin of an evaluation has the versions of its result.json
         versions_of_step = versions_of_evaluation.get(name) or (
             reader.provenance(folder).get("versions") or {}
         )
         for library, version in versions_of_step.items():
             if version:
                 steps_by_version.setdefault((library, str(version)), []).append(name)
-    versions_in_words: dict[str, list[str]] = {}
+    texts_of_library: dict[str, list[str]] = {}
     for (library, version), step_names in sorted(steps_by_version.items()):
-        versions_in_words.setdefault(library, []).append(
+        texts_of_library.setdefault(library, []).append(
             f"{version} ({_first_and_count(step_names)})"
         )
     return [
         f"Steps were made with different versions of {library}: {', '.join(texts)}."
-        for library, texts in versions_in_words.items()
+        for library, texts in texts_of_library.items()
         if len(texts) > 1
     ]
 
@@ -348,7 +364,7 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
     """Library -> the library's versions with which the results were computed."""
     versions_of_library: dict[str, set[str]] = {}
-    for row in origins["versions"]:
-        for library, version in row.items():
+    for versions_of_evaluation in origins["versions"]:
+        for library, version in versions_of_evaluation.items():
             versions_of_library.setdefault(library, set()).add(version)
     return {library: sorted(values) for library, values in sorted(versions_of_library.items())}

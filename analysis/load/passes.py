@@ -32,15 +32,16 @@ Reports = Mapping[str, Mapping[str, Any]]
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """One row of `cells` for each model and calibration set with a calibration pass: the first cell
-    with the gate and seed of `shown_settings`, or else the first cell."""
+    """One row of `cells` for each model and calibration set with a calibration pass: of the cells
+    that use such a pass, the first with the gate and seed of `shown_settings`, or else the
+    first."""
     cells_with_pass = cells[cells["statistics_folder"].notna()]
     settings_of_model = shown_settings(cells)
-    axes = zip(
+    models_and_settings = zip(
         cells_with_pass["model"], cells_with_pass["gate"], cells_with_pass["seed"], strict=True
     )
     has_other_settings = pd.Series(
-        [settings_of_model.get(model) != (gate, seed) for model, gate, seed in axes],
+        [settings_of_model.get(model) != (gate, seed) for model, gate, seed in models_and_settings],
         cells_with_pass.index,
         dtype=bool,
     )
@@ -60,11 +61,13 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 def steps_by_pass(
     rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
-    """(calibration, model) -> step, one step for each calibration set and model.
+    """(calibration, model) -> name of one step; None if the record names no step.
 
-    rows: rows of a study's record with calibration, model, gate, seed and step. Of several steps of
-    one calibration set and model, the step with the gate and seed in `preferred` (model -> gate,
-    seed) counts, or else the first.
+    rows: rows of a study's record with calibration, model, gate, seed and step. If several rows
+    have the same calibration set and model, the row with the model's preferred gate and seed
+    counts, or else the first row.
+
+    preferred: model -> (gate, seed).
     """
     steps: dict[tuple[str, str], str | None] = {}
     # False, for the preferred gate and seed, sorts before True
@@ -78,7 +81,8 @@ def steps_by_pass(
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
     """Read the numbers of tokens per expert in every shown pass, and the reports of these passes.
 
-    Returns a frame (model, calibration, layer, expert, tokens) and "calibration@model" -> report.
+    Returns a frame with columns model, calibration, layer, expert and tokens, and
+    "calibration@model" -> report.
     """
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
@@ -96,21 +100,24 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the scores S(b, alpha, beta) of every expert; columns model, calibration and FAMILY."""
+    """Read the scores S(b, alpha, beta) of every expert from the steps in a study's record
+    `document`; columns model, calibration and FAMILY."""
     return _read_each_calibration(
         document["families"], "family.parquet", results.FAMILY, cells, reader
     )
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the exact damage of removing each expert; columns model, calibration and SCORES."""
+    """Read the exact damage of removing each expert from the steps in a study's record `document`;
+    columns model, calibration and SCORES."""
     return _read_each_calibration(
         document["damages"], "scores.parquet", results.SCORES, cells, reader
     )
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in each calibration text.
+    """Read how many items of each benchmark occur in each calibration text, from the steps in a
+    study's record `document`.
 
     Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
     to be looked for, "found": number of items that the text contains}.
@@ -135,10 +142,12 @@ def _read_each_calibration(
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read `columns` of the table `file` of one step for every calibration set and model, see
-    `steps_by_pass`. Returns one frame, with the columns model and calibration added.
+    """Read the table `file` of one step for every calibration set and model (see `steps_by_pass`),
+    and concatenate the tables: `columns` with columns model and calibration added. A table that
+    cannot be read is left out, with a gap.
 
-    rows: rows of a study's record, as in `steps_by_pass`."""
+    rows: rows of a study's record, as in `steps_by_pass`.
+    """
     frames: list[pd.DataFrame] = []
     for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
@@ -162,8 +171,12 @@ TABLES = {
 
 
 def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
-    """Read the table `file` of a step; None, without a gap, when the step lacks the file, as in a
-    store that is reduced to results."""
+    """Read the table `file` of the step in `folder`; None, with a gap, when the table cannot be
+    read.
+
+    None, without a gap, if `folder` is None or the step lacks the file, as in a store that is
+    reduced to results.
+    """
     if folder is None or not reader.has(folder, file):
         return None
     return reader.frame(folder, file, TABLES[file])
@@ -237,6 +250,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         if ablations.empty:
             continue
         cells_of_model = cells[cells["model"] == model]
+        # sums over weights are equal for all calibration sets of a model
         weights = _table_behind(cells_of_model, "weights", reader)
         gradients = _table_behind(
             cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
@@ -274,16 +288,20 @@ def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
 
 
 def _moments(
-    experts: pd.DataFrame, total: pd.Series, squares: pd.Series, count: pd.Series
+    experts: pd.DataFrame, sums: pd.Series, square_sums: pd.Series, counts: pd.Series
 ) -> pd.DataFrame:
     """Mean and standard deviation of each expert's values; columns layer, expert, mean, std, count.
 
-    total: sum of an expert's `count` values; squares: sum of their squares, NaN for an expert
-    without values.
+    experts: frame with columns layer and expert; the rows of the other parameters are those of this
+    frame.
+
+    - sums: sum of an expert's values
+    - square_sums: sum of the squares of an expert's values, NaN for an expert without values
+    - counts: number of an expert's values
     """
-    mean = (total / count).where(squares.notna())
-    std = np.sqrt((squares / count - mean**2).clip(lower=0))
-    return experts[["layer", "expert"]].assign(mean=mean, std=std, count=count)
+    mean = (sums / counts).where(square_sums.notna())
+    std = np.sqrt((square_sums / counts - mean**2).clip(lower=0))
+    return experts[["layer", "expert"]].assign(mean=mean, std=std, count=counts)
 
 
 def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
@@ -317,8 +335,8 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """Compute the columns of `experts` from sums over each expert's tokens, without model,
-    calibration and ablation."""
+    """The columns of `experts`, except model, calibration and ablation, from the sums over each
+    expert's tokens."""
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
@@ -349,6 +367,7 @@ def _passes(
     for (model, calibration, *_), cells_of_pass in cells.groupby(
         ["model", "calibration", "gate", "seed"], sort=False
     ):
+        # the shown pass of this model and calibration set can have another gate and seed
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue

@@ -64,7 +64,8 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     """Loading memory before and after pruning, one row for all pruned cells with equal values.
 
     Columns: model, ratio, removed_words, granularity, allocation, bytes (unpruned), bytes_after
-    (pruned) and saved (the share of `bytes` that pruning saves).
+    (pruned) and saved (the share of `bytes` that pruning saves). Cells whose cost was not counted
+    have no row.
     """
     axes = ["model", "ratio", "removed_words", "granularity", "allocation"]
     pruned = cells.loc[cells["criterion"] != "none", axes]
@@ -121,15 +122,15 @@ def _removed_share(layers: Mapping[str, Any]) -> float:
 
     A partly retained expert counts as the retained share of its channels.
     """
-    total = 0
+    all_experts = 0
     retained_experts = 0.0
     for layer in layers.values():
-        total += layer["experts"]
+        all_experts += layer["experts"]
         if "channels" in layer:
             retained_experts += sum(map(_channel_count, layer["channels"])) / layer["width"]
         else:
             retained_experts += len(layer["retained"])
-    return 1 - retained_experts / total
+    return 1 - retained_experts / all_experts
 
 
 def _channel_count(mask: str) -> int:
@@ -158,8 +159,10 @@ def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Rounding of the number of channels per expert, one row per cell whose plan rounds.
 
-    Columns: cell; block, the number of channels is a multiple of this number; smallest, the fewest
-    channels that a retained expert may have.
+    Columns: cell and
+
+    - block: every retained expert's number of channels is a multiple of this number
+    - smallest: smallest number of channels that a retained expert may have
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
@@ -172,10 +175,11 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The prior by which an allocation=coverage divides a layer's budget among experts, one row per
+    """The prior by which allocation=coverage divides a layer's budget among experts, one row per
     cell whose plan has this allocation and uses a prior.
 
-    Columns: cell; prior; other_settings, all settings of the allocation except the prior, as JSON.
+    Columns: cell, prior, and other_settings: all settings of the allocation except the prior, as
+    JSON.
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
@@ -257,7 +261,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
         is_routed = np.isin(experts, layer["retained"])
-        share = is_routed.astype(float)
+        share = is_routed.astype(float)  # without channels, each retained expert is whole
         if "channels" in layer:
             share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
             share /= layer["width"]

@@ -156,11 +156,13 @@ class Reader:
         return content
 
     def has(self, folder: Path, file: str) -> bool:
-        """Whether a step's folder or pack has a file."""
+        """Whether a step's folder has a file, or the pack that has the id at the end of the
+        folder's name."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
 
     def _read_unverified(self, folder: Path, file: str) -> bytes:
-        """The content of a file in a step's folder or pack, not verified."""
+        """The content of a file in a step's folder, or else in its pack, not verified. Raises
+        FileNotFoundError if neither has the file."""
         try:
             return (folder / file).read_bytes()
         except FileNotFoundError:

@@ -63,8 +63,8 @@ _AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """Text with the gate and seed of each pruned cell: `gate raw, seed 43`. The text leaves out the
-    gate, or the seed, if all pruned cells of the model have the same one; "" for unpruned cells."""
+    """Text with the gate and seed of each pruned cell: `gate raw, seed 43`; "" for unpruned cells.
+    The text leaves out an axis that has one value for all pruned cells of the model."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, pattern in _AXIS_FORMATS.items():
@@ -89,7 +89,8 @@ ratio."""
 
 def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
     """Text with the range of the removed shares and the requested ratios: `28.1 % (30 %
-    requested)`; the ratio alone if it is the only one and no share differs from it.
+    requested)`; the requested ratio alone if there is only one, and if all shares equal it up to
+    ROUNDING.
 
     Plans of one ratio can remove different shares, since allocations round in different ways.
     """
@@ -156,8 +157,8 @@ def replaces(text: str) -> bool:
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """Label of each cell: its method, then its calibration set and gate if the pruned cells have
-    several of them."""
+    """Label of each cell: its method, then its calibration set if the pruned cells have several
+    calibration sets, and its gate if they have several gates."""
     pruned = cells[cells["criterion"] != "none"]
     # the value none, of methods that read no data, is not counted
     varying_axes = [
@@ -169,7 +170,8 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
 
 
 def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
-    """Label of one cell: display name of its method, then its values on the axes `varying_axes`."""
+    """Label of one cell: display name of its method, then, if the cell is pruned, its values on the
+    axes `varying_axes`, except none."""
     parts = [names.method(str(row["method"]))]
     if row["criterion"] != "none":
         for axis in varying_axes:

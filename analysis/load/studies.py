@@ -24,26 +24,27 @@ task or kind of step -> message."""
 
 
 def studies(store: Path) -> list[str]:
-    """Names of the studies in a store, newest first. Raises UserError when there is no store or no
-    study in it."""
+    """Names of the studies in a store, in the order of their newest runs, newest first. Raises
+    UserError when the store does not exist or has no study."""
     if not store.is_dir():
         raise UserError(
             f"store={store} does not exist: name the folder a run wrote to, such as store=store"
         )
-    records = sorted(
+    record_paths = sorted(
         store.glob(f"runs/*/*/{RECORD}"), key=lambda path: path.stat().st_mtime, reverse=True
     )
-    if not records:
+    if not record_paths:
         raise UserError(
             f"store={store} holds no study yet: run one first, such as python -m moe_lab "
             "+experiment=task_agnostic"
         )
-    return list(dict.fromkeys(path.parent.parent.name for path in records))
+    return list(dict.fromkeys(path.parent.parent.name for path in record_paths))
 
 
 def requested_studies(store: Path, name: str) -> list[str]:
     """Names of the studies that a user requests by `name`: one study, several studies separated by
-    commas, or EVERY study of the store.
+    commas, or EVERY for all studies of the store. If a study has the name EVERY, this study is
+    meant.
 
     Raises UserError for a study that does not exist.
     """
@@ -60,7 +61,8 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
     Raises UserError when a record cannot be read.
 
     A cell that several studies have is one cell of the combined record, with the benchmarks of all
-    these studies.
+    these studies. The rows in FIGURES are those of all studies; fields that cannot be combined are
+    those of the newest record.
     """
     record_of_study = _distinguish_models({name: _read(store, name) for name in names})
     records = [_add_suites(record) for record in record_of_study.values()]

@@ -145,17 +145,20 @@ items that are long enough to be looked for."""
 
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     """A sentence for every calibration set that contains more than the share REMARKABLE of a
-    benchmark's items."""
+    benchmark's items.
+
+    contaminations: see `passes.contaminations`.
+    """
     # calibration set -> texts on its items, which are keys so that each is listed once
     items_in_set: dict[str, dict[str, None]] = {}
-    for key, counts in contaminations.items():
-        for benchmark, count in counts.items():
-            if count["found"] > REMARKABLE * count["comparable"]:
+    for calibration_at_model, counts_of_benchmark in contaminations.items():
+        for benchmark, counts in counts_of_benchmark.items():
+            if counts["found"] > REMARKABLE * counts["comparable"]:
                 items = (
-                    f"{count['found']} of {count['comparable']} items of "
+                    f"{counts['found']} of {counts['comparable']} items of "
                     f"{names.benchmark(benchmark)}"
                 )
-                items_in_set.setdefault(key.partition("@")[0], {})[items] = None
+                items_in_set.setdefault(calibration_at_model.partition("@")[0], {})[items] = None
     return [
         (
             f"Calibration set {calibration} contains 13 consecutive words of "
@@ -169,7 +172,8 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     """`Study.cells` from a study's record, and cell -> the cell's entry in the record.
 
     A cell that the record lists twice counts once. A cell that lacks an axis is left out. A gap is
-    recorded for both, and for a cell that simultaneous runs have with different settings.
+    recorded for each cell of these two kinds, and for each cell that runs at the same time have
+    with different settings.
     """
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
@@ -222,6 +226,7 @@ def _merge_equal_ratios(
             [entries[member] for member in members]
         )
     rows = _add_folders(cells.loc[sorted(merged_entries)], merged_entries)
+    # a cell whose plan is missing counts as one that removes the requested ratio
     rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]))
     return rows.drop(columns=["plan", "requested"]), merged_entries
 
@@ -245,7 +250,8 @@ def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
 
 
 def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add the columns protocol and `<step>_folder`."""
+    """Add the columns protocol and, for each kind in STEPS, `<kind>_folder`, from the cells'
+    entries; None where an entry lacks the field."""
     rows = [entries[cell] for cell in cells.index]
     columns: dict[str, Any] = {f"{kind}_folder": [row.get(kind) for row in rows] for kind in STEPS}
     columns["protocol"] = [row.get("protocol") for row in rows]
@@ -253,8 +259,9 @@ def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """The allocation of a record's cell as one text, with its name before its settings replacement
-    and protect: `uniform, replacement=mean_output`. None if the record lacks the allocation."""
+    """The allocation of a record's cell as one text: its name, then its settings replacement and
+    protect, if the cell has them, as in `uniform, replacement=mean_output`. None if the record
+    lacks the allocation."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [
