@@ -89,7 +89,8 @@ def column_targets(
     """Display name -> target, for the entries of `columns` on which at least one of these cells was
     evaluated.
 
-    columns: names of benchmarks, displayed columns or GROUPS, COMMON, or MEAN.
+    columns: names of benchmarks, of displayed columns or of averages in GROUPS; COMMON; or MEAN.
+    AVG stands for the mean over `overall`, whatever the name of this mean is.
     """
     was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
@@ -158,6 +159,7 @@ def pooled_difference(
     scored_groups = [pairs for pairs in scored_groups if pairs]
     if not scored_groups:
         return 0, Estimate(np.nan)
+    # The pooled difference is the sum of all cells' scores with these weights.
     weights: dict[int, float] = {}
     for pairs in scored_groups:
         share = 1 / len(pairs) / len(scored_groups)
@@ -207,7 +209,8 @@ def rank_block(
 
 
 def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
-    """(ratio, gate) -> domain -> the first panel whose calibration set has this domain."""
+    """(ratio, gate) -> domain -> the first panel whose calibration set has this domain. Panels
+    whose calibration set has no domain are left out."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -219,26 +222,30 @@ def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
-    """A block of Table 2, indexed by method: scores and average ranks of the methods that were
-    calibrated on both code and math, after the unpruned model.
+    """A block of Table 2, indexed by method: scores of the unpruned model, then scores and average
+    ranks of the methods that were calibrated on both code and math.
 
     Columns of code have the scores of the plan calibrated on code, columns of math those of the
-    plan calibrated on math. domains: domain -> panel; criteria: keys of the methods in the block,
-    None for all.
+    plan calibrated on math.
+
+    - domains: domain -> panel; has the domains code and math
+    - criteria: keys of the methods in the block, None for all
     """
     code = domains["code"].cells
     math = domains["math"].cells
     competing = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
-    panels = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(names.MATH_COLUMNS, math)
+    cells_of_column = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(
+        names.MATH_COLUMNS, math
+    )
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
         """A frame (methods, columns) with each method's number in `values(column)`, which is
         indexed by cell; NaN for a column that was not run."""
         frame = pd.DataFrame(
-            np.nan, (["none"] if unpruned else []) + competing, list(panels), dtype=float
+            np.nan, (["none"] if unpruned else []) + competing, list(cells_of_column), dtype=float
         )
-        for column, cells in panels.items():
+        for column, cells in cells_of_column.items():
             if column in comparison.benchmarks_of:
                 rows = unpruned + [cells[name] for name in competing]
                 frame[column] = values(column).loc[rows].to_numpy()

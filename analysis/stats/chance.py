@@ -33,13 +33,11 @@ class Chance:
     pooled."""
 
     def margin(self, plans: int) -> float:
-        """Distance above the mean that the best of `plans` further random plans exceeds with at
-        most 5 % probability. By symmetry, the worst of these plans is further below the mean with
-        the same probability.
+        """Distance d such that, of `plans` further random plans, the best is above mean + d with at
+        most 5 % probability, and the worst is below mean - d with at most 5 % probability.
 
-        The distance is t(1 - .05 / plans) sd sqrt(1 + 1/n), where n is the number of random plans
-        and t the quantile of Student's distribution. The division by `plans` is Bonferroni's
-        correction.
+        d = t(1 - .05 / plans) sd sqrt(1 + 1/n), where sd is `spread`, n is `self.plans`, and t is
+        the quantile of Student's distribution. The division by `plans` is Bonferroni's correction.
         """
         return _margin(self.spread, self.plans, self.degrees_of_freedom, LEVEL / plans)
 
@@ -54,9 +52,9 @@ class Chance:
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, plans: int) -> int | None:
-        """The smallest number of random plans of each model for which `score` would be outside
-        `limits(plans)`, if mean and spread stayed the same; None if the number is above
-        MOST_PLANS."""
+        """The smallest number of random plans of each model, from 2, for which `score` would be
+        outside `limits(plans)` if mean and spread stayed the same; None if the number is above
+        MOST_PLANS. `plans` is the number of further plans, as in `margin`."""
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
             if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(
@@ -67,8 +65,8 @@ class Chance:
 
 
 def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -> float:
-    """Distance above the mean of `plans` normal values that a further value exceeds with
-    probability `tail`."""
+    """Distance d such that a further normal value is above the mean of `plans` normal values by
+    more than d with probability `tail`; `spread` is the standard deviation of the values."""
     return float(stdtrit(degrees_of_freedom, 1 - tail) * spread * np.sqrt(1 + 1 / plans))
 
 
@@ -79,7 +77,7 @@ def chance_of(scores: np.ndarray) -> Chance:
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     """Model -> its `Chance`. The spread is pooled over models if Bartlett's test finds no
-    difference between the models' spreads.
+    difference between the models' spreads; otherwise `spreads_differ` is set for all models.
 
     scores: model -> scores of the model's random plans.
     """
@@ -90,14 +88,14 @@ def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     freedoms = np.array([chance.degrees_of_freedom for chance in chance_of_model.values()])
     pooled_variance = float(freedoms @ variances / freedoms.sum())
     if _are_equal(variances, freedoms, pooled_variance):
-        spread = {
+        changes = {
             "spread": pooled_variance**0.5,
             "degrees_of_freedom": float(freedoms.sum()),
             "models": len(chance_of_model),
         }
     else:
-        spread = {"spreads_differ": True}
-    return {model: replace(chance, **spread) for model, chance in chance_of_model.items()}
+        changes = {"spreads_differ": True}
+    return {model: replace(chance, **changes) for model, chance in chance_of_model.items()}
 
 
 def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: float) -> bool:

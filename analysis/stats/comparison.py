@@ -90,11 +90,11 @@ class Comparison:
 
     @cached_property
     def _representatives(self) -> pd.Series:
-        """Plan -> the plan with the lowest seed among its replicates, whose number is the number of
-        their cell."""
+        """Plan -> the cell of the plan. Plans that differ only in the seed are replicates of one
+        cell, which has the number of the replicate with the lowest seed."""
         ordered = self.all_cells.sort_values("seed", kind="stable")
-        labels = pd.Series(ordered.index, ordered.index)
-        replicates = labels.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
+        plans = pd.Series(ordered.index, ordered.index)
+        replicates = plans.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
         return replicates.transform("first").loc[self.all_cells.index]
 
     @cached_property
@@ -120,8 +120,7 @@ class Comparison:
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Average the rows of `frame`, which are plans, over the plans of each cell; missing
-        numbers are skipped."""
+        """Average the rows of `frame` (plans, columns) over the plans of each cell, without NaN."""
         return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
@@ -135,7 +134,8 @@ class Comparison:
         return self._seed_means(ranks.component_columns(self.results, self.benchmarks_of))
 
     def removed_words(self, ratio: float) -> str:
-        """Text with the shares that the cells with this requested ratio remove."""
+        """Text with the shares that the cells with the ratio `ratio` remove, see
+        `settings.removed_words`."""
         return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_words"].iloc[0])
 
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
@@ -145,16 +145,16 @@ class Comparison:
 
     @cached_property
     def unpruned(self) -> int | None:
-        """The cell of the unpruned model."""
+        """The cell of the unpruned model; None if the study does not have this cell."""
         cells = self.cells.index[self.cells["criterion"] == "none"]
         return int(cells[0]) if len(cells) else None
 
     def average_columns(self, columns: Iterable[str]) -> Target:
-        """The columns in which more is better; if there are none, the columns in which less is
-        better. A mean over both directions would be meaningless.
+        """The entries of `columns` in which more is better; if there are none, the entries in which
+        less is better. A mean over columns of both directions would be meaningless.
 
-        columns: displayed columns or benchmarks. A column with benchmarks of both directions is
-        left out.
+        columns: displayed columns or benchmarks. A column that averages benchmarks of both
+        directions is left out.
         """
         loss_columns = []
         score_columns = []
@@ -181,8 +181,8 @@ class Comparison:
         return tuple(name for name in columns if self.quantity((name,)).lower_is_better)
 
     def plan_scores(self, target: Target) -> pd.Series:
-        """Score of each plan, the mean of its scores in the target's columns; NaN when a column is
-        a gap or the target is empty."""
+        """Score of each plan: the mean of its scores in the target's columns, see `weights`; NaN
+        when the plan lacks a benchmark of the target, or when the target is empty."""
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
@@ -198,8 +198,8 @@ class Comparison:
         )
 
     def displayed(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
-        """(score, low end, high end) of every cell's score and interval, in the unit of tables and
-        figures."""
+        """(score, low end, high end): every cell's score and the ends of its interval, in the unit
+        of tables and figures."""
         display = self.quantity(target).displayed
         low, high = self.interval(target)
         return display(self.score(target)), display(low), display(high)
@@ -216,7 +216,7 @@ class Comparison:
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """Compute the ends that `interval` returns; those of scores are clipped to 0..1."""
+        """Compute the ends that `interval` returns. If more is better, they are clipped to 0..1."""
         cells = list(self.plans_by_seed)
         from_items = [self._interval_from_items(target, cell) for cell in cells]
         ends = pd.DataFrame(from_items, cells, dtype=float)  # columns 0 (low) and 1 (high)
@@ -231,13 +231,15 @@ class Comparison:
         return low.clip(lower=0), high.clip(upper=1)
 
     def _interval_from_items(self, target: Target, cell: int) -> tuple[float, float]:
-        """Ends of a cell's interval from the outcomes of its items; NaN without outcomes."""
+        """Low and high end of a cell's interval from the outcomes of its items, see `interval`; NaN
+        without outcomes."""
         answers = self._binary_outcomes(target)
         rows = [self._row_numbers[plan] for plan in self.plans_by_seed[cell].values()]
         if answers is None or np.isnan(answers[rows]).all():
             return self.estimate(target, {cell: 1.0}).interval
         if len(rows) > 1:
             estimate = self.estimate(target, {cell: 1.0})
+            # an error of 0 means that seeds and items all agree, and gives no interval
             if estimate.error != 0:
                 return estimate.interval
         plan_answers = answers[rows[0]]
@@ -248,8 +250,10 @@ class Comparison:
         """Weighted sum of cells' scores, on the items that all of these cells were asked, with the
         sum's standard error over seeds and items.
 
-        weights: cell -> weight of its score, such as 1 and -1 for a difference. Plans of different
-        cells are matched as `_matched_rows` says. Without outcomes, the error is NaN.
+        Plans of different cells are matched, see `_matched_rows`. Without outcomes, the weighted
+        sum is over all items, and the error is NaN.
+
+        weights: cell -> weight of its score, such as 1 and -1 for a difference.
         """
         rows = self._matched_rows(target, list(weights))
         factors = np.array(list(weights.values()))
@@ -260,9 +264,9 @@ class Comparison:
         return Estimate(float(scores @ factors))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells) of plans. A replicate of the comparison has one plan of
-        each cell, and these plans are compared with each other. The array has size 0 if a cell has
-        no result.
+        """Row numbers (replicates, cells), in `all_cells`, of plans with a score. A row of the
+        result has one plan of each cell; these plans are compared with each other. The result has
+        size 0 if a cell has no score.
 
         If the cells with several plans have at least two seeds in common, the plans of a replicate
         have the same seed. Otherwise the plans of a replicate have the same position among the
@@ -304,11 +308,14 @@ class Comparison:
         return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
     def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
-        """A stratum for each benchmark of a target, with weighted sums of plans' outcomes.
+        """A stratum for each benchmark of a target, with weighted sums of plans' outcomes; empty
+        when a benchmark has no outcomes, or no item that all these plans were asked.
 
-        rows: row numbers (replicates, cells) of plans; factors: weights (cells,) of the plans of a
-        replicate. Empty when a benchmark has no outcomes, or no item that all these plans were
-        asked. Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum.
+        Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum, if the
+        same number of items was asked.
+
+        - rows: row numbers (replicates, cells) of plans
+        - factors: weights (cells,) of the plans of a replicate
         """
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
@@ -334,8 +341,8 @@ class Comparison:
     def difference(self, target: Target, cell: int, other: int) -> Estimate:
         """Score of `cell` minus score of `other`, paired by seed and item, see `estimate`.
 
-        The difference between two single plans on one benchmark of right-or-wrong items has the p
-        of McNemar's exact test.
+        If each cell has a single plan, and the target is one benchmark of right-or-wrong items, p
+        is that of McNemar's exact test.
         """
         estimate = self.estimate(target, {cell: 1.0, other: -1.0})
         answers = self._binary_outcomes(target)
@@ -356,8 +363,11 @@ class Comparison:
         return [plan for plan in plans if has_score[self._row_numbers[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
-        """Score of `cells[0]`, which is the best of `cells`, minus the score of each other cell,
-        see `uncertainty.best_of_many`. Scores are on the items that all these cells were asked."""
+        """Score of `cells[0]` minus the score of each other cell, see `uncertainty.best_of_many`.
+        Scores are on the items that all these cells were asked.
+
+        cells: cells of methods, the cell with the best score first.
+        """
         rows = []
         methods = []
         for number, cell in enumerate(cells):
@@ -449,8 +459,8 @@ def _comparison(
 
 
 def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
-    """Replace each perplexity in the results by its loss, log(perplexity), and its standard error
-    by that of the loss, to first order."""
+    """Replace each perplexity in the results by the loss log(perplexity), and the perplexity's
+    standard error by the loss's, to first order: error / perplexity."""
     is_perplexity = results["scale"] == "perplexity"
     # 1 for other scales, whose standard errors the division then leaves unchanged.
     perplexities = results["score"].astype(float).where(is_perplexity, 1.0)
@@ -468,6 +478,7 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
         ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
+            # methods that read no data, with calibration none, are in all panels
             panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
             cell_of_method = dict(
                 zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
@@ -479,9 +490,10 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
     """Name -> target, for the papers' averages MC Avg, Code, Math and WildBench, and last for the
-    mean over `overall`. An average is left out if no cell was evaluated on one of its columns.
+    mean over `overall`.
 
-    Code and Math are each the mean of two displayed columns.
+    Code and Math are each the mean of two displayed columns. One of the papers' averages is left
+    out if it has a column that is not in `overall`, and the last mean if `overall` is empty.
     """
     displayed_columns = overall(comparison, cells)
     groups: dict[str, Target] = {
@@ -515,8 +527,9 @@ def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
 def random_scores(
     comparison: Comparison, cells: pd.DataFrame, target: Target
 ) -> dict[Kind, np.ndarray]:
-    """Kind -> scores (plans,) of the random plans among `cells`, for kinds with at least two scores
-    that differ. If several cells of a kind are random, the cell with most seeds counts."""
+    """Kind -> scores (plans,) of the random plans among `cells`. If several cells of a kind are
+    random, the cell with the most scored plans counts. Kinds whose plans do not have at least two
+    different scores are left out."""
     plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
     random_cells = cells[cells["criterion"].isin(RANDOM)]
@@ -525,7 +538,8 @@ def random_scores(
             plan_scores[comparison.scored_plans(target, cell)].to_numpy(float)
             for cell in kind_cells.index
         ]
-        largest = max(scores_of_cells, key=len)
-        if len(largest) > 1 and np.ptp(largest) > 0:  # equal scores do not tell how plans vary
-            scores[str(granularity), str(recovery)] = largest
+        most_scores = max(scores_of_cells, key=len)
+        # equal scores do not tell how plans vary
+        if len(most_scores) > 1 and np.ptp(most_scores) > 0:
+            scores[str(granularity), str(recovery)] = most_scores
     return scores

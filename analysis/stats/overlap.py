@@ -35,20 +35,22 @@ MEASURES = {
 
 
 def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Mark the bottom sets of `scores` (..., experts), as booleans of the same shape: the int(n x
-    ratio) lowest of n scores; among equal scores, those with a lower index."""
+    """Mark the bottom sets of `scores` (..., experts), as booleans of the same shape. A bottom set
+    is the int(n x ratio) lowest of n scores; of equal scores, those with lower indices are in the
+    set first."""
     count = int(scores.shape[-1] * ratio)
-    order = np.argsort(scores, axis=-1, kind="stable")[..., :count]
+    lowest_indices = np.argsort(scores, axis=-1, kind="stable")[..., :count]
     is_lowest = np.zeros(scores.shape, bool)
-    np.put_along_axis(is_lowest, order, True, axis=-1)
+    np.put_along_axis(is_lowest, lowest_indices, True, axis=-1)
     return is_lowest
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
     """Overlap of bottom sets, by each of MEASURES, averaged over layers.
 
-    sets: booleans (calibration sets, layers, experts), bottom sets of equal size. NaN when the sets
-    are empty. The returned values:
+    sets: booleans (calibration sets, layers, experts), bottom sets of equal size.
+
+    The returned values, NaN when the sets are empty:
 
     - triple: share of a bottom set that is in the bottom sets of all calibration sets
     - pairwise: share of a bottom set that is in the bottom set of another calibration set, averaged
@@ -61,6 +63,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     experts = sets.shape[-1]
     if size == 0:
         return {key: float("nan") for name in MEASURES for key in (name, f"chance_{name}")}
+    # sizes of intersections (layers,): of all sets, and of each pair of sets
     common = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
     share = size / experts
@@ -114,13 +117,14 @@ def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, float]:
-    """`agreement` at a ratio averaged over layers, which may have different numbers of experts.
+    """The values of `agreement` for the bottom sets at `ratio`, averaged over layers, which may
+    have different numbers of experts.
 
     layers: for each layer, scores (calibration sets, experts).
     """
     # (calibration sets, 1, experts): each layer on its own
-    measured = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
-    return {name: float(np.mean([layer[name] for layer in measured])) for name in measured[0]}
+    agreements = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
+    return {name: float(np.mean([values[name] for values in agreements])) for name in agreements[0]}
 
 
 def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
@@ -134,11 +138,11 @@ def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean overlap of all variants with the same value of one parameter, one row per parameter,
-    value and ratio.
+    """Mean overlap, at one ratio, of all variants with the same value of one parameter; one row per
+    parameter, value and ratio.
 
-    Columns: component (a parameter in VARIANT), level (its value), ratio, and overlap, the mean of
-    `triple`. Variants without an overlap are left out.
+    Columns: component (a parameter in VARIANT), level (the parameter's value), ratio, and overlap
+    (mean of the overlaps `triple` that are not NaN).
     """
     levels = overlaps.dropna(subset=["triple"]).melt(
         id_vars=["ratio", "triple"], value_vars=VARIANT, var_name="component", value_name="level"
@@ -154,7 +158,10 @@ def proxy_overlap(
     (Fig. 3), one row per model, calibration set and ratio.
 
     Columns: model, calibration, ratio, overlap (mean of the share over layers), lowest (smallest
-    share of a layer), chance (expected share for random sets).
+    share of a layer), chance (expected share for random sets). overlap and lowest are NaN if the
+    bottom set of a layer is empty.
+
+    family, damage: see `Study`.
     """
     keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
@@ -162,6 +169,7 @@ def proxy_overlap(
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
     rows = []
+    # layers and experts ascend, and models keep their order
     position_of_model = {name: number for number, name in enumerate(pairs["model"].unique())}
     pairs = pairs.assign(position=pairs["model"].map(position_of_model)).sort_values(
         ["position", "layer", "expert"], kind="stable"
@@ -170,19 +178,19 @@ def proxy_overlap(
         layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:
             shares = []
-            chance = []
+            expected_shares = []
             for layer in layers:
                 sets = bottom_sets(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
                 size = int(sets[0].sum())
                 shares.append((sets[0] & sets[1]).sum() / size if size else np.nan)
-                chance.append(size / len(layer))
+                expected_shares.append(size / len(layer))
             rows.append(
                 {
                     **key,
                     "ratio": ratio,
                     "overlap": float(np.mean(shares)),
                     "lowest": float(np.min(shares)),
-                    "chance": float(np.mean(chance)),
+                    "chance": float(np.mean(expected_shares)),
                 }
             )
     return pd.DataFrame(rows)

@@ -71,8 +71,8 @@ class Quantity:
         return AVG if self.scale == "score" else names.capitalised(self.name)
 
     def described(self, metric: str) -> str:
-        """The name of a metric, with unit and direction if less is better: `acc`, `loss (nats per
-        token, less is better)`."""
+        """The name of a metric, followed by unit and direction if less is better: `acc`, but `loss
+        (nats per token, less is better)`."""
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
@@ -88,16 +88,17 @@ class Quantity:
         return np.exp(computed) if self.scale == "perplexity" else computed
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
-        """Convert the difference of a computed number to the computed number `reference` into the
-        difference of the displayed numbers."""
+        """Convert the `difference` of a computed number to the computed number `reference` into the
+        difference of the two numbers when displayed."""
         if self.scale != "perplexity":
             return difference
         return self.displayed(reference + difference) - self.displayed(reference)
 
 
 def common(quantities: Iterable[Quantity]) -> Quantity:
-    """The kind of a mean over numbers of these kinds: the same kind if all are equal, a loss if
-    less is better for all, otherwise a score."""
+    """The kind of a mean over numbers of these kinds: their kind if all kinds are equal; a loss,
+    with all their units, if less is better in all kinds; otherwise, and without a kind, a
+    score."""
     distinct = list(dict.fromkeys(quantities))
     if len(distinct) == 1:
         return distinct[0]

@@ -57,10 +57,14 @@ class RankTest:
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
     """Test the average ranks of a panel's methods that have several seeds and a result in every
-    block; None with fewer than FEWEST such methods or blocks. Random plans are left out.
+    block; None if there are fewer than FEWEST such methods, or fewer than FEWEST blocks. Random
+    plans are left out.
 
-    Scores are ranked as for Avg Rank: they are rounded to three decimals, and equal scores get the
-    mean of their ranks. over: COLUMNS or BENCHMARKS.
+    All methods take part with the same number of seeds: the smallest number of seeds of a method
+    with several seeds. Scores are ranked as for Avg Rank: they are rounded to three decimals, and
+    equal scores get the mean of their ranks.
+
+    over: kind of the blocks, COLUMNS or BENCHMARKS.
     """
     criteria = comparison.cells["criterion"]
     plans = {
@@ -89,7 +93,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
     average_ranks = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
     order = [complete_methods.index(key) for key in average_ranks.index]
-    # With an own error of 0 for each pair, the critical difference is the same for all pairs.
+    # `leads` tests the difference of each method to the best one. With an error of 0 for each pair
+    # in itself, the critical difference is the same for all pairs.
     leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
@@ -104,8 +109,12 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
 
 
 def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Displayed scores (plans, blocks). Benchmarks that grade the same answers form one block,
-    whose score is their mean."""
+    """Displayed scores (plans, blocks) on the columns or benchmarks on which at least one cell of
+    the panel was evaluated.
+
+    With `over` = COLUMNS, each displayed column is a block. With BENCHMARKS, each benchmark is a
+    block, but benchmarks that grade the same answers form one block, whose score is their mean.
+    """
     if over == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:

@@ -101,13 +101,13 @@ class _Group:
 
     @property
     def request(self) -> tuple[float, str]:
-        """Requested ratio, and gate, by which groups of different models are matched."""
+        """(requested ratio, gate), by which groups of different models are matched."""
         ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
         return ratio, gate
 
     @property
     def plans_tested(self) -> int:
-        """Number of plans that have a score and are not random."""
+        """Number of cells of the group that have a score and are not random."""
         plans = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
         return int(self.comparison.score(self.target)[plans].notna().sum())
 
@@ -121,7 +121,8 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
-    """Yield the groups of a model's pruned cells, one for each ratio and gate with a score."""
+    """Yield the groups of a model's pruned cells, one for each ratio above 0 and gate at which at
+    least one cell has a score."""
     pruned = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)
     ]
@@ -162,6 +163,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         spread=[quantity.displayed(scores).std(ddof=1) for scores in scores_of_seeds],
         share=quantity.displayed(score[order]) / unpruned,
     )
+    # the correction of a comparison with chance counts the plans of all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
     chance = _chance(group, groups)
     rows["chance"] = [
@@ -183,8 +185,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
 
 
 def _comparable_methods(rows: pd.DataFrame) -> list[int]:
-    """Labels of the rows that can be compared with each other, best first: methods with several
-    seeds and a score that are not random."""
+    """Labels of the rows that can be compared with each other, in the order of `rows`: rows with
+    several seeds and a score whose plans are not random."""
     return list(
         rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
     )
@@ -194,10 +196,11 @@ def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
     """Add the columns rank, verdict, behind, behind_low, behind_high and p, and convert computed
-    scores to displayed ones.
+    scores and their intervals to displayed ones.
 
-    methods: labels of comparable rows, best first; leads: computed score of the first method minus
-    the score of each other method.
+    - methods: labels of comparable rows, best first
+    - leads: computed score of the first method minus the score of each other method; empty if
+      there are fewer than two methods
     """
     displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
     printed_scores = displayed["score"].round(PRINTED_DECIMALS)
@@ -227,7 +230,8 @@ def _add_verdicts(
 
 
 def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
-    """Verdict on a method from its gap to the best method.
+    """Verdict on a method, one of BEST, UNTESTED, SEPARATED and TIED, from its gap to the best
+    method.
 
     is_printed_equal: whether the scores of the two methods are equal when printed.
     """
@@ -240,7 +244,7 @@ def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
 
 def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
     """Add the column status: `random plans` for random plans; for other plans the comparison with
-    chance, followed by the verdict unless the plan is within or below chance."""
+    chance, if there is one, and the verdict, which is left out within and below chance."""
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -253,15 +257,16 @@ def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> chance in this group.
+    """Kind of plan -> the chance of this kind in this group, for kinds with random plans (see
+    `random_scores`).
 
     The spread of random plans can be pooled with other models' groups that have the same ratio,
     gate and average (see `chances`).
     """
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
-    key = (group.request, group.target, group.quantity)
+    request_and_average = (group.request, group.target, group.quantity)
     for other in groups:
-        if (other.request, other.target, other.quantity) == key:
+        if (other.request, other.target, other.quantity) == request_and_average:
             for kind, scores in random_scores(other.comparison, other.cells, other.target).items():
                 scores_by_kind.setdefault(kind, {})[other.comparison.model] = scores
     model = group.comparison.model
@@ -292,8 +297,8 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
     """Yield a ranking by the mean over models, with models as random effects, for each ratio and
     gate that several models have.
 
-    The ranking contains the plans that all these models have. There is no ranking of a ratio and
-    gate for which models have different quantities, or fewer than two common plans.
+    The ranking contains the plans for which all these models have a score. There is no ranking of a
+    ratio and gate if the models have different quantities, or fewer than two plans in common.
 
     rankings: the rankings of single models.
     """
@@ -310,6 +315,7 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         seeds = pd.concat([rows["seeds"] for rows in plans], axis=1, join="inner")
         if len(scores) > 1:
             label = ALL_MODELS
+            # some models lack this ratio and gate
             if len(model_rankings) < len(models):
                 label = names.listing(ranking.model for ranking in model_rankings)
             computed = model_rankings[0].quantity.computed(scores)
@@ -321,8 +327,10 @@ def _ranking_over_models(
 ) -> Ranking:
     """The ranking of plans by the mean of their scores over models.
 
-    model_rankings: one ranking per model; table: computed scores (plans, models); seeds: for
-    each plan, the smallest number of seeds in a model; label: name of the models together.
+    - model_rankings: one ranking per model
+    - table: computed scores (plans, models)
+    - seeds: for each plan, the smallest number of seeds in a model
+    - label: name of the models together
     """
     quantity = model_rankings[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
@@ -380,9 +388,9 @@ def headlines(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """At most two sentences on all rankings together. The first states on how many models a plan is
-    above chance, if there are random plans. The second states that methods with one seed get no
-    verdict, if there are such methods."""
+    """At most two sentences on all rankings together. If there are random plans, a sentence states
+    on how many models at least one plan is above chance. If there are methods with one seed, a
+    sentence states that they get no verdict."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     models_above_chance = {
         ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()
@@ -443,9 +451,11 @@ def remarks(ranking: Ranking) -> list[str]:
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """Text with the number of plans of a kind that are above chance. If no plan is above chance, a
-    second sentence says with how many random plans the best plan would be above chance.
+    """Text with the numbers of plans of a kind that are above and below chance, the limit of
+    chance, and the number, mean and spread of the random plans.
 
+    If no plan is above chance, and the best plan is better than the mean of the random plans, a
+    second sentence says with how many random plans the best plan would be above chance. The text is
     "" if the ranking has no plans of this kind besides random ones.
     """
     granularity, recovery = kind
@@ -460,22 +470,22 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         for status, count in rows["chance"].value_counts().items()
         if status != WITHIN
     ]
-    spread = (
+    pooling = (
         f"pooled over {names.count(chance.models, 'model')}"
         if chance.models > 1
         else "of this model alone"
     )
     if chance.spreads_differ:
-        spread += ", as spreads differ between models"
+        pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
         f"({'below' if quantity.lower_is_better else 'above'} {quantity.displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
         f"{quantity.displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
-        f"{chance.spread:.3f} {spread})."
+        f"{chance.spread:.3f} {pooling})."
     )
-    best_score = float(quantity.computed(rows["score"].iloc[0]))
+    best_score = float(quantity.computed(rows["score"].iloc[0]))  # rows are sorted, best first
     if (rows["chance"] == ABOVE).any() or quantity.sign * (best_score - chance.mean) <= 0:
         return sentence
     needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
@@ -496,7 +506,7 @@ def _verdict_sentence(ranking: Ranking) -> str:
     groups = {
         verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
     }
-    if BEST not in groups:
+    if BEST not in groups:  # the best methods are within or below chance
         return "The best of the methods with several seeds is not above chance."
     verb = "are" if len(groups[BEST]) > 1 else "is"
     sentence = f"Of the methods with several seeds, {_plan_names(groups[BEST])} {verb} best"
@@ -506,8 +516,12 @@ def _verdict_sentence(ranking: Ranking) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, then for each ranking a line for each of
-    the first MOST_LISTED plans, and the remarks."""
+    """The rankings as text for a terminal: the overview, then the first MOST_LISTED rankings, then
+    the number of further rankings.
+
+    The text of a ranking has a heading, a line for each of the first MOST_LISTED plans, the number
+    of further plans, and the remarks.
+    """
     parts = ["\n".join(overview(rankings))] if overview(rankings) else []
     for ranking in rankings[:MOST_LISTED]:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"

@@ -19,10 +19,10 @@ from analysis.names import COLUMNS
 
 
 def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
-    """Pearson's correlation (`linear`) and Spearman's correlation (`rank`) of two columns over
-    `experts`.
+    """Pearson's correlation (`linear`) and Spearman's correlation (`rank`) of the columns `measure`
+    and `truth` over the rows of `experts`.
 
-    NaN when fewer than three experts have both values, or when a column is constant.
+    NaN when fewer than three experts have both values, or when one of the columns is constant.
     """
     pairs = experts[[measure, truth]].dropna().astype(float)
     return {"linear": _correlation(pairs), "rank": _correlation(pairs.rank())}
@@ -37,8 +37,11 @@ def _correlation(pairs: pd.DataFrame) -> float:
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Mean over layers of Spearman's correlation within a layer; layers where the correlation is
-    NaN are left out."""
+    """Mean over layers of Spearman's correlation of the columns `measure` and `truth` within a
+    layer.
+
+    Layers where the correlation is NaN are left out (see `_correlation`); NaN if no layer is left.
+    """
     pairs = experts[["layer", measure, truth]].dropna().astype(float)
     ranked = pairs.groupby("layer").rank().groupby(pairs["layer"], sort=False)
     layer_correlations = [_correlation(layer) for _, layer in ranked]
@@ -97,14 +100,16 @@ def component_columns(
 
 
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
-    """Rank of each row in each column: 1 is the best, equal numbers get the mean of their ranks,
-    and the rank of NaN is NaN."""
+    """Rank of each row in each column, by numbers rounded to PRINTED_DECIMALS: rank 1 has the
+    highest number, or the lowest in the columns `lower_is_better`. Equal numbers get the mean of
+    their ranks, and the rank of NaN is NaN."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
     return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
-    """Avg Rank of each row by the papers' rule. The caller must leave out the unpruned model, since
-    only pruned models are ranked."""
+    """Avg Rank of each row by the papers' rule: the mean of `column_ranks` over the columns, NaN
+    for a row with NaN. The caller must leave out the unpruned model, since only pruned models are
+    ranked."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")

@@ -40,8 +40,8 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Low and high end of the 95 % interval; with several methods, simultaneous for all
-        pairs."""
+        """Low and high end of the 95 % interval. With more than two `methods`, the intervals hold
+        simultaneously for all pairs of methods."""
         if self.methods > 2:
             half_width = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
         else:
@@ -50,12 +50,12 @@ class Estimate:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the hypothesis that the true value is 0; with several methods, of
-        the hypothesis that all methods are equal."""
+        """Two-sided p-value of the hypothesis that the true value is 0; with more than two
+        `methods`, of the hypothesis that all methods are equal. `exact` is p if it is not NaN."""
         if not np.isnan(self.exact):
             return self.exact
         if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
-            return float(abs(self.value) <= 1e-9)
+            return float(abs(self.value) <= 1e-9)  # 1 for the value 0, otherwise 0
         ratio = abs(self.value) / self.error
         if self.methods > 2:
             return float(
@@ -92,7 +92,7 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     are weighted by their shares, as in a ratio estimator. The error is NaN if a stratum has only
     one item.
     """
-    totals = [stratum.contributions.sum(axis=1) for stratum in strata]
+    totals = [stratum.contributions.sum(axis=1) for stratum in strata]  # each (replicates,)
     scores = np.sum(totals, axis=0)
     seeds = len(scores)
     value = float(np.mean(scores))
@@ -105,12 +105,12 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
         items = len(stratum.shares)
         if items < 2:
             return Estimate(value)
-        means = stratum.contributions.mean(axis=0) - stratum.shares * total.mean()
-        item_part = items / (items - 1) * (means**2).sum()
+        item_effects = stratum.contributions.mean(axis=0) - stratum.shares * total.mean()
+        item_part = items / (items - 1) * (item_effects**2).sum()
         item_variance += item_part
         squares += item_part**2 / (items - 1)
         if seeds > 1:
-            residuals = stratum.contributions - total[:, None] * stratum.shares - means
+            residuals = stratum.contributions - total[:, None] * stratum.shares - item_effects
             interaction_part = items / (items - 1) * (residuals**2).sum() / (seeds - 1) / seeds
             interaction += interaction_part
             squares += interaction_part**2 / (items - 1) / (seeds - 1)
@@ -123,8 +123,8 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean of n independent values, such as differences of several models, with its standard error
-    and n - 1 degrees of freedom."""
+    """Mean of n independent values, such as differences of several models, with the mean's standard
+    error and n - 1 degrees of freedom. The error is NaN for n < 2, and so is the mean for n = 0."""
     numbers = np.asarray(values, float)
     if len(numbers) < 2:
         return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
@@ -150,7 +150,7 @@ def best_of_many(
     """
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
-    counts = np.bincount(methods)
+    counts = np.bincount(methods)  # (methods,) number of plans
     # (methods, plans): weights of plans in the mean score of each method
     plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
     means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
@@ -183,16 +183,18 @@ def _pooled_variances(
     """(variances, degrees of freedom) of the methods' mean scores, from terms that are pooled over
     all methods.
 
-    Similar to `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item).
-    methods: the number of each plan's method (plans,); plan_weights: weights of plans in the mean
-    score of each method (methods, plans). variances has shape (methods,).
+    As in `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item), but at
+    least each of the first two terms. The returned variances have shape (methods,).
+
+    - methods: the number of each plan's method (plans,)
+    - plan_weights: weights of plans in the mean score of each method (methods, plans)
     """
     method_freedom = len(plan_weights) - 1
     seed_freedom = len(methods) - len(plan_weights)
-    shares = (plan_weights**2).sum(axis=1)  # (methods,) 1 / number of seeds
+    inverse_seeds = (plan_weights**2).sum(axis=1)  # (methods,) 1 / number of seeds
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     deviations = scores - (plan_weights @ scores)[methods]
-    seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * shares
+    seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * inverse_seeds
     item_variance = 0.0
     residual = 0.0
     # Sum of the squared terms, each divided by the term's degrees of freedom (Satterthwaite).
@@ -203,13 +205,14 @@ def _pooled_variances(
         totals = stratum.contributions.sum(axis=1)[:, None]
         deviations_of_items = stratum.contributions - totals * stratum.shares
         means = plan_weights @ deviations_of_items
-        part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
-        item_variance += part
-        squares += part**2 / method_freedom / (items - 1)
+        item_part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
+        item_variance += item_part
+        squares += item_part**2 / method_freedom / (items - 1)
         residual += (
             scale * ((deviations_of_items - means[methods]) ** 2).sum() / max(seed_freedom, 1)
         )
-    interaction = max(0.0, item_variance - residual * shares.mean())
+    # V(method x item) - V(seed x item)
+    interaction = max(0.0, item_variance - residual * inverse_seeds.mean())
     variances = np.maximum(seed_variances + interaction, item_variance)
     squares += seed_variances.mean() ** 2 / seed_freedom if seed_freedom else 0.0
     freedom = variances.mean() ** 2 / squares if squares > 0 else 1.0

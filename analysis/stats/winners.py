@@ -47,14 +47,17 @@ def winner_map(
 ) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
-    criteria: keys of the methods that compete, by default all methods. Columns:
+    criteria: keys of the methods that compete, by default all methods. Scores are displayed scores.
+
+    Columns of the result:
 
     - SETTINGS, calibration, column; pruned: text with the removed share
     - winners: keys of the methods on the first place, a tuple; score: score of the first place
     - runner_up, runner_up_score: key and score of the best other method
     - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
-    - p: p-value of the winner, NaN when several methods win or a method has one seed
-    - p_holm: p with Holm's correction; proved: whether p_holm is below LEVEL
+    - p: p-value of the winner (see `_p_of_winner`), NaN when several methods win
+    - p_holm: p with Holm's correction over all rows with equal SETTINGS; proved: whether p_holm is
+      below LEVEL
     """
     rows = [
         {
@@ -86,7 +89,11 @@ def _settings(panel: Panel) -> dict[str, object]:
 def _winner_columns(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """The columns _WINNER_COLUMNS of one cell of the map: one displayed column in one panel."""
+    """The columns _WINNER_COLUMNS of one cell of the map: one displayed column in one panel.
+    Numbers on the runner-up are left out if all methods with a score share the first place.
+
+    criteria: keys of the methods that compete, None for all.
+    """
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
     competing = [name for name in panel.cells if criteria is None or name in criteria]
@@ -117,7 +124,8 @@ def _winner_columns(
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
     """The largest p-value of the tests of the winner, `cells[0]`, against each other cell. Random
-    plans are left out. NaN if the winner is random, or if a cell has one seed."""
+    plans are left out. NaN if the winner is random, if no other cell is left, or if one of the
+    cells has fewer than two seeds with a score."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
