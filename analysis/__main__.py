@@ -127,7 +127,8 @@ def _names_in_help() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code: that of `_run`, or 2 after a UserError, whose
+    message is printed."""
     try:
         return _run(parse(arguments))
     except UserError as error:
@@ -150,7 +151,7 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
     """Write NAME.published for every requested table NAME that has published numbers, and print
     the files' paths.
 
-    Returns whether each of the requested tables has a counterpart among the study's cells.
+    Returns whether each NAME.published that was requested by name and did not fail has rows.
     """
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
@@ -197,13 +198,17 @@ def _check_names(request: argparse.Namespace) -> None:
         from analysis.registry import find
 
         for name in names:
-            find(name)
+            find(name)  # only for its UserError
     if request.compare:
-        _comparable_tables(request.names)
+        _comparable_tables(request.names)  # only for its UserError
 
 
 def _run(request: argparse.Namespace) -> int:
-    """Write the requested tables and figures, and print notes and gaps; returns the exit code."""
+    """Write the requested tables and figures, and print notes and gaps.
+
+    Returns the exit code: 0 if the study has results, no gaps, and data for everything that is
+    requested by name; otherwise 1. Raises UserError when `out` cannot be written.
+    """
     gc.set_threshold(GARBAGE)
     _check_names(request)
     from analysis.load.studies import studies
@@ -235,7 +240,8 @@ def _run(request: argparse.Namespace) -> int:
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
-    """Write the report if it is requested, or else the requested tables and figures.
+    """Write the report if it is requested, or else the requested tables and figures; print the
+    paths of the files, and the names that the study has no data for.
 
     Returns whether the study has data for every table and figure that is requested by name.
     """
@@ -261,6 +267,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
+    # without gaps, the output `gaps` has no rows, which is no lack of data
     names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
         print(

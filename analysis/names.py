@@ -26,7 +26,8 @@ NUMERALS = (
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number and its noun in words: `one win`, `two wins`, `13 wins`."""
+    """A number and its noun in words: `one win`, `two wins`, `13 wins`. `plural` is by default the
+    noun with an s."""
     numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
     return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
@@ -215,7 +216,8 @@ _CAPITALISED_SETS = ("code", "math", "general", "stories")
 
 
 def criterion(name: str) -> str:
-    """The papers' spelling of a criterion; members of the S family are written S(1,0,2)."""
+    """The papers' spelling of a criterion, or `name` if the papers do not have it. Members of the S
+    family are written S(1,0,2), with ? for a parameter that `name` lacks."""
     match = _S_FAMILY.fullmatch(name)
     if match is None:
         return CRITERIA.get(name, name)
@@ -281,8 +283,8 @@ def _split_replacement(allocation: str) -> tuple[str, str]:
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Sort methods by criterion, replacement, allocation and recovery in the order of tables,
-    unknown names last."""
+    """Sort the different keys of methods by criterion, replacement, allocation and recovery in the
+    order of tables; unknown names come last, alphabetically."""
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
@@ -299,7 +301,8 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
 
 
 def benchmark(name: str) -> str:
-    """The papers' spelling of a benchmark or displayed column."""
+    """The papers' spelling of a benchmark or displayed column; `name` if the papers do not have
+    it."""
     return BENCHMARKS.get(name, name)
 
 
@@ -312,8 +315,8 @@ def calibration(name: str) -> str:
 
 
 def domain(calibration_set: str) -> str | None:
-    """Domain that the name of a calibration set contains: code, math or general; None for a name
-    without domain."""
+    """Domain that the name of a calibration set contains: code, math or general (c4 counts as
+    general); None for a name without domain."""
     lowercase_name = calibration_set.lower()
     if "code" in lowercase_name:
         return "code"
@@ -340,7 +343,8 @@ def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
 
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
-    """Sort calibration sets as the papers list them: general, code, math, then other names."""
+    """Sort the different calibration sets as the papers list their domains: general, code, math,
+    then sets without domain; sets of one domain are in alphabetical order."""
     rank = {"general": 0, "code": 1, "math": 2, None: 3}  # None: a name without domain
     return sorted(set(values), key=lambda value: (rank[domain(value)], value))
 

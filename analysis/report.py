@@ -80,8 +80,8 @@ class Publisher:
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
-        names = dict.fromkeys(find(name).name for name in requested)
-        for name in sorted(names, key=lambda name: name == GAPS):
+        output_names = dict.fromkeys(find(name).name for name in requested)
+        for name in sorted(output_names, key=lambda name: name == GAPS):
             items_by_output[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
                 write = partial(write_files, [item], self.out, self.figure_format)
@@ -89,8 +89,8 @@ class Publisher:
                 if files:
                     items_by_output[name].append(item)
                     paths += files
-            if len(names) > 1:  # the page requests `gaps` alone, which needs no progress
-                progress.update(len(items_by_output), len(names), "tables and figures")
+            if len(output_names) > 1:  # the page requests `gaps` alone, which needs no progress
+                progress.update(len(items_by_output), len(output_names), "tables and figures")
         return items_by_output, paths
 
     def log_failures(self) -> None:
@@ -127,6 +127,7 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
+    # `_sections` publishes the gaps, after everything that can add gaps
     items_by_output, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, items_by_output)), encoding="utf-8")
@@ -220,7 +221,8 @@ class Chapter:
 
 
 def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput) -> Section:
-    """The section of a chapter, with its title, text, tables and figures."""
+    """The section of a chapter, with its title, tables and figures. It has text only if it has
+    tables or figures: the chapter's note, after the headlines in the chapter `ranking`."""
     section = _items_of_chapter(chapter.anchor, items_by_output)
     text = [chapter.note] if chapter.note and section.outputs else []
     if chapter.anchor == "ranking" and section.outputs:
@@ -230,7 +232,7 @@ def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput)
 
 def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
     """A section with the tables and figures of the chapter `anchor` and their filters, without
-    title and text."""
+    title and text. Tables of outputs with `figures_only` are left out."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -362,6 +364,7 @@ def what_was_run(study: Study) -> str:
     items = "no"
     if len(sizes):
         items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
+    # at ratio 0 nothing is removed, the model is only recovered, for example quantised
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.listing(dict.fromkeys(study.cells["model"]))
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
@@ -385,8 +388,12 @@ MOST_RATIOS = 6
 
 
 def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the removed shares, their scope (each layer, or the whole model) and the
-    calibration sets: `25 % and 50 % of each layer, with code calibration`."""
+    """Text with the removed shares, their scope and the calibration sets: `25 % and 50 % of each
+    layer, with code calibration`.
+
+    The scope is each layer if all allocations are uniform, otherwise the whole model. Of more than
+    MOST_RATIOS shares, the text has only their number, the smallest and the largest.
+    """
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
     ratios = list(dict.fromkeys(ordered["removed_words"]))
     text = names.listing(ratios) or "none"

@@ -70,7 +70,11 @@ class Printed:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end of the range of numbers that the paper prints as this number."""
+        """Lower and upper end of the range of numbers that the paper prints as this number.
+
+        The range reaches half a unit of the last digit below and above a rounded number, a whole
+        unit above a truncated number, and a whole unit below and above a number rounded twice.
+        """
         number = Decimal(self.text)
         unit = Decimal(1).scaleb(int(number.as_tuple().exponent))
         margin_below = unit / 2
@@ -182,7 +186,8 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 
 def protocol(number: Printed) -> Protocol:
-    """Calibration and search settings of the models behind this number."""
+    """Calibration and search settings of the model behind this number; None for a setting that the
+    paper does not state."""
     row = _most_specific_row("protocols", number, criterion=number.key[2])
     tokens, seed, generations = (
         int(row[column]) if row.get(column) else None
@@ -192,7 +197,8 @@ def protocol(number: Printed) -> Protocol:
 
 
 def split(number: Printed, benchmark: str) -> Split:
-    """Items and settings with which the paper of this number measured a benchmark."""
+    """Items and settings with which the paper of this number measured a benchmark, as far as the
+    paper states them."""
     row = _most_specific_row("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
@@ -306,8 +312,8 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
 
 
 def _calibration_differences(number: Printed, measured: Measured) -> Iterator[str]:
-    """Yield the differences in calibration tokens, gate, seed and search; nothing for an unpruned
-    model."""
+    """Yield the differences in calibration tokens, gate, seed and search, of those that the paper
+    states; nothing for an unpruned model."""
     published_protocol = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
@@ -339,7 +345,10 @@ def _calibration_differences(number: Printed, measured: Measured) -> Iterator[st
 
 def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
     """Yield the differences in items and settings of benchmarks: one text for the number of items,
-    and one for each setting, with all benchmarks that differ in it."""
+    and one for each setting.
+
+    A text names the benchmarks that differ, or gives their number if it is above _MOST_NAMED.
+    """
     texts_by_setting: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
@@ -355,23 +364,24 @@ def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) 
                 texts_by_setting[description].append(
                     f"{benchmark} ({value}, published {published})"
                 )
-    for description, benchmarks in texts_by_setting.items():
-        if len(benchmarks) > _MOST_NAMED:
-            yield f"other {description}: {len(benchmarks)} benchmarks"
-        elif benchmarks:
-            yield f"other {description}: {', '.join(benchmarks)}"
+    for description, texts in texts_by_setting.items():
+        if len(texts) > _MOST_NAMED:
+            yield f"other {description}: {len(texts)} benchmarks"
+        elif texts:
+            yield f"other {description}: {', '.join(texts)}"
 
 
 def _items_difference(evaluation: Evaluation, published: int | None) -> str:
-    """Text with the number of graded items here, and with the number in the paper (`published`) if
-    the paper states one.
+    """Text with the number of graded items here, the number of all items here if not all were
+    graded, and the number of items in the paper, `published`, if the paper states one.
 
-    "" if all items were graded here, and the paper has as many items or states no number.
+    "" if all items (at least the share LOWEST_GRADED_SHARE) were graded here, and the paper has as
+    many items or states no number.
     """
     items = evaluation.n if evaluation.split.items is None else evaluation.split.items
     is_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
     if is_graded and published in (None, items):
         return ""
-    total_text = "" if is_graded else f" of {items:,}"
+    all_items_text = "" if is_graded else f" of {items:,}"
     comparison = "" if published is None else f", published on {published:,}"
-    return f"{evaluation.n:,}{total_text}{comparison}"
+    return f"{evaluation.n:,}{all_items_text}{comparison}"

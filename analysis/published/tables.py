@@ -77,6 +77,8 @@ class Facts:
     ) -> Measured:
         """The measured number together with its protocol and caveats.
 
+        number: the value of the measured number and the ends of its interval.
+
         sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
         The axes, calibration tokens and search are those of the first cell.
         """
@@ -134,8 +136,13 @@ def _integer(value: Any) -> int | None:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The key under which papers would publish the numbers of this cell, with the published names
-    of shipped models and calibration sets. Published rows with this key need not exist."""
+    """The key under which papers would publish the numbers of this cell, whether or not a paper has
+    a row with this key.
+
+    Shipped models and calibration sets have the published names for which they stand in. The name
+    of the allocation ends with the model's number of experts per token, if it was changed after
+    training.
+    """
     trained_model, top_k = names.split_top_k(str(cell["model"]))
     model = stands_for("model", trained_model)
     calibration = stands_for("calibration", str(cell["calibration"]))
@@ -167,8 +174,8 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
-                average = (float(score[cell]), float(low[cell]), float(high[cell]))
-                yield number, facts.add_protocol(average, sources, caveats)
+                measured = (float(score[cell]), float(low[cell]), float(high[cell]))
+                yield number, facts.add_protocol(measured, sources, caveats)
 
 
 def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[str, ...]:
@@ -201,8 +208,9 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
     """Yield pairs of published and measured average ranks. Measured ranks are among the methods
     that the papers rank.
 
-    table: name of the table here whose published counterparts are compared. Rows with the
-    calibration set MATCHED are ranked apart from all others.
+    Published rows with the calibration set MATCHED are ranked apart from all other rows.
+
+    table: name of the table here whose published counterparts are compared.
     """
     published_ranks = {}
     for key, row in counterparts(table).items():
@@ -222,6 +230,7 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
         for block in blocks:
             for cell_of_column, rank in block:
                 key = key_of(facts.cells[next(iter(cell_of_column.values()))])
+                # for a matched row, MATCHED replaces the calibration set, the last part of the key
                 published = numbers.get((*key[:5], MATCHED) if is_matched else key)
                 if published is None:
                     continue
@@ -240,19 +249,20 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
 
 def _ranking_differences(
     number: Printed,
-    numbers: Iterable[Key],
+    ranked_keys: Iterable[Key],
     measured_methods: int,
     measured_columns: Sequence[str],
     published_columns: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a caveat if a measured rank is among another number of methods than the published
-    `number`, and one if the ranks average over different columns.
+    """Yield a caveat if a measured rank is among another number of methods than the published rank
+    `number`, and a caveat if the two ranks are averages over different columns.
 
-    numbers: keys of all published ranks.
+    The published rank is among the keys in `ranked_keys` (keys of published ranks) that have its
+    model, ratio and calibration set.
     """
     model, ratio, *_, calibration = number.key
     published_methods = sum(
-        (key[0], key[1], key[-1]) == (model, ratio, calibration) for key in numbers
+        (key[0], key[1], key[-1]) == (model, ratio, calibration) for key in ranked_keys
     )
     if measured_methods != published_methods:
         yield f"ranked among {measured_methods}, published among {published_methods}"
@@ -268,7 +278,8 @@ this column, and the method's average rank."""
 
 
 def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every panel, with the average ranks of its methods that are in `ranked`."""
+    """Yield a block for every panel that has one of the methods `ranked`, with the average ranks of
+    these methods."""
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
@@ -278,8 +289,9 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
 
 
 def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every ratio and gate, with the average ranks of the methods `ranked`, each
-    calibrated on code for the code columns and on math for the math columns."""
+    """Yield a block for every ratio and gate that has panels of code and math, with the average
+    ranks of the methods `ranked`. Each method is calibrated on code for the code columns, and on
+    math for the math columns."""
     for domains in cell_scores.panels_by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
             block = cell_scores.task_block(comparison, domains, ranked)
@@ -315,6 +327,7 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
     ]
     for size in records(study.memory) if published else ():
         axes = (stands_for("model", size["model"]), size["ratio"], size["allocation"])
+        # the memory of a model depends on neither criterion nor calibration set
         cell = {**size, "criterion": "none", "calibration": "none", "method": "any"}
         for number in published:
             model, ratio, _, allocation, *_ = number.key
@@ -385,16 +398,16 @@ def _columns(study: Study) -> list[str]:
     varying_labels = [
         label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() > 1
     ]
-    text = ("Model", "Pruned", "Calibration", "Criterion", *varying_labels, "Benchmark", "Source")
-    return [*text, "Measured", "Published", "Deviation", "Verdict"]
+    texts = ("Model", "Pruned", "Calibration", "Criterion", *varying_labels, "Benchmark", "Source")
+    return [*texts, "Measured", "Published", "Deviation", "Verdict"]
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
     """The row of a `published_table` that compares two numbers; the deviation of incomparable
     numbers is NaN."""
     cell = measured.cell
-    comparison = verdict(number, measured)
-    is_incomparable = comparison.startswith(INCOMPARABLE)
+    verdict_text = verdict(number, measured)
+    is_incomparable = verdict_text.startswith(INCOMPARABLE)
     return {
         "Model": cell["model"],
         "Pruned": cell["removed_words"],
@@ -406,7 +419,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
         "Measured": measured.value,
         "Published": number.value,
         "Deviation": math.nan if is_incomparable else measured.value - number.value,
-        "Verdict": comparison,
+        "Verdict": verdict_text,
     }
 
 
