@@ -40,15 +40,16 @@ of Hydra. `compose` reads the other flags and hydra.searchpath."""
 
 
 def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
-    """Print a sentence about an error, and exit with `code`."""
+    """Print a sentence about an error, with secrets masked, and exit with `code`."""
     print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
     sys.exit(code)
 
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """A context in which expected errors (UserError, errors of Hydra's, Ctrl-C) print a sentence
-    and exit with a code, without a stack trace."""
+    """A context in which expected errors print a sentence and exit with a code, without a stack
+    trace. Expected are UserError, errors of Hydra's and Ctrl-C. An OSError is expected only if the
+    command line sets folders of Hydra, which then may be wrong."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -75,8 +76,8 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the study that the command line describes, and exit with its code. Without arguments,
-    print START."""
+    """Run the study that the command line describes, and exit with its code. hydra.main runs
+    command lines with words for Hydra. Without arguments, print START."""
     words = sys.argv[1:]
     if not words:
         print(START)
@@ -114,7 +115,7 @@ def _run_hydra(words: Sequence[str]) -> int:
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
-    models: Models | None = None
+    models: Models | None = None  # loaded models, for all jobs of a multirun
 
     def job(_: object) -> float:
         """Run the study of one job, and return the value of `objective` for Hydra's sweeper."""
@@ -129,6 +130,7 @@ def _run_hydra(words: Sequence[str]) -> int:
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
             # folder of the command
             os.chdir(hydra_config.runtime.cwd)
+            # the search path decides which files the other settings can name
             settings = [
                 *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
                 *hydra_config.overrides.task,

@@ -76,15 +76,16 @@ class Child(AbstractContextManager["Child"]):
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """The result of a method that is not a generator. Arguments and errors are those of
-        `replies`."""
+        """The result of the worker's method `method`, which is not a generator. Arguments and
+        errors are those of `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
         self, method: str, seconds: float | None = None, **arguments: Any
     ) -> Iterator[dict[str, Any]]:
-        """The replies to a request, of which the last one has the key `done`. `seconds`: time limit
-        for each reply; None: no limit.
+        """The replies to a request, which calls the worker's method `method` with `arguments`. The
+        last reply has the key `done`; each other reply has an item of a generator. `seconds`: time
+        limit for each reply; None: no limit.
 
         Raises Refused if the reply is an error, Ended if the process has ended, and TimeoutError if
         a reply takes too long. After Ended and TimeoutError the process does not run any more. If
@@ -157,7 +158,7 @@ class Child(AbstractContextManager["Child"]):
 
 
 def _last_line(log: str) -> str:
-    """The last line of a log that is not empty, for messages."""
+    """The last line of a log that is not blank, or a text for messages about a log without one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing in its log"
 
@@ -170,6 +171,7 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
     printed to standard output goes to standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # replies go to the original output, and everything that is printed to standard error
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr

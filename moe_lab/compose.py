@@ -66,6 +66,7 @@ def multirun(texts: Sequence[str]) -> Iterator[None]:
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
     with Mistakes() as mistakes:
         for _, override in parsed:
+            # glob(...) has a pattern of names of files, and no values
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
             for value in overrides.values(override):
@@ -86,8 +87,8 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 
 
 def _sweeps_folder(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: hydra/ in the store; for a dry run, a temporary
-    folder."""
+    """Folder in which Hydra records a multirun: hydra/ in the store. For a dry run, and without a
+    store, it is a temporary folder."""
     if dry_run or not store:
         return _temporary_folder().name
     return f"{store_folder(store)}/hydra"
@@ -132,11 +133,14 @@ class Groups:
     `searchpath`: further folders with files of groups, from hydra.searchpath."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
+        # as overrides for Hydra
         self._searchpath = (
             [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
         )
         self._names: dict[str, list[str]] = {}
+        """Group -> names of its choices."""
         self._contents: dict[Choice, dict[str, Any]] = {}
+        """Choice -> content, of the choices that were composed."""
 
     def names(self, group: str) -> list[str]:
         """Names of the choices of a group; choices in subgroups have names of the form
@@ -205,8 +209,9 @@ def _plain_content(config: DictConfig) -> dict[str, Any]:
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
     """(settings, cells with their benchmarks) of the study that a command line describes. `texts`:
-    overrides. Must be called within a `hydra_context`. SettingsError with all mistakes in overrides
-    and settings. If these have no mistakes, SettingsError with all mistakes in cells."""
+    overrides. `config_name`: the file to which they are applied. Must be called within a
+    `hydra_context`. SettingsError with all mistakes in overrides and settings. If these have no
+    mistakes, SettingsError with all mistakes in cells."""
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
@@ -219,6 +224,7 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
             with mistakes.caught():
                 hydra_texts += overrides.add_to_draft(text, override, groups, draft)
         document, draft.file_names, searchpath = _compose_study(hydra_texts, config_name)
+        # now also with the search path that composed files set
         groups = Groups(searchpath)
         draft.lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         draft.composed = {axis: document.pop(axis, None) for axis in grid.AXES}
@@ -233,8 +239,8 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
 def _compose_study(
     texts: Sequence[str], config_name: str
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Hydra's result for overrides: (plain settings, group -> name of the chosen file, folders of
-    hydra.searchpath)."""
+    """What Hydra composes from the file `config_name` with the overrides `texts`: (plain settings,
+    group -> name of the chosen file, folders of hydra.searchpath)."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -244,7 +250,8 @@ def _compose_study(
 
 
 def explain(error: BaseException) -> str:
-    """An error of Hydra or OmegaConf as one sentence, with the nearest valid choice."""
+    """An error of Hydra or OmegaConf as one sentence. For a choice that does not exist, it has the
+    nearest valid choice."""
     if (
         isinstance(error, MissingConfigException)
         and error.missing_cfg_file
@@ -261,8 +268,8 @@ def explain(error: BaseException) -> str:
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError when Hydra's sweeper needs a number from each job and `objective` is not set.
-    `choices`: group of Hydra -> name of the chosen file."""
+    """Raise UserError when Hydra's sweeper is not `basic`, so that it needs a number from each job,
+    and `objective` is not set. `choices`: group of Hydra -> name of the chosen file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(
