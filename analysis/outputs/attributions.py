@@ -52,7 +52,9 @@ SECONDS = "Time (s)"
 
 def agreement_table(results: Results, name: str) -> Table:
     """Table 14: correlations over experts of each of ESTIMATES with each of TRUTHS, and the seconds
-    of the step that computes the estimate. A row per model, calibration set and estimate."""
+    of the step that computes the estimate. A row per model, calibration set and estimate.
+
+    The ablation is a further estimate, of the layer loss, where the study has ablations."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
@@ -84,7 +86,7 @@ def agreement_table(results: Results, name: str) -> Table:
             )
             time = seconds["ablation" if measure == "ablation" else "pass"]
             rows.append((*labels, *numbers, time))
-    text = ["Model", "Calibration", "Estimate"]
+    text_columns = ["Model", "Calibration", "Estimate"]
     return Table(
         name=name,
         title="Agreement of attributions with the effect of removing an expert",
@@ -98,9 +100,9 @@ def agreement_table(results: Results, name: str) -> Table:
         "step that measures it. One forward pass gives all estimates but the ablation, so first "
         f"and second order take the same time. {SECONDS_NOTE}{machines_sentence(machines)}Based on "
         f"{pass_setup(study)}",
-        frame=pd.DataFrame(rows, columns=[*text, *columns, SECONDS]),
+        frame=pd.DataFrame(rows, columns=[*text_columns, *columns, SECONDS]),
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
-        blocks=text[:2],
+        blocks=text_columns[:2],
         optional=(*columns, SECONDS),
     )
 
@@ -108,36 +110,38 @@ def agreement_table(results: Results, name: str) -> Table:
 def channel_agreement(
     plans_with_priors: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
 ) -> float:
-    """Pearson's correlation over experts between the shares of channels that two plans retain. The
-    prior of the first plan is proportional to `measure`, the prior of the second plan to `truth`.
+    """Pearson's correlation between two plans' retained shares of channels, over experts. The prior
+    of the first plan is proportional to `measure`, the prior of the second plan to `truth`.
 
     The result is the mean over pairs of plans that differ in the prior alone, one pair for each
-    combination of the other settings; NaN without a pair.
+    combination of the other settings. Pairs without a correlation are left out; NaN without a pair.
 
-    plans_with_priors: cell, prior and SAME_BUT_PRIOR; retained: see `plans.retained`."""
+    plans_with_priors: a row per plan, with the columns cell, prior and SAME_BUT_PRIOR; retained:
+    see `plans.retained`."""
     values = []
     for _, candidates in groups(plans_with_priors, SAME_BUT_PRIOR):
         shares = {}
-        for role, name in (("measure", measure), ("truth", truth)):
-            has_prior = candidates["prior"].isin(PRIORS.get(name, ()))
+        for column, proportional_to in (("measure", measure), ("truth", truth)):
+            has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
             # the first plan with this prior, if there is one
             for cell in candidates.loc[has_prior, "cell"].head(1):
                 plan_shares = retained[retained["cell"] == cell]
-                shares[role] = plan_shares.set_index(["layer", "expert"])["share"]
+                shares[column] = plan_shares.set_index(["layer", "expert"])["share"]
         if len(shares) == 2:
             values.append(correlations(pd.DataFrame(shares), "measure", "truth")["linear"])
-    numbers = [value for value in values if not np.isnan(value)]
-    return float(np.mean(numbers)) if numbers else np.nan
+    defined = [value for value in values if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else np.nan
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """(seconds, machines) of two steps: the first shown pass of `cells` and the first ablation that
-    a plan of `cells` reads.
+    """(seconds, machines) of two steps: the first pass of `cells` among `shown_passes`, and the
+    first ablation that a plan of `cells` reads.
 
-    seconds: `pass` and `ablation` -> seconds of this step; NaN when the store lacks them. cells:
-    all cells of one model and calibration set."""
-    folders = shown_passes(study.cells)["statistics_folder"]
-    passes = list(folders[folders.index.isin(cells.index)])
+    seconds: `pass` and `ablation` -> seconds of this step; NaN when the store lacks them. machines:
+    names of the machines that ran these steps. cells: all cells of one model and calibration
+    set."""
+    pass_of_cell = shown_passes(study.cells)["statistics_folder"]
+    passes = list(pass_of_cell[pass_of_cell.index.isin(cells.index)])
     ablations = [
         step
         for folder in cells["plan_folder"].dropna()
@@ -161,7 +165,8 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Blocks of plans of allocation=coverage that differ in the prior alone; differences are to the
-    plan with the prior of first order."""
+    plan with the prior of first order, where there is one. Plans without a counterpart of another
+    prior are left out."""
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )

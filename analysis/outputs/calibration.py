@@ -30,7 +30,7 @@ def pass_reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
     """Calibration set -> report of the model's pass over this set."""
     report_of_set = {}
     for key, report in study.calibrations.items():
-        calibration, _, pass_model = key.partition("@")
+        calibration, _, pass_model = key.partition("@")  # a key is calibration@model
         if pass_model == model:
             report_of_set[calibration] = report
     return report_of_set
@@ -38,15 +38,15 @@ def pass_reports(study: Study, model: str) -> dict[str, Mapping[str, Any]]:
 
 def token_counts(study: Study, model: str) -> dict[str, int]:
     """Calibration set -> number of valid tokens that the model's pass read of this set."""
-    return {
+    return {  # a report has a number for each source of the set
         name: sum((report.get("valid_tokens") or {}).values())
         for name, report in pass_reports(study, model).items()
     }
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text. Sets that read different numbers of tokens of the
-    same text have the same identifier."""
+    """Calibration set -> identifier of its text: the text's hash or source, or else the name of the
+    set. Sets that read different numbers of tokens of the same text have the same identifier."""
     return {
         name: str(report.get("sha256") or report.get("source") or name)
         for name, report in pass_reports(study, model).items()
@@ -77,7 +77,8 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Each method with several calibration sets, a block per ratio and method.
 
-    Rows are calibration sets, sorted by number of tokens; differences are to the last set."""
+    Rows are calibration sets, sorted by number of tokens, sets of unknown number last. Differences
+    are to the last set. Methods with one set are left out."""
     counts = token_counts(results.study, comparison.model)
     for key, rows in groups(text_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
@@ -94,11 +95,10 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of one method and gate, sorted by the number of tokens of their
-    calibration set (column read). The calibration sets of these cells are one text, of which they
-    have different numbers of tokens.
+    """(label, ratio) -> cells of one method and gate, whose calibration sets are different numbers
+    of tokens of one text. The cells are sorted by this number, the column read.
 
-    label: the method and the text."""
+    label: the method and the text. Cells without a counterpart of another number are left out."""
     counts = token_counts(study, comparison.model)
     source_of_set = sources(study, comparison.model)
     cells = text_cells(comparison)
@@ -126,7 +126,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     """Scores against the number of calibration tokens.
 
     A panel per ratio, a line per text and method. None when no method was calibrated on two numbers
-    of tokens of one text.
+    of tokens of one text, or when none of HEAPr's benchmarks was run.
     """
     lines = lines_by_tokens(results.study, comparison)
     # through str, because pandas' types allow any label in an index
@@ -184,10 +184,10 @@ _FAMILIES = {
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Score of each cell of `lines_by_tokens` on each benchmark, minus the score of the line's cell
-    with the fewest tokens.
+    with the fewest tokens, which has the change 0.
 
     Columns: label (method and text), ratio, benchmark, read (number of tokens), and difference, low
-    and high in points. Benchmarks in which lower is better are left out."""
+    and high (95 %) in points. Benchmarks in which lower is better are left out."""
     rows = []
     for (label, ratio), line in lines_by_tokens(study, comparison).items():
         # through str, because pandas' types allow any label in an index
@@ -233,7 +233,7 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_title(
             f"{key['label']}, {comparison.removed_words(key['ratio'])} pruned", fontsize=7.5
         )
-    for axes in grid[::2]:
+    for axes in grid[::2]:  # the left of two columns
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
     panel_counts = points.groupby(["label", "ratio"])["read"]
@@ -255,9 +255,9 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
     """Draw a line per benchmark through rows of `changes`; returns benchmark -> its legend entry.
 
-    Markers of rows that are significant (a column of `points`) are filled, other markers are
-    hollow. Lines of one family of benchmarks have the family's colour, and differ in marker and
-    dashes."""
+    points: rows of one panel. Markers of rows that are significant (a column of `points`) are
+    filled, other markers are hollow. Lines of one family of benchmarks have the family's colour,
+    and differ in marker and dashes; benchmarks of no family are of the colour style.OTHER."""
     families = {
         benchmark: family
         for column, family in _FAMILIES.items()

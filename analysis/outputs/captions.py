@@ -38,7 +38,8 @@ MEBIBYTE = 2**20
 @lru_cache(maxsize=8)
 def score_setup(study: Study) -> str:
     """Text for captions of scores: numbers of items per benchmark, metrics, confidence level of
-    intervals, then `run_setup` and sentences on mixed metrics."""
+    intervals, then `run_setup` and sentences on mixed metrics. Without results, the text says so
+    and gives `run_setup` only."""
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
@@ -104,7 +105,8 @@ def _seeds_in_words(cells: pd.DataFrame) -> str:
     """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`.
 
     If methods have different seeds, the seeds that most methods have come first. The seeds of the
-    other methods follow in brackets: `seed 42 (Random: seeds 1, 2 and 3)`."""
+    other methods follow in brackets: `seed 42 (Random: seeds 1, 2 and 3)`. Of more than
+    MOST_METHODS methods with equal seeds, the brackets give the number. "" without cells."""
     methods_by_seeds: dict[str, list[str]] = {}
     for method, seeds in cells.groupby("method", sort=False)["seed"]:
         noun = "seeds" if seeds.nunique() > 1 else "seed"
@@ -128,13 +130,13 @@ def _gates_in_words(cells: pd.DataFrame) -> str:
 
 
 def _values_in_words(values: pd.Series) -> str:
-    """Text that lists each distinct value once."""
+    """Text that lists each distinct value once, in the order of `values`."""
     return names.listing(map(str, values.drop_duplicates()))
 
 
 def _tokens_and_versions(study: Study) -> list[str]:
-    """Two texts: the numbers of calibration tokens of the study's passes, and the library versions.
-    A text is "" when the store does not record its values."""
+    """Two texts: the distinct numbers of calibration tokens of the study's passes, from the lowest,
+    and the library versions. A text is "" when the store does not record its values."""
     counts = sorted(
         {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
     )

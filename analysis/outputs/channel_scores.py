@@ -43,9 +43,10 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores; None when the store lacks the file.
+    """Concentration of channel scores from a step that scored channels; None when the store lacks
+    the step's file of it.
 
-    Columns: layer, expert, channels (a share of the expert's channels, highest scores first) and
+    Columns: layer, expert, channels (a share of the expert's channels, those of highest scores) and
     score (share of the sum of the expert's channel scores that these channels hold)."""
     return passes.read(
         study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
@@ -72,7 +73,7 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Fig. 4 (a): curves of `concentration`, a line per expert; a panel for each of the first
-    PANELS steps that scored channels. None without curves."""
+    PANELS steps that scored channels and have curves. None without curves."""
     cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -104,7 +105,7 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
         axes.locator_params(nbins=4)
         axes.grid()
     grid[0].set_ylabel("share of the expert's score")
-    style.legend(drawing, style.depth_keys(layers))
+    style.legend(drawing, style.depth_keys(layers))  # all panels have the same layers
     caption = (
         "(a) Each line is an expert, its shade the depth of its layer: share of the sum of its "
         "channel scores that its highest channels hold. Dashed: equal channels. The further a line "
@@ -116,11 +117,12 @@ def concentration_figure(study: Study, comparison: Comparison, name: str) -> Fig
 
 
 def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Relative error of each layer's routed output when this layer alone is pruned, for methods of
-    `ratio_lines` that prune channels.
+    """Relative error of each layer's routed output when this layer alone is pruned, for the methods
+    of `ratio_lines` that prune channels.
 
-    Columns: label (the method), cell, layer, kept (share of the layer's channels), loss (the
-    error). Methods with a measured error at only one ratio are left out."""
+    Columns: label (the method), cell, layer, kept (retained share of channels, the mean over the
+    layer's experts), loss (the error). Methods with a measured error in only one cell are left
+    out."""
     losses = (
         study.profiles[["cell", "layer", "output_loss"]]
         .dropna()
@@ -182,7 +184,8 @@ def expert_stacks(
     the largest attribution in the layer; NaN if none is above 0), and 0, 1, ... PIECES - 1 (share
     of the expert's score in each tenth of the expert's channels, highest scores first).
 
-    curves: see `concentration`; retained: layer, expert, share; experts: layer, expert, first."""
+    curves: see `concentration`. Columns of `retained`: layer, expert, share; of `experts`: layer,
+    expert, first (the attribution)."""
     tenths = np.linspace(0, 1, PIECES + 1)
     pieces_of_expert = {}
     for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
@@ -197,8 +200,8 @@ def expert_stacks(
 
 
 def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int, pd.DataFrame]:
-    """Layer -> `expert_stacks` from a cell's scores and plan; {} when the store lacks the
-    scores."""
+    """Layer -> `expert_stacks` from the channel scores and the plan of `cell`; {} when the store
+    lacks the scores."""
     row = comparison.cells.loc[cell]
     curves = concentration(study, str(row["scores_folder"]))
     if curves is None:
@@ -215,13 +218,14 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
 
 
 def _piece_colour(piece: int) -> Any:
-    """The colour of a piece of a bar; piece 0, with the highest scores, is the darkest."""
+    """The colour of a piece of a bar, from 0.9 of the colour map for piece 0, which has the highest
+    scores and is the darkest, to 0.1 for the last piece."""
     return colormaps[style.SEQUENTIAL](0.9 - 0.8 * piece / (PIECES - 1))
 
 
 def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
     """Draw one panel of `bars_figure`: the bars, the retained shares as steps, and the attributions
-    as diamonds (negative attributions at 0)."""
+    as diamonds (negative attributions at 0). stacks: rows of `expert_stacks`."""
     positions = np.arange(len(stacks))
     bottom = np.zeros(len(stacks))
     for piece in reversed(range(PIECES)):  # from the lowest scores (bottom) to the highest (top)
@@ -254,7 +258,7 @@ def bars_figure(
     """A figure with a panel for each of `panels`, which are pairs (title, `expert_stacks`): a bar
     per expert, with the retained share of channels and the attribution.
 
-    name, title: of the figure; plans: a sentence for the caption that names the plans."""
+    name, title: those of the figure; plans: a sentence for the caption that names the plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -317,7 +321,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     """Channel scores, kept channels and attribution in the middle layer, by two scores.
 
     Panels above show a plan by ACTIVATION, panels below a plan by WEIGHT_GRADIENT that is otherwise
-    equal. None without such plans.
+    equal. A layer of many experts has several panels. None without such plans or their scores.
     """
     cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
     stacks_of_score = {
@@ -327,11 +331,11 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
     if not stacks_of_score or not all(stacks_of_score.values()):
         return None
     layers = sorted(stacks_of_score[ACTIVATION])
-    layer = layers[(len(layers) - 1) // 2]
+    layer = layers[(len(layers) - 1) // 2]  # the shallower of two middle layers
     panels: list[tuple[str, pd.DataFrame]] = []
     for score, stacks in stacks_of_score.items():
-        for part in _split(stacks[layer]):
-            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", part))
+        for panel in _split(stacks[layer]):
+            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", panel))
     above, below = map(names.criterion, stacks_of_score)
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
     return bars_figure(
@@ -345,7 +349,9 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     """ACTIVATION -> a cell with this criterion, and WEIGHT_GRADIENT -> a cell with this criterion
-    and the same allocation, calibration set and gate; {} when there is no such pair."""
+    and the same allocation, calibration set and gate; {} when there is no such pair.
+
+    cells: of one ratio."""
     scores = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
         cells_of_criteria = candidates.reset_index().drop_duplicates("criterion")

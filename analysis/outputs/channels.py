@@ -40,7 +40,8 @@ EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 
 
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells that prune channels by a method (criterion and allocation) of HEAPr's tables."""
+    """Cells that prune channels by one of names.METHODS, which are pairs of criterion and
+    allocation: the methods of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -89,7 +90,8 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
 
-    Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run."""
+    Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run. Ratios and settings
+    with no cell or several cells of this base, or without another method, are left out."""
     for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
         camera_cells = cells[cells["criterion"] == "camera"]
         sequential_cells = camera_cells[camera_cells["allocation"] == "sequential"]
@@ -111,7 +113,8 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 6: one channel score under every allocation.
 
-    Differences are to uniform widths.
+    Differences are to uniform widths. Scores without coverage budgets, or with no other allocation,
+    are left out.
     """
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
@@ -144,8 +147,8 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses.
 
-    Differences are to DEFAULT_SMOOTHING. Plans with a setting other than the smoothing are left
-    out.
+    Differences are to DEFAULT_SMOOTHING. Plans with a parameter other than the smoothing are left
+    out, and scores with one smoothing only.
     """
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
@@ -175,7 +178,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 13: channel scores under the allocation `coverage`.
 
-    Differences are to the score `channel_activation`.
+    Differences are to the score `channel_activation`. Ratios with a single score are left out.
     """
     cells = cells_without_recovery(comparison, "channel")
     for ratio, competitors in by_ratio(cells[cells["allocation"] == "coverage"]):
@@ -191,7 +194,7 @@ def draw_ratios(
     """Draw scores on `target` against the removed share in per cent: a line with 95 % intervals for
     each method of `ratio_lines`, the unpruned model, and bands of chance.
 
-    Points of one ratio are drawn side by side. Returns (legend entries of the lines, legend entries
+    Points of one ratio are side by side. Returns (legend entries of the lines, legend entries
     of the unpruned model and of chance)."""
     score, low, high = comparison.displayed(target)
     unpruned_key = draw_unpruned(axes, comparison, target)
@@ -296,9 +299,10 @@ differences."""
 
 
 def allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
-    """Blocks of cells that differ in the allocation alone; differences are to PUBLISHED_BLOCKS.
+    """Blocks of several cells that differ in the allocation alone; differences are to
+    PUBLISHED_BLOCKS.
 
-    pattern: regular expression; cells with another allocation are left out."""
+    pattern: regular expression; cells whose allocation does not match it are left out."""
     matches = comparison.cells[comparison.cells["allocation"].str.fullmatch(pattern)]
     for key, cells in groups(matches, [*EQUAL_COLUMNS, "criterion", "recovery"]):
         if len(cells) > 1:

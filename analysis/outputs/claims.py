@@ -56,7 +56,7 @@ def claims(
     costs: cell, routed_kept; family: see `Study.family`. Returned columns:
 
     - claim, model, ratio; compared: number of pairs
-    - difference, low, high (95 %): difference of Avg; for the third claim, difference of the share
+    - difference, low, high (95 %): difference of Avg; for INVARIANT, difference of the share
     of experts on which all calibration sets agree. The difference is above 0 if the claim holds
     - detectable: the difference that this study would find in 80 % of cases
     - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
@@ -149,10 +149,11 @@ def _granularity_rows(
 def _row(
     comparison: Comparison, claim: str, ratio: float | str, pairs_of_ratios: Sequence[Pairs]
 ) -> dict[str, object]:
-    """A row of `claims`: the difference of Avg and of each group average, the mean over the pairs
-    of each ratio, then over ratios.
+    """A row of `claims`: the differences of Avg and of each group average. A difference is the mean
+    over the pairs of each ratio, then over ratios.
 
-    pairs_of_ratios: a list of pairs for each ratio."""
+    pairs_of_ratios: a list of pairs for each ratio. The difference of an Avg in which lower is
+    better changes its sign. p is NaN if the cells have one seed."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
     average = overall(comparison, cells)
     quantity = comparison.quantity(average)
@@ -177,7 +178,7 @@ def _row(
 
 
 def _numbers(estimate: Estimate) -> dict[str, float]:
-    """Name in ESTIMATES -> the number of an estimate."""
+    """Name in ESTIMATES -> this number of `estimate`."""
     numbers = (estimate.value, *estimate.interval, estimate.detectable, estimate.p)
     return dict(zip(ESTIMATES, numbers, strict=True))
 
@@ -185,18 +186,18 @@ def _numbers(estimate: Estimate) -> dict[str, float]:
 def _invariant_rows(
     family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]
 ) -> list[dict[str, object]]:
-    """Rows of the claim INVARIANT: `layer_differences`, the mean over layers. A row per model and
+    """Rows of the claim INVARIANT: the mean over layers of `layer_differences`. A row per model and
     ratio, and a row for ALL if the model has several ratios.
 
     family: see `Study.family`; models with one calibration set are left out. ratios: model -> the
-    ratios of its plans."""
+    ratios of its plans; a model without an entry has overlap.RATIOS."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
-        layers = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
+        scores_by_layer = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
         differences: dict[object, np.ndarray] = {
-            ratio: layer_differences(layers, ratio)
+            ratio: layer_differences(scores_by_layer, ratio)
             for ratio in ratios.get(key["model"], overlap.RATIOS)
         }
         if len(differences) > 1:
@@ -205,6 +206,7 @@ def _invariant_rows(
             estimate = Estimate(float(np.mean(values)))
             if np.ptp(values) > 0:  # without variance between layers there is no interval
                 estimate = uncertainty.mean_estimate(values)
+            # a pair of scores for each (alpha, beta) is compared
             labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**labels, **_numbers(estimate), "compared": len(_EXPONENTS)})
     return rows
@@ -222,15 +224,15 @@ _EXPONENTS = [
 def layer_differences(
     layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
 ) -> np.ndarray:
-    """Agreement of S(1, alpha, beta) minus agreement of S(0, alpha, beta), the mean over
-    (alpha, beta), of each layer (layers,).
+    """A number per layer (layers,): the agreement of S(1, alpha, beta) minus the agreement of
+    S(0, alpha, beta), the mean over (alpha, beta). NaN for a layer without such a pair of scores.
 
-    The agreement of a score is the share of the experts with the lowest scores, as many as `ratio`
-    prunes, that all calibration sets have in common. layers: `overlap.scores_by_variant` of each
+    The agreement of a score: of the experts with the lowest scores, as many as `ratio` prunes, the
+    share that all calibration sets have in common. layers: `overlap.scores_by_variant` of each
     layer."""
     differences = []
     for layer in layers:
-        # [:, None, :] gives (calibration sets, 1 layer, experts)
+        # [:, None, :] gives (calibration sets, 1 layer, experts); triple: common to all sets
         shares = {
             variant: overlap.agreement(overlap.bottom_sets(scores, ratio)[:, None, :])["triple"]
             for variant, scores in layer.items()
@@ -265,12 +267,15 @@ def _sign_of_losses(results: Results) -> str:
 
 @output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
-    """The papers' claims, tested on this study by paired differences, for each and all ratios."""
+    """The papers' claims, tested on this study by paired differences, for each and all ratios.
+
+    None when no claim can be tested.
+    """
     rows = claims(results.comparisons, results.study.costs, results.study.family)
     if rows.empty:
         return None
     parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
-    text = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
+    text_columns = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
     numbers = {
         "Pairs": "compared",
         "Difference": "difference",
@@ -288,9 +293,8 @@ def claim_table(results: Results, name: str) -> Table | None:
         else:
             pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    frame = pd.concat(
-        [display_frame(rows_with_texts, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1
-    )
+    columns = {**text_columns, **numbers, "Verdict": "verdict"}
+    frame = pd.concat([display_frame(rows_with_texts, columns), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
@@ -314,6 +318,7 @@ def claim_table(results: Results, name: str) -> Table | None:
             **dict.fromkeys(map(str, parts), SCORE),
         },
         optional=tuple(map(str, parts)),
+        # the ends of an interval have the name of the column that shows it
         low=rows[["low"]].set_axis(["Difference"], axis=1),
         high=rows[["high"]].set_axis(["Difference"], axis=1),
     )

@@ -27,8 +27,8 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
     """Summarize tokens per expert over all layers; a row per model and calibration set.
 
     Columns: model, calibration, experts (number of experts), unseen (number of experts without a
-    token), rare (number of experts with less than RARE of the layer's mean tokens), least, median
-    and most (minimum, median and maximum of the tokens of an expert).
+    token), rare (number of experts with less than RARE times the mean tokens of their layer),
+    least, median and most (minimum, median and maximum of the tokens of an expert).
 
     coverage: model, calibration, layer, expert, tokens.
     """
@@ -52,7 +52,10 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 @output("tokens_per_expert", chapter="coverage")
 def tokens_per_expert(results: Results, name: str) -> list[Item]:
-    """Calibration tokens per expert."""
+    """Calibration tokens per expert.
+
+    [] when the store has no number of tokens.
+    """
     if results.study.coverage.empty:
         return []
     return [coverage_figure(results.study, name), coverage_table(results.study, name)]
@@ -61,7 +64,7 @@ def tokens_per_expert(results: Results, name: str) -> list[Item]:
 def coverage_table(study: Study, name: str) -> Table:
     """Table of `coverage_summary`; the column of items has the numbers of benchmark items that the
     calibration text contains."""
-    text = {"Model": "model", "Calibration": "calibration"}
+    text_columns = {"Model": "model", "Calibration": "calibration"}
     numbers = {
         "Experts": "experts",
         "Unseen": "unseen",
@@ -79,7 +82,7 @@ def coverage_table(study: Study, name: str) -> Table:
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
         f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
-        frame=display_frame(summary, text | numbers | {"Items in the text": "items"}),
+        frame=display_frame(summary, text_columns | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
     )
 
@@ -108,8 +111,8 @@ def _found_of_comparable(counts: Collection[Any]) -> str:
 
 
 def _explanation_of_items(study: Study) -> str:
-    """Sentences for the caption that explain the column of items and name the benchmarks without
-    numbers; "" when no calibration text was searched for items."""
+    """Sentences for the caption that explain the column of items, and name the benchmarks that have
+    no numbers, by reason; "" when no calibration text was searched for items."""
     counts_of_sets = [counts for counts in study.contaminations.values() if counts]
     if not counts_of_sets:
         return ""
@@ -141,9 +144,9 @@ def coverage_figure(study: Study, name: str) -> Figure:
     ordered = coverage.assign(position=coverage["calibration"].map(order.index))
     ordered = ordered.sort_values(["model", "position"], kind="stable")
     panels = list(groups(ordered, ["model", "calibration"]))
-    layers = max(experts["layer"].nunique() for _, experts in panels)
+    layer_count = max(experts["layer"].nunique() for _, experts in panels)
     # in inches; panels with more than 24 layers have narrower rows
-    drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layers, 24) + 0.5) + 0.5)
+    drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layer_count, 24) + 0.5) + 0.5)
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
@@ -152,7 +155,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     axes.set_xlabel("experts of a layer, from the least to the most used")
     handles = [
         Patch(facecolor=colormaps[style.SEQUENTIAL](level), label=label)
-        for level, label in (
+        for level, label in (  # positions in the colour map, see `_colour_positions`
             (0.15, "a tenth of an even load"),
             (0.5, "even load"),
             (0.85, "ten times"),
@@ -168,7 +171,8 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 def _colour_positions(tokens: np.ndarray) -> np.ndarray:
     """Positions (experts,) in the colour map, between 0 and 1, for the experts of a layer: 0.5 for
-    the mean of `tokens` (an even load), and 0.35 more or less for each factor of ten."""
+    the mean of `tokens` (an even load), and 0.35 more or less for each factor of ten, at most 0.49
+    more or less."""
     # 1e-9 stands for 0, which has no logarithm
     even_load = max(tokens.mean(), 1e-9)
     decades = np.log10(np.maximum(tokens, 1e-9) / even_load)

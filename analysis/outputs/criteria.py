@@ -38,14 +38,14 @@ def formula_table(results: Results, name: str) -> Table:
     from moe_lab import criteria
 
     rows = []
-    for text in _criteria(results.study):
-        registered_name, _ = _name_and_parameters(text)
+    for criterion_text in _criteria(results.study):
+        registered_name, _ = _name_and_parameters(criterion_text)
         criterion = criteria.get(registered_name)
         # the first paragraph of the docstring is the formula
         formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
         rows.append(
             (
-                names.criterion(text),
+                names.criterion(criterion_text),
                 criterion.granularity,
                 formula.replace("\n", " "),
                 criterion.reference,
@@ -106,7 +106,7 @@ def _scores(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array
     parameters: of the criterion; inputs: see `_inputs`."""
     from moe_lab.criteria import Layer, get
 
-    # index 0, and `model` as the gate
+    # layer 0, whose gate is `model`
     layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
     return layer.criterion.function(layer, **parameters)
 
@@ -185,8 +185,8 @@ def _criteria(study: Study) -> list[str]:
 
 
 def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
-    """(name, parameters) of a criterion, such as `s_family(alpha=0,b=1)`. A text of another form is
-    the name, without parameters."""
+    """(name, parameters) of a criterion, which is spelled as in `s_family(alpha=0,b=1)`. A text of
+    another form is the name, without parameters."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
@@ -231,7 +231,8 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
 def scoring_table(results: Results, name: str) -> Table:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
-    A row per step that computes scores, unless the store lacks the step's time or that of an input.
+    A row per step that computes scores. Steps are left out when the store lacks their time, or that
+    of one of their inputs.
     """
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
@@ -296,8 +297,8 @@ def allocation_table(results: Results, name: str) -> Table:
     all_but_ratio = ["model", "calibration", "criterion", "allocation", "gate", "seed"]
     rows = []
     machines = []
-    first_ratios = cells.drop_duplicates(all_but_ratio)
-    for cell, steps in _cells_with_times(study, first_ratios, "plan_folder"):
+    cells_of_first_ratios = cells.drop_duplicates(all_but_ratio)
+    for cell, steps in _cells_with_times(study, cells_of_first_ratios, "plan_folder"):
         machines += list(steps["machine"])
         # steps of kinds without a column are in the total only
         seconds = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
@@ -329,9 +330,9 @@ def _cells_with_times(
     """Yield (row of `cells` as a dictionary, `time_and_memory` of steps) for each cell, sorted by
     model and criterion.
 
-    The steps are the step in the column `column` and all direct and indirect inputs of this step.
-    Steps of the kinds TIMELESS are left out. A cell is left out when the store lacks the time of
-    one of its steps."""
+    The steps of a cell: the step whose folder is in the column `column`, and all direct and
+    indirect inputs of this step, without steps of the kinds TIMELESS. A cell is left out when it
+    has no steps, or when the store lacks the time of one of them."""
     for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder

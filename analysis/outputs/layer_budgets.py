@@ -37,8 +37,8 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     """Retained share of channels (allocations, layers): the mean over the experts of a layer.
 
     Allocations whose shares are equal, to a thousandth, form one row; the label of the row has a
-    line for each of these allocations. Cells without a plan are left out. retained: cell, layer,
-    expert, share.
+    line for each of these allocations. Cells without a plan are left out. Columns of `retained`:
+    cell, layer, expert, share.
     """
     plan_shares = retained[retained["cell"].isin(cells.index)]
     shares = plan_shares.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
@@ -82,7 +82,7 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
             look = {**style.line_look(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
-        step = -(-shares.shape[1] // LAYERS)
+        step = -(-shares.shape[1] // LAYERS)  # at most LAYERS labels
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
@@ -101,10 +101,11 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(ratio, cells of one channel criterion, one per allocation) for each ratio.
+    """(ratio, cells) for each ratio. The cells are of one channel criterion, one cell for each
+    allocation, without recovery.
 
-    The criterion has most allocations of all channel criteria that were run with coverage budgets.
-    [] if it has only one allocation, or if no such criterion was run."""
+    The criterion is the one with most allocations, among the channel criteria that were run with
+    coverage budgets. [] if it has only one allocation, or if no such criterion was run."""
     cells = cells_without_recovery(comparison, "channel").drop_duplicates(
         ["criterion", "allocation", "ratio"]
     )
@@ -159,10 +160,10 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 
 def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in the plan of a cell, which is a row of `Study.cells`.
+    """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`.
 
-    A parameter in plan.json precedes the parameter in the cell's allocation; without either, the
-    smoothing is DEFAULT_SMOOTHING."""
+    It is the parameter in plan.json, or else the parameter in the cell's allocation, or else
+    DEFAULT_SMOOTHING."""
     folder = study.reader.find(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
     allocation = (plan.get("provenance") or {}).get("allocation") or {}
@@ -178,8 +179,8 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     """`budgets` with two more columns: loss (the layer's loss on the plan's calibration set) and
     smoothed (this loss after the plan's smoothing).
 
-    Both columns are scaled to mean 1 over the layers of a plan; NaN where a layer has no loss.
-    budgets: see `layer_budgets`; losses: calibration, layer, loss."""
+    Both columns are scaled to mean 1 over the layers of a plan; they are NaN in a plan with a layer
+    without loss. budgets: see `layer_budgets`; columns of `losses`: calibration, layer, loss."""
     from moe_lab.allocation.shapes import smooth
 
     rows = budgets.merge(
@@ -204,7 +205,10 @@ _MEANING = (
 @output("coverage.fig7", chapter="attribution", needs=BUDGETED)
 @per_model("pruned")
 def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Loss, score coverage and retained share of each layer."""
+    """Loss, score coverage and retained share of each layer.
+
+    None without budgets.
+    """
     title = "Losses of layers and their budgets"
     return strip_figure(results, comparison, name, ("loss", "coverage", "kept"), title, _MEANING)
 
@@ -218,7 +222,10 @@ def coverage_budgets(results: Results, comparison: Comparison, name: str) -> Fig
 def smoothed_losses_and_budgets(
     results: Results, comparison: Comparison, name: str
 ) -> Figure | None:
-    """Raw and smoothed loss, score coverage and retained share of each layer."""
+    """Raw and smoothed loss, score coverage and retained share of each layer.
+
+    None without budgets.
+    """
     caption = (
         "Smoothed loss: by the smoothing of the plan, divided by its mean; the target of the "
         f"coverage. {_MEANING}"
@@ -235,7 +242,9 @@ def strip_figure(
     caption: str,
 ) -> Figure | None:
     """A figure of `budget_strips` with a panel per plan. A panel has a row of squares, one per
-    layer, for each column in `strips` that has numbers. None without budgets."""
+    layer, for each column in `strips` that has numbers. None without budgets.
+
+    title: text before the model's name; caption: the first sentences of the caption."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -249,7 +258,7 @@ def strip_figure(
         for row, strip in enumerate(columns):
             form = "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[strip].to_numpy(float), form)
-        step = -(-len(plan) // NUMBERS)
+        step = -(-len(plan) // NUMBERS)  # at most NUMBERS labels
         layers = [
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
@@ -266,14 +275,14 @@ def _draw_strip(
     axes: Axes, row: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str
 ) -> None:
     """Draw a row of squares, one for each of `values` (layers,), in panel row `row`. Squares are
-    shaded from the smallest to the largest value; NaN has no square.
+    shaded from the smallest (0) to the largest value (1), equal values by 0.5; NaN has no square.
 
     form: format of the numbers in the squares. With more than NUMBERS layers, squares have no
     numbers."""
     low = np.nanmin(values)
     high = np.nanmax(values)
-    for layer, value in enumerate(values):
+    for position, value in enumerate(values):
         if not np.isnan(value):
             share = (value - low) / (high - low) if high > low else 0.5
             text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
-            style.draw_square(axes, layer, row, share, text, size=6)
+            style.draw_square(axes, position, row, share, text, size=6)

@@ -206,7 +206,10 @@ OVERLAP = "a run with overlap=true and two calibration sets"
 
 @output("unified.fig4", chapter="overlap", figures_only=True, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
-    """Overlap of the experts to prune across calibration sets, mean over models."""
+    """Overlap of the experts to prune across calibration sets, mean over models.
+
+    [] without overlaps.
+    """
     return (
         []
         if results.overlaps.empty
@@ -242,7 +245,10 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
 
 @output("unified.fig3", chapter="overlap", figures_only=True, needs="a run with overlap=true")
 def proxy_and_damage(results: Results, name: str) -> list[Item]:
-    """Overlap of the proxy S(0,1,1) and exact damage."""
+    """Overlap of the proxy S(0,1,1) and exact damage.
+
+    [] without exact damage.
+    """
     return (
         []
         if results.proxy_overlaps.empty

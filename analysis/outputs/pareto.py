@@ -101,6 +101,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
     """The kind of each cell (a key of KINDS): the granularity, unless the plan replaces experts by
     constants or merges experts. NaN where the plan cannot be read."""
+    # an unpruned model has no plan
     is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(is_known)
     for kind in ("constant", "merged"):
@@ -129,7 +130,10 @@ def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Serie
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
+    """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts.
+
+    [] without costs or scores.
+    """
     if results.study.costs.empty or not results.comparisons:
         return []
     return [pareto_table(results, name)]
@@ -138,13 +142,16 @@ def accuracy_and_cost(results: Results, name: str) -> list[Item]:
 @output("pareto.front", chapter="cost", needs="pruned models of several costs")
 @per_model()
 def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
+    """Accuracy against parameters, FLOPs and storage, with Pareto fronts.
+
+    None without costs, or when all pruned models cost the same.
+    """
     return None if results.study.costs.empty else pareto_figure(results.study, comparison, name)
 
 
 def pareto_table(results: Results, name: str) -> Table:
     """`against_cost` of all models as a table: Avg with its interval, retained parameters, FLOPs
-    and bytes. The rows of a model are sorted by retained parameters, most parameters first."""
+    and bytes. The rows of a model are sorted by retained parameters, most first, then by merit."""
     frames = []
     for comparison in results.comparisons:
         mean_name = comparison.quantity(comparison.average).mean_name
@@ -304,8 +311,8 @@ def _mark(kind: str, shade: str) -> dict[str, Any]:
 
 
 def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
-    """Draw Avg with intervals against the cost `axis`: a mark for each row of `pruned`, and lines
-    between the ratios of a method.
+    """Draw Avg with intervals against the cost `axis`: a mark for each row of `pruned`, and a line
+    through the ratios of a method, in the colour of the first row's recovery.
 
     shades: display name of a recovery -> colour."""
     ordered = pruned.sort_values(axis, kind="stable")
@@ -334,7 +341,8 @@ def _draw_numbers(
     """Write the numbers of the cells on a front to the upper left of the cells' marks, because the
     steps of the front do not pass there.
 
-    front_cells: rows of `against_cost`; axis: the cost; numbers: cell -> number."""
+    front_cells: rows of `against_cost`; axis: the cost; numbers: cell -> number. Cells at one point
+    have one text."""
     for _, point_cells in groups(front_cells, [axis, "avg"]):
         text = ", ".join(str(numbers[cell]) for cell in point_cells["cell"])
         point = point_cells[axis].iloc[0], point_cells["avg"].iloc[0]
@@ -354,8 +362,8 @@ BOTH = (
 
 
 def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells without recovery, sorted by ratio. Without rows unless there are cells of
-    channels and cells of whole experts."""
+    """The pruned cells with a ratio above 0 and without recovery, sorted by ratio. Without rows
+    unless there are cells of channels and cells of whole experts."""
     cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
     ]
@@ -393,7 +401,8 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
     """MoE-Slimming's Figure 9: accuracy against storage, with the Pareto front.
 
     A line per method over its ratios, with hollow marks for methods that remove whole experts. None
-    with fewer than two ratios, or without channels or whole experts.
+    unless plans of at least two ratios were scored, and both plans that remove channels and plans
+    that remove whole experts.
     """
     points = storage_frontier(results.study, comparison).dropna(subset=["storage", "score"])
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
