@@ -72,7 +72,8 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Variance of hidden states and entropies of routing: a row per cell with a profile and layer.
+    """Variance of hidden states and entropies of routing: a row per layer of each cell that has a
+    profile.
 
     The column `Of the unpruned` is the variance as a share of the unpruned model's variance."""
     study = results.study
@@ -131,8 +132,9 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
     and each of QUANTILES.
 
-    entropies: histograms, see `passes.router_entropies`. Inside a bin, tokens are assumed to have
-    evenly spread entropies. Layers without tokens are left out."""
+    entropies: histograms, see `passes.router_entropies`; the column entropy is the upper end of a
+    bin. Inside a bin, tokens are assumed to have evenly spread entropies. Layers without tokens are
+    left out."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
@@ -164,7 +166,7 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
             panel = entropies[
                 (entropies["model"] == model) & (entropies["calibration"] == calibration)
             ]
-            axes.set_visible(len(panel) > 0)
+            axes.set_visible(len(panel) > 0)  # a model may lack a set
             _draw_boxes(axes, panel)
             axes.set_title(f"{model}\n{names.calibration(calibration)}", fontsize=7.5)
         row[0].set_ylabel("router entropy / ln(experts)", fontsize=7)
@@ -178,7 +180,8 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
 
 
 def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
-    """Draw a box with whiskers for each layer. layers: rows of `quantiles` of one panel."""
+    """Draw a box with whiskers for each of `layers`, which are rows of `quantiles` of one panel. A
+    thick line in the box is the median."""
     low, first_quartile, median, third_quartile, high = (
         layers[quantile].to_numpy(float) for quantile in QUANTILES
     )

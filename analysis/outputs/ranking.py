@@ -29,7 +29,10 @@ MOST_PLANS, MOST_PANELS = 40, 6
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
 def ranking(results: Results, name: str) -> list[Item]:
-    """All plans of a model and ratio by average, compared with chance and with the best method."""
+    """All plans of a model and ratio by average, compared with chance and with the best method.
+
+    [] without rankings.
+    """
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
@@ -50,7 +53,7 @@ def ranking_table(results: Results, name: str) -> Table:
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
     frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True)
-    frame = frame.dropna(axis="columns", how="all")
+    frame = frame.dropna(axis="columns", how="all")  # without columns that no ranking has
     rows = pd.concat(
         [ranking.rows.assign(mean=ranking.mean_name) for ranking in rankings], ignore_index=True
     )
@@ -62,6 +65,7 @@ def ranking_table(results: Results, name: str) -> Table:
         "Behind": SCORE,
         "p": "{:.4f}",
     }
+    # a column for each kind of average (Avg, a mean loss); a row has a number in one of them
     low, high = (
         pd.DataFrame(
             {name: rows[end].where(rows["mean"] == name) for name in averages}
@@ -96,7 +100,7 @@ _SHARED_RANKS = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
-    """Sentences that explain the statuses of the rankings, then the overview of all rankings."""
+    """Sentences that explain the statuses in `rankings`, then the overview of all rankings."""
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
@@ -129,7 +133,7 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
 
 def _figures(results: Results, name: str) -> list[Figure]:
     """A figure for each model. If a model has more than MOST_PANELS rankings, only every second
-    (third, ...) ranking is drawn."""
+    (third, ...) ranking is drawn, and the caption says so."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
     figures = []
     for model in models:

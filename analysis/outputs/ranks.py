@@ -27,7 +27,7 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 
     A block per model, ratio and calibration set, with a row for the unpruned model and for each of
     the methods `criteria` (None: all methods). Columns: displayed columns and Avg, with 95 %
-    intervals, and Avg Rank, among the pruned models of the block.
+    intervals, and Avg Rank, among the pruned models of the block. None without scores.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -45,7 +45,10 @@ def rank_table(results: Results, name: str, criteria: Sequence[str] | None = Non
 
 @output("ranks.loss", chapter="ranks", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def loss_table(results: Results, name: str) -> Table | None:
-    """Losses on right answers, their mean and ranks, for each model, ratio and calibration set."""
+    """Losses on right answers, their mean and ranks, for each model, ratio and calibration set.
+
+    None without losses.
+    """
     study = results.by_answer_loss.study
     comparisons = results.by_answer_loss.comparisons
     if not comparisons:
@@ -129,7 +132,7 @@ def rank_test_table(results: Results, name: str) -> Table:
                 calibration = names.calibration(test.panel.calibration)
                 pruned_text = test.panel.pruned
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
-                    answer = "best"
+                    answer = "best"  # the best method has no p
                     if pd.notna(p):
                         answer = "yes" if p < LEVEL else "no"
                     text = (
@@ -169,6 +172,9 @@ def rank_test_table(results: Results, name: str) -> Table:
 
 @output("unified.table1")
 def published_ranks(results: Results, name: str) -> Table | None:
-    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks."""
+    """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks.
+
+    None when no cell is of these criteria.
+    """
     methods = set(results.study.cells["method"]) & set(names.RANKED)
     return rank_table(results, name, names.RANKED) if methods else None

@@ -105,8 +105,8 @@ def _calibrations(experts: pd.DataFrame) -> str:
 
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
-    """Draw a bar for each of `losses`, the rise of the model's loss without an expert; bars below 0
-    have the colour HARM."""
+    """Draw a bar for each of `losses`, which are rises of the model's loss without an expert. Bars
+    below 0 have the colour HARM, other bars the colour GAIN."""
     shades = [GAIN if loss >= 0 else HARM for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
@@ -116,7 +116,8 @@ def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
 
 
 def _add_right_axis(axes: Axes, label: str = "") -> Axes:
-    """Add a second y axis on the right of a panel; returns the axes that use the second y axis."""
+    """Add a second y axis, named `label`, on the right of a panel; returns the axes to draw on with
+    the second y axis."""
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
@@ -139,12 +140,13 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     Columns: layer, mean and std (over all weights or channels of the layer's experts), ablation
     (mean over the layer's experts). statistics: an expert per row, with the columns layer, count
     (of weights or channels), mean, std and ablation."""
+    # mean of squares = variance + square of the mean, for an expert as for a layer
     rows = []
     for key, experts in groups(statistics.sort_values("layer"), ["layer"]):
         share = experts["count"] / experts["count"].sum()
         mean = float((share * experts["mean"]).sum())
         mean_square = float((share * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
-        std = max(mean_square - mean**2, 0.0) ** 0.5
+        std = max(mean_square - mean**2, 0.0) ** 0.5  # below 0 by rounding only
         rows.append((key["layer"], mean, std, experts["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
@@ -205,8 +207,10 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 
 def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
-    """Draw a panel (a): the columns of `by_layer` against the layer. Points are ablation losses; a
-    line within a band, on the right axis, is the statistic's mean ± standard deviation."""
+    """Draw a panel (a): `layers`, the rows of `by_layer`, from left to right. Points are ablation
+    losses; a line in a band, on the right axis, is the statistic's mean ± standard deviation.
+
+    label: name of the statistic."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
     style.format_power(axes.yaxis)
@@ -223,7 +227,7 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
 def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
     """Draw a panel (b): for each expert of a layer, a bar (ablation loss) and, on the right axis, a
     point with an error bar (mean ± standard deviation of the statistic). The highest ablation loss
-    comes first."""
+    comes first. label: name of the statistic."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _draw_loss_bars(axes, ordered["ablation"])
     style.label_ticks(axes.xaxis, [], [])

@@ -229,7 +229,8 @@ def _families(
     study: Study, comparisons: Sequence[Comparison]
 ) -> list[list[tuple[Comparison, int]]]:
     """Families of two or more models that differ only in the number of experts per token. A family
-    is a list of (comparison of a model, experts per token), the largest number first."""
+    is a list of (comparison of a model, experts per token), the largest number first; the number is
+    0 if it is unknown."""
     family_of_name: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
         name, top_k = names.split_top_k(comparison.model)

@@ -139,8 +139,9 @@ def block_table(
     - DIFFERENCE, for blocks with a base: the cell's score in the last of these columns minus the
       score of the base, with interval
     - P: the p-value of this difference after Holm's correction over the table; a cell has no
-      p-value unless the cell and the base have several seeds
-    - `costs`
+      p-value unless the cell and the base have several seeds, and a table without p-values has no
+      such column
+    - `costs`: name of a column -> its numbers
     """
     blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
@@ -246,7 +247,7 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
     """The rows of a block in a `block_table`, the unpruned model first. The column P has p-values
-    before correction."""
+    before correction. A study without costs has no columns of `costs`."""
     comparison = block.comparison
     unpruned = comparison.unpruned
     pruned_in_words, labels = _pruned_and_labels(block)
@@ -315,7 +316,8 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
     """Draw the unpruned model's score on `target` as a dashed horizontal line, and the 95 %
-    interval of this score as a band; returns the legend entry of the line."""
+    interval of this score as a band, if this model was run. Returns the legend entry of the
+    line."""
     unpruned = comparison.unpruned
     if unpruned is not None:
         score, low, high = comparison.displayed(target)
@@ -348,8 +350,8 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of the distinct `layers`, in ascending order; fewer layers
-    if there are not three."""
+    """The first, the middle and the last of the distinct `layers`, in ascending order; the first of
+    two middle layers. Fewer layers if there are not three."""
     ordered = sorted(set(layers))
     if not ordered:
         return []
