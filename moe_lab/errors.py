@@ -45,7 +45,8 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name, with the nearest known name and a list of all known names."""
+    """The error for an unknown name `value` in the setting `field`. Its message has the nearest
+    known name, if one is close, and a list of all known names."""
     names = sorted(known)
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
@@ -59,9 +60,9 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
 
 
 def check_installed(package: str, extra: str, reason: str) -> None:
-    """Raise UserError unless `package` is installed. The message has the command that installs it:
-    `extra` is the extra of moe-lab that requires the package. `reason`: the setting that needs the
-    package."""
+    """Raise UserError unless `package` is installed. The message has the command that installs it
+    with an extra of moe-lab. `extra`: name of the extra that requires the package. `reason`: the
+    setting that needs the package."""
     if find_spec(package.replace("-", "_")) is None:
         error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
         raise error from ModuleNotFoundError(package)
@@ -82,7 +83,7 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 def end_with(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with the command's exit code. Two exceptions end the
     process without a stack trace: Ctrl-C with the code 130, and a closed output (as by `head`) with
-    the code 141."""
+    the code 141. If the current folder was removed, the command is not run."""
     try:
         try:
             os.getcwd()
@@ -141,9 +142,9 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """A sentence if the value of a setting is a text that contains a secret, by its form or from
-    the environment, or if the name of the setting is that of a secret. No sentence for other
-    values. `setting`: dotted name."""
+    """One sentence if the value of a setting is a text with a secret, else none. A text has a
+    secret if its form is that of a secret, if it contains one from the environment, or if the name
+    of the setting is that of a secret. `setting`: dotted name."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)

@@ -55,7 +55,7 @@ class Cell:
 
     def __hash__(self) -> int:
         # the generated hash would fail, since some fields, such as `texts`, cannot be hashed
-        names = (
+        groups = (
             self.model,
             self.criterion,
             self.calibration,
@@ -63,7 +63,7 @@ class Cell:
             self.recovery,
             self.protocol,
         )
-        return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
+        return hash((*[group.name for group in groups], self.ratio, self.gate, self.seed))
 
 
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
@@ -140,6 +140,7 @@ def points(draft: Draft, files: Files) -> list[Point]:
         with mistakes.caught():
             files.load(axes.named_files(grids))
         for lists in grids:
+            # axes with mistakes are left out, and then the grid has no points
             values = []
             for axis in AXES:
                 with mistakes.caught():
@@ -201,9 +202,9 @@ class _Axes:
         return {**file_lists, **self.draft.command_lists}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """[lists of a further grid], without choices that the command line excludes. [] if the
-        command line excludes all choices of an axis. `first`: lists of the first grid, which count
-        for axes without a list in `lists`, the lists of the further grid in a file."""
+        """A list with the lists of a further grid, without choices that the command line excludes;
+        [] if it excludes all choices of an axis. `lists`: the lists of the further grid in a file.
+        `first`: the lists of the first grid, which count for axes without a list in `lists`."""
         axis_names = {}
         for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
@@ -232,10 +233,10 @@ class _Axes:
         values = []
         with Mistakes() as mistakes:
             if axis not in lists:
-                value = self.draft.composed.get(axis)
-                if value is None:
-                    value = CellConfig.__dataclass_fields__[axis].default
-                values.append(valid(KINDS[axis], value, axis))
+                only_value = self.draft.composed.get(axis)
+                if only_value is None:
+                    only_value = CellConfig.__dataclass_fields__[axis].default
+                values.append(valid(KINDS[axis], only_value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
                     values.append(valid(KINDS[axis], value, self._field(axis)))
@@ -285,10 +286,10 @@ class _Axes:
         return list(choices.values())
 
     def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group with all overrides. The choice is composed once, so equal
-        arguments return the same object. If `name` is None, it is the choice in the composed
-        configuration. `settings`: setting -> one value of its list, for settings with lists. These
-        values are appended to the name of the choice."""
+        """The choice `name` of a group with all overrides; if `name` is None, the choice in the
+        composed configuration. The choice is composed once, so equal arguments return the same
+        object. `settings`: setting -> one value of its list, for the settings of the group that
+        have lists. These values are appended to the name of the choice."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, settings)
@@ -298,8 +299,8 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """The result of `_choice`, newly composed and checked. If the choice is a mixture of
-        calibration sets, the settings of its sources are not filled in."""
+        """A new object for `_choice`, checked. If it is a mixture of calibration sets, the settings
+        of its sources are not filled in."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -316,8 +317,9 @@ class _Axes:
         return replace(choice, name=as_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """The calibration set `text`. `is_default` is true in the result if the set is shipped and
-        no setting names it. UserError for the name none, which cells of the unpruned model have."""
+        """The calibration set `text`. In the result, `is_default` is true if the set is shipped and
+        no setting names it. `name`: name of its file; None for the composed configuration.
+        UserError for a set with the name none, which cells of the unpruned model have."""
         if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
@@ -352,7 +354,8 @@ class _Axes:
 
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value in `new`) for each key whose value in `old` is another one or missing."""
+    """(dotted key, value in `new`) for each key that `old` does not have or has with another
+    value."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
             for inner_key, inner_value in _changes(old[key], value):
@@ -387,8 +390,8 @@ def is_shipped(model: ModelConfig) -> bool:
 
 
 def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
-    """The suite on which a model is evaluated, which is `config.suite`. If no suite is named,
-    shipped models have the benchmarks of SHIPPED_SUITE."""
+    """The suite on which a model is evaluated. It is `config.suite`, but a shipped model has the
+    benchmarks of SHIPPED_SUITE if no suite is named."""
     if config.suite.benchmarks is not None or not is_shipped(model):
         return config.suite
     choice = ("suite", SHIPPED_SUITE)
@@ -405,7 +408,7 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
     @cache
     def text_of(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
         """The text `name` that a setting names, as the same object for all cells. Overrides such as
-        calibration.X=... do not apply to this text."""
+        calibration.X=... do not apply to this text. `engine`: replaces the text's own engine."""
         text = add_sources(_text(setting, name, files), files)
         return replace(text, engine=engine) if engine else text
 
@@ -428,6 +431,7 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
 
+    # (id of a protocol, whether the model is shipped) -> cells with the same benchmarks
     groups: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in points:
@@ -507,8 +511,10 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of the benchmark `name`. `content`: content of the benchmark's file. UserError for
-    suite.path with a benchmark that has its own data. SettingsError for invalid fields."""
+    """The config of the benchmark `name`: its file, changed by the protocol and by the settings of
+    `config` that apply to it. Changes under EVERY count only if the benchmark has `data`.
+    `content`: content of the file. UserError for suite.path with a benchmark that has its own data.
+    SettingsError for invalid fields."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
