@@ -129,6 +129,7 @@ class Claim(AbstractContextManager["Claim"]):
             if claims.shared:
                 os.fchmod(self.descriptor, 0o664)
             status = os.fstat(self.descriptor)
+            # a copy of the file in another store has another inode, see `_has_ended`
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.descriptor, sealed(json.dumps(owner)).encode())
             os.fsync(self.descriptor)  # other machines see the content from here on

@@ -217,18 +217,18 @@ def time_left(
     unknown_kinds = list[str]()
     # a waiting step has spent 0 seconds on a share of 0 of its work
     for step, spent, share in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
-        total: float | None
+        step_seconds: float | None
         if work_by_kind[step.kind]:
-            total = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
+            step_seconds = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
         else:
-            total = seconds(step)
-        if total is None:
+            step_seconds = seconds(step)
+        if step_seconds is None:
             unknown_kinds.append(step.kind)
         elif share:
-            remaining.append(total * (1 - share))
+            remaining.append(step_seconds * (1 - share))
         else:
             # without known progress, at least half of the time spent so far remains
-            remaining.append(max(total - spent, spent / 2))
+            remaining.append(max(step_seconds - spent, spent / 2))
     # one worker does the longest step, however many workers there are
     return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown_kinds))
 
@@ -287,6 +287,7 @@ class Hours(NamedTuple):
     """Total hours of several steps."""
 
     work: float = 0.0
+    """Hours that one worker takes for all steps with an estimate."""
     gpu_work: float = 0.0
     """GPU-hours: the hours of each step times its number of GPUs."""
     unknown: int = 0
@@ -305,18 +306,18 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
     """Estimated hours of all `steps` together, and number of steps without an estimate. Steps of
     unknown memory add no GPU-hours. `gpu_memory`: GiB of memory of one GPU, which decide how many
     GPUs a step needs."""
-    work = gpu_work = 0.0
+    hours = gpu_hours = 0.0
     unknown = 0
     for step in steps:
         estimate = seconds(step)
         if estimate is None:
             unknown += 1
             continue
-        work += estimate / 3600
+        hours += estimate / 3600
         needed = step.resources()
         if needed.memory is not None:
-            gpu_work += estimate / 3600 * needed.gpus(gpu_memory)
-    return Hours(work, gpu_work, unknown)
+            gpu_hours += estimate / 3600 * needed.gpus(gpu_memory)
+    return Hours(hours, gpu_hours, unknown)
 
 
 def largest_memory(steps: Iterable[Step]) -> str:
@@ -334,14 +335,15 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
     """A sentence when `steps` would write more than is free on the disk of `store`, otherwise [].
     Only exported checkpoints, hidden states of streamed passes and generated texts count, as all
     other files are small."""
-    needed = sum(step.resources().disk for step in steps)
+    needed_bytes = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
     while not folder.exists():  # the store may not have been created yet
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed <= free:
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes <= free_bytes:
         return []
     return [
-        f"store={store}: about {decimal(int(needed))} would be written there and {decimal(free)} "
-        "are free: make room, name another store, or ask for less (export=none, fewer cells)"
+        f"store={store}: about {decimal(int(needed_bytes))} would be written there and "
+        f"{decimal(free_bytes)} are free: make room, name another store, or ask for less "
+        "(export=none, fewer cells)"
     ]

@@ -77,6 +77,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
         names_left = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
+            # MANY copied steps are enough for `pack`
             for start in range(0, len(names_left), MANY):
                 batch = names_left[start : start + MANY]
                 # `list` waits until all are copied, and raises errors of the threads

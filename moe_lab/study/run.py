@@ -168,12 +168,14 @@ def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
     on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
+        # if the memory of all steps is unknown, only the number of cores counts
         largest = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
         count = processes or max(1, min(cores(), int(main_memory() // largest)))
         _compute(schedule, study.store, [{}] * count)
         return True
     gpu_memory = study.config.resources.gpu_memory
     gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
+    # the numbers of GPUs that steps need; 1 if the memory of all steps is unknown
     for set_size in sorted(set(gpus_of.values())) or [1]:
         larger_steps = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
         # at least one set, even if this machine has fewer GPUs

@@ -96,6 +96,7 @@ class Schedule:
                     if all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
+                # not only until a notification, as `postpone` makes steps wait again without one
                 self.condition.wait(timeout=POLL)
             return None
 

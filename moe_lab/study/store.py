@@ -494,6 +494,7 @@ class Store:
             if self._is_sound(name):
                 yield None
                 return
+            # by the token, this folder differs from those of other owners
             scratch = parent / f".{start}.{claim.token[:8]}"
             self.make_folder(scratch)
             try:
