@@ -65,6 +65,7 @@ def check_installed(package: str, extra: str, reason: str) -> None:
     setting that needs the package."""
     if find_spec(package.replace("-", "_")) is None:
         error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
+        # by its cause, the error counts as one of installed software
         raise error from ModuleNotFoundError(package)
 
 

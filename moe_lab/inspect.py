@@ -27,8 +27,9 @@ Row = tuple[str, str]
 
 
 def main(arguments: list[str]) -> int:
-    """Print a description of the model that `arguments` name. Returns the exit code: 0 if the model
-    is supported, 1 if it is not supported, 2 for a user's mistake."""
+    """Print a description of the model that `arguments` name, or USAGE without arguments and for
+    --help. Returns the exit code: 0 if the model is supported, 1 if it is not supported, 2 for a
+    user's mistake."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -52,9 +53,9 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
-    """(title, rows, whether moe_lab supports the model) of the description of a model. A model that
-    is not available counts as supported if its settings have `expected`, from which the rows are
-    then made."""
+    """(title, rows, whether moe_lab supports the model) of the description of a model. If the model
+    is not available, rows are made from `expected` in its settings, and the model counts as
+    supported; without `expected`, it does not."""
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
@@ -138,7 +139,7 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
 
     method = quantization(model)
     storage = f"its weights are stored as {method}" if method else None
-    unfit = facts["moe_layers"][0].family.unfit
+    unfit = facts["moe_layers"][0].family.unfit  # the same for all layers
     channel_obstacle = f"its experts {unfit}" if unfit else None
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [
@@ -152,8 +153,9 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     shapes = [
         shape
         for shape in SHAPES
+        # a masked checkpoint needs a bias that bars the router from removed experts
         if (shape != "masked" or can_bar(facts["routing"]))
-        and not [*user_errors(check_quantised, method, shape)]
+        and not [*user_errors(check_quantised, method, shape)]  # the check passes
     ]
     yield "exports", ", ".join(shapes)
 

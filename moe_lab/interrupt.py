@@ -11,7 +11,8 @@ from types import TracebackType
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook for exceptions that end the process; only Ctrl-C is treated differently."""
+    """The hook for exceptions that end the process. Ctrl-C prints a word instead of a stack trace,
+    and ends the process at once; other exceptions are handled as usual."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

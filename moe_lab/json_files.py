@@ -34,7 +34,7 @@ def digest(document: Any) -> str:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a document as indented JSON, atomically."""
+    """Write a document as indented JSON, atomically (see `write_text`)."""
     write_text(path, json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 
@@ -53,14 +53,14 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """The document in a file. Raises FileNotFoundError without the file, and Damaged unless the
+    """The document in a file. Raises FileNotFoundError if there is no file, and Damaged unless the
     document fits `shape` (see `fits`)."""
     return parse(_content(path), shape, str(path))
 
 
 def _content(path: Path) -> bytes:
-    """The content of a file. Raises FileNotFoundError without the file, and Damaged for a
-    folder."""
+    """The content of a file. Raises FileNotFoundError if there is no file, and Damaged if there is
+    a folder instead."""
     try:
         with path.open("rb", buffering=0) as file:  # fewer system calls than with a buffer
             return file.read()
@@ -88,8 +88,8 @@ by a closing brace."""
 
 
 def sealed(text: str) -> str:
-    """A JSON text with one more key at its end, `digest`, whose value is the sha256 of the text.
-    `text`: JSON text of an object that is not empty."""
+    """`text` with one more key at its end, `digest`, whose value is the sha256 of `text`. `text`:
+    JSON text of an object that is not empty."""
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
@@ -105,8 +105,8 @@ def write_sealed(
 
 
 def read_sealed(path: Path, shape: Any) -> Any:
-    """The sealed document in a file, without its digest. Raises FileNotFoundError without the file,
-    and Damaged unless the digest is right and the document fits `shape` (see `fits`)."""
+    """The sealed document in a file, without its digest. Raises FileNotFoundError if there is no
+    file, and Damaged unless the digest is right and the document fits `shape` (see `fits`)."""
     return parse_sealed(_content(path), shape, str(path))
 
 
@@ -158,21 +158,23 @@ class ResultCache:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Read the results in `file`, if it exists. None: results are only kept in memory."""
+        """Read the results in `file`, if it exists. If `file` is None, results are only kept in
+        memory."""
         self.file = file
         self._results: dict[str, list[Any]] = {}
         if file is None or not file.exists():
             return
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            # a line may be incomplete, if a process was killed while it wrote the line
+            # a process that was killed may have left an incomplete line, which is not read
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
                 if digest == _digest(key, result):
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of a batch, as it was read from the file or computed before, or else as
-        `compute` returns it. The batch and the result must be JSON documents."""
+        """The result of a batch. If it was neither read from the file nor computed before, it is
+        computed by `compute` and appended to the file. The batch and the result must be JSON
+        documents."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
