@@ -95,7 +95,7 @@ class MoELayer:
 
     @property
     def width(self) -> int:
-        """Channels of every expert, or of the widest expert if widths differ."""
+        """Number of channels of every expert, or of the widest expert if widths differ."""
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
@@ -117,14 +117,14 @@ class MoELayer:
             return Weights(inward, down.t())
         if tensors is None:
             tensors = self.tensors(expert)
-        first = next(iter(self.family.stacks))
-        inward = tensors[first]
+        name = next(iter(self.family.stacks))  # the stack of the projections before the activation
+        inward = tensors[name]
         down = tensors["down_proj"]
         # transposed experts have their channels along the last axis
-        if self.family.stacks[first].channels == -1:
+        if self.family.stacks[name].channels == -1:
             inward = inward.t()
             down = down.t()
-        return Weights(inward, down, tensors.get(f"{first}_bias"), tensors.get("down_proj_bias"))
+        return Weights(inward, down, tensors.get(f"{name}_bias"), tensors.get("down_proj_bias"))
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
         """phi (n, I), the input of the down projection of an expert, from its rows of the hidden

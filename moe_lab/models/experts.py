@@ -65,6 +65,7 @@ def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
 
 def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
     """The routed pairs of `index` (T, K), the expert ids of each token, sorted by expert."""
+    # transposed, so that the stable sort leaves the pairs of an expert in the order of `Rows`
     expert, order = torch.sort(index.t().reshape(-1), stable=True)
     return Rows(
         token=order % index.shape[0],
@@ -100,7 +101,7 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
     has_gate = (gates != 0).any(1)
-    n = max(int(has_gate.sum(1).max()), 1)
+    n = max(int(has_gate.sum(1).max()), 1)  # most experts of a token
     # `chosen` (t, n): the used experts of each token, then unused experts, which are not run
     order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
@@ -224,8 +225,8 @@ def _is_plain(module: Any) -> bool:
 
 
 def _same_bits(layer: MoELayer) -> bool:
-    """Whether `cpu_experts` gives the bits of the experts' own forward, by its function for few
-    tokens and by its function for many tokens."""
+    """Whether `cpu_experts` gives the bits of the experts' own forward, both in the way in which it
+    computes few tokens and in the way in which it computes many."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)

@@ -128,7 +128,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
 def _router(layer: MoELayer, config: Any) -> str:
     """A description of the router of a layer, such as "Qwen3MoeTopKRouter, the best 8,
-    norm_topk_prob=True"."""
+    norm_topk_prob=True". `config`: the configuration of the model's text part."""
     properties = [type(layer.router).__name__, f"the best {layer.top_k}"]
     if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
         properties.append("chosen with a correction bias")

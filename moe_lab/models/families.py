@@ -142,7 +142,7 @@ def split(tensor: Any, axes: Axes) -> dict[str, Any]:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
         tensor = tensor.swapaxes(-1, -2)
-    hidden_axis = () if axes.is_bias else (slice(None),)
+    hidden_axis = () if axes.is_bias else (slice(None),)  # biases have no axis H
     count = len(axes.roles)
     size = tensor.shape[-1 if axes.is_bias else -2] // count
     views = {}
@@ -257,7 +257,8 @@ class Family:
 
 
 def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
-    """Stacks of experts, with biases, that are multiplied from the left by hidden states."""
+    """Name -> axes of each stack of experts, with biases, that hidden states multiply from the
+    left. `interleaved`: as in `Axes`."""
     return {
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
         "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
@@ -297,8 +298,9 @@ _EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the tensors of layers that predict several tokens, sorted. Such layers are
-    numbered either separately or together with the decoder layers."""
+    """Prefixes of the tensors of layers that predict several tokens, sorted. Such a layer is in a
+    block of its own (EXTRA_PREDICTION_BLOCKS), or is numbered after the decoder layers and known by
+    its PREDICTION_PROJECTION."""
     prefixes = set()
     for name in names:
         # `projection` is "" unless the name contains it

@@ -51,6 +51,7 @@ def sha256_of(file: Path) -> str:
     record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         entry: dict[str, Any] = json_files.read_sealed(record, SHAPE)
+        # the file is as it was when it was hashed
         if entry.items() >= state.items():
             return str(entry["sha256"])
     sha256 = _hash_file(real)
@@ -60,6 +61,7 @@ def sha256_of(file: Path) -> str:
 
 
 def _hash_file(file: Path) -> str:
+    """sha256 (hex) of a file's bytes, read now."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -211,6 +213,7 @@ def _code_fields(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
     value of `field`, or for "" the content of the file."""
     if isinstance(config, dict):
         for key, value in config.items():
+            # a field that names code may have a value for each part of the model
             yield from _code_fields(value, field if field.endswith(CODE_FIELDS) else key)
     elif isinstance(config, list):
         for value in config:
@@ -335,6 +338,8 @@ class IdentifiedModel(ModelConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
+        """The identity of the model, with the sha256 of its files in place of its path; without a
+        known sha256, with the path and revision."""
         sha256 = fingerprint_of(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
         return {**identity_fields(self, "path"), "path": files}

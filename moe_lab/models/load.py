@@ -109,6 +109,7 @@ def set_top_k(model: Any, top_k: int | None) -> None:
     if top_k is None:
         return
     for layer in routed_layers(model):
+        # number of experts in the groups to which a token can be routed
         most = layer.n_experts // layer.n_group * layer.topk_group
         if not 1 <= top_k <= most:
             raise UserError(
@@ -376,8 +377,8 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 
 
 def device_name(device: str) -> str:
-    """Name of the hardware that `device`, a value of model.device, selects: of the GPU or of the
-    processor. For a device map, the number and the name of the GPUs."""
+    """Name of the hardware that `device`, a value of model.device, selects: the name of the GPU or
+    of the processor. For a device map on several GPUs, their number and the name of the first."""
     target = resolve_device(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()

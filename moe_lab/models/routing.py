@@ -50,6 +50,7 @@ class StoredRouting:
         for tensor in linear.values():
             if 8 * tensor.element_size() > self.usual_bits:
                 linear_dtype = torch.promote_types(linear_dtype, tensor.dtype)
+        # linear maps that the files do not hold are converted, too
         for part, tensor in (linear | stored).items():
             dtype = (
                 linear_dtype

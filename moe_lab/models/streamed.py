@@ -73,8 +73,8 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision of the weights that config.json of `folder` states; fp32 if it states none that
-    is known."""
+    """The precision of the weights that config.json of `folder` states; fp32 if it states no
+    precision, or an unknown one."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
@@ -95,6 +95,8 @@ class StreamedModel:
         trust_remote_code: bool = False,
         top_k: int | None = None,
     ) -> None:
+        """Open the checkpoint in `folder`, check it, and load all weights outside decoder layers.
+        `top_k`: as model.top_k. UserError as from `layer` and `check_sizes`."""
         self.checkpoint = open_checkpoint(folder)
         self.device = device
         self.dtype = dtype
@@ -138,9 +140,9 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, number: int, *, next_number: int = -1) -> Iterator[nn.Module]:
-        """A context in which one decoder layer has its weights, while the weights of the layer
-        `next_number` are read ahead. UserError naming a weight that is missing, of the wrong shape,
-        NaN or infinite."""
+        """A context in which the decoder layer `number` has its weights, while the weights of the
+        layer `next_number` (-1: none) are read ahead. UserError naming a weight that is missing, of
+        the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
         if 0 <= next_number < len(self.layers):

@@ -98,8 +98,8 @@ def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
-    """Compute all buffers below `root` that no checkpoint holds, on `device`. Loading a whole model
-    computes them too."""
+    """Compute, on `device`, all buffers of the modules below `root` that no checkpoint holds, as
+    loading a whole model does. Modules whose buffers are computed already are left alone."""
     for module in root.modules():
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tensors = {name: buffer for name, buffer in buffers.items() if buffer is not None}
@@ -142,6 +142,9 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        """Dequantise FP8 weights by their scales, one for each stated block: the weights are padded
+        to whole blocks first. Weights that are not in such blocks are dequantised as in
+        transformers. ValueError unless there is a scale for each block."""
         block = self.hf_quantizer.quantization_config.weight_block_size
         # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
         if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
@@ -168,8 +171,8 @@ class NameMapping:
 
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
-        """(name in the checkpoint, name in the model, pattern of the converter of the tensor, or
-        None)."""
+        """(name in the checkpoint, name in the model, pattern of the tensor's converter) for each
+        tensor of the checkpoint; the pattern is None for a tensor without converter."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -198,6 +201,7 @@ class NameMapping:
             if renamed not in expected and name not in expected:
                 unused[renamed] = name
         missing = expected.keys() - set(self.names) - {renamed for _, renamed, _ in self.renamed}
+        # transformers takes the names that the model's class ignores out of `report`
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
         self.model._adjust_missing_and_unexpected_keys(report)
         missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
@@ -205,8 +209,8 @@ class NameMapping:
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name -> tensor, with the names and in the layout in which save_pretrained writes `tensors` of
-    `model`, which have the names in memory."""
+    """`tensors` of `model`, by their names in memory, with the names and in the layout of a
+    checkpoint that save_pretrained writes: name -> tensor."""
     model._weight_conversions = None  # the conversions of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted

@@ -171,9 +171,9 @@ class LayerPlan:
         return is_whole and expert in self.retained and expert not in self.merged
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
-        """The stored form of an expert with `width` channels: first the retained channels of the
-        expert, then zeros. If `width` is None, or the expert owns a group, the expert has all its
-        channels."""
+        """The stored form of a retained expert. An owner is the weighted sum of its group. In a
+        plan of whole experts, or with `width` None, any other expert is a copy with all channels.
+        Otherwise it has `width` channels: first its retained channels, then zeros."""
         if expert in self.merged:
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:

@@ -33,8 +33,8 @@ class DamageHook(StatisticsHook):
     """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the call of the router. `experts` repeats it without each of the chosen
-        experts."""
+        """Record the arguments and the logits (T, E) of the router's call, so that `experts` can
+        repeat the call without each of the chosen experts."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
     def experts(
@@ -67,8 +67,9 @@ class DamageHook(StatisticsHook):
 
     def _coefficients(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Factors (t, 1 + K, E) of the outputs of all experts, for the `tokens` (t,) that are
-        routed to the experts `index` (t, K). The outputs weighed by row 0 sum to y; weighed by row
-        1 + k, they sum to y - (y without the token's k-th expert)."""
+        routed to the experts `index` (t, K). By the factors of row 0 the outputs sum to y. By those
+        of row 1 + k they sum to the change of y that the token's k-th expert makes: y minus y
+        without this expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
         gates = spread(*self._reroute(tokens, None), n_experts)[:, None]
@@ -152,7 +153,9 @@ class SimilarityHook(StatisticsHook):
     logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the products of the logits (T, E) of valid tokens, and record their softmax."""
+        """Add the products (E, E) of the logits of each two experts, summed over valid tokens, and
+        record the softmax of these logits in `probabilities`; None if the router returns no logits
+        of all experts."""
         self.probabilities = None
         logits = result[0] if isinstance(result, tuple) else None
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
@@ -166,7 +169,9 @@ class SimilarityHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the sums of all experts' outputs over all valid tokens."""
+        """The routed output (T, H). Adds the outputs of each expert, summed over all valid tokens,
+        whether they are routed to it or not. If the router has `probabilities`, adds the sums that
+        are weighted by them, too."""
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         output_sums = []

@@ -36,6 +36,8 @@ class ForwardHook(StatisticsHook):
     """The last call of the experts, until the decoder layer returns."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
+        """`start`: name -> sum over the batches that were read before, if a pass is resumed. These
+        sums tell whether the router is a softmax."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
         """Whether the router is a softmax over all experts; None before its first call."""
@@ -43,23 +45,24 @@ class ForwardHook(StatisticsHook):
         """id of a module around the block -> its input and its output."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the router's logits (T, E) for the call of the experts that follows."""
+        """Record the router's logits (T, E) for the call of the experts that follows; None if the
+        router returns no logits of all experts."""
         logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
             self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register hooks that record the residual stream before the MoE block. It is the input of
-        the norm whose output is the block's input."""
+        """Register hooks that record the residual stream before the MoE block, and yield their
+        handles. The residual stream is the input of the norm whose output is the block's input."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Record the input and the output of a module, in case it is the norm before the block.
-        Modules with other arguments or results are not."""
+        """Record the input and the output of a module, in case it is the norm before the block. A
+        module that does not map one tensor to one tensor is no norm, and is not recorded."""
         if (
             len(args) == 1
             and isinstance(args[0], torch.Tensor)
@@ -68,7 +71,8 @@ class ForwardHook(StatisticsHook):
             self.normalized[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
-        """Set `residual`, if exactly one recorded module returned the block's input."""
+        """Set `residual` (T, H) to the input of the recorded module that returned the block's
+        input; None unless there is exactly one such module."""
         block_input = args[0] if args else None
         inputs = [state for state, result in self.normalized.values() if result is block_input]
         self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
@@ -110,7 +114,7 @@ class ForwardHook(StatisticsHook):
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
                 self.add(name, sums)
             self.call = None
-        self.normalized.clear()  # of norms after the block
+        self.normalized.clear()  # of records of norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax, (T, K) each, if the router is a softmax over
@@ -132,6 +136,7 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
     """Numbers of valid tokens (ENTROPY_BINS,) by router entropy, in equal bins between 0 and ln E.
     `logits` (T, E). `valid` (T,): which tokens count; None: all."""
     logits = logits if valid is None else logits[valid]
+    # relative to ln E; ln 2 if there is only one expert, as ln 1 is 0
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
         max(2, logits.shape[-1])
     )
@@ -159,6 +164,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     cos cancels in fp32."""
     x = wide(stream)
     a = wide(added)
+    # inner products of x and x, x and a, a and a
     xx, xa, aa = (
         (left_vector * right_vector).sum(-1).double()
         for left_vector, right_vector in ((x, x), (x, a), (a, a))
@@ -188,6 +194,9 @@ class ExpertsCall:
         further_gates: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
+        """`rows`: the routed pairs of the call. `weights` (T, K): the router's gates.
+        `further_gates`: kind -> gates (T, K) of further kinds. `valid` (T,): which tokens count;
+        None: all."""
         self.n_experts = n_experts
         self.rows = rows
         self.gates = {"model": weights.double()}
@@ -205,8 +214,9 @@ class ExpertsCall:
         self.outputs: list[tuple[slice, torch.Tensor]] = []
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """Add the rows `part` of one expert: phi (n, I) is the input of down_proj, f (n, H) the
-        expert's output."""
+        """Add the rows `part` of one expert to the statistics of its outputs and channels, and keep
+        their outputs for `finish`. phi (n, I) is the input of down_proj, f (n, H) the expert's
+        output. Each expert is added once."""
         phi = wide(phi)
         f = wide(f)
         self.outputs.append((part, f))
@@ -242,8 +252,9 @@ class ExpertsCall:
         }
 
     def weigh_shifts(self, stream: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """The statistic shift_weighted (E,). `stream` (T, H): the residual stream before the MoE
-        block. `routed` (T, H): the routed output m."""
+        """The statistic shift_weighted (E,): the sum over each expert's valid tokens of g ||f||
+        times the shift of the token by the routed output. `stream` (T, H): the residual stream
+        before the MoE block. `routed` (T, H): the routed output m."""
         token = self.rows.token
         column = self.rows.column
         terms = (
@@ -255,8 +266,8 @@ class ExpertsCall:
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """ala_first (E,), ala_second (E,) and layer_loss (), by name. `stream` (T, H): the residual
-        stream y after the decoder layer."""
+        """Name -> sum over valid tokens, for ala_first (E,), ala_second (E,) and layer_loss ().
+        `stream` (T, H): the residual stream y after the decoder layer."""
         factor = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
         if self.valid is not None:
@@ -272,9 +283,9 @@ class ExpertsCall:
         return sums
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums and of the layer loss, from the routed output m
-        (T, H). `normalize` divides them by ||y||^2. The expert outputs f (T x K x H numbers) are
-        stored until this call, which frees their memory."""
+        """Compute the numerators of the ala sums, g <f, m> and g^2 ||f||^2, and of the layer loss,
+        ||m||^2, from the routed output m (T, H). `normalize` divides them by ||y||^2. The expert
+        outputs f (T x K x H numbers) are stored until this call, which frees their memory."""
         products = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
