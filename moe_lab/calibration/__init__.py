@@ -32,24 +32,25 @@ from moe_lab.paths import local_path
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
     """(share of the tokens, settings) of each set of a mixture. A set without a seed gets the seed
     of the mixture. If `settings` are no mixture, the only entry is (1, settings)."""
-    sets = []
+    entries = []
     for source in settings.sources:
         if part := source.settings:
             seeded_part = replace(part, seed=settings.seed) if part.seed is None else part
-            sets.append((source.share, seeded_part))
-    return sets or [(1.0, settings)]
+            entries.append((source.share, seeded_part))
+    return entries or [(1.0, settings)]
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with a conversation, and the model has no chat template
-    that reads the whole conversation. Only models in local folders are checked."""
+    """Raise UserError when the first record of a set is a conversation that only a chat template
+    can turn into text, and the model has no chat template that reads all of it. Only models in
+    local folders are checked."""
     alternatives = ", or a set of plain texts, or of instructions and outputs"
     for _, part in shares_and_sets(settings):
         for document in first_record(part):
             if isinstance(document, Chat) and document.plain is None:
-                user = f"calibration={settings.name}"
+                setting = f"calibration={settings.name}"
                 config_json.check_chat_template(
-                    model, user, bool(document.arguments.get("tools")), alternatives
+                    model, setting, bool(document.arguments.get("tools")), alternatives
                 )
                 if (tokenizer := _local_tokenizer(model)) is not None:
                     # Raises UserError for content that the template leaves out.
@@ -61,6 +62,7 @@ def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
     `unread_texts`); [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
     documents = [document for _, part in sets for document in first_record(part)]
+    # A template only adds to what is read, so without such keys no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
         return []
     tokenizer = _local_tokenizer(model)
@@ -84,8 +86,8 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
     calibration.tokens.
 
     Tokens are counted by the model's tokenizer.json, until enough are counted. Nothing is checked
-    for models without a local tokenizer.json, for mixtures, and for sources other than local files
-    of plain texts.
+    for models without a local tokenizer.json, for mixtures, for sources other than local files of
+    plain texts, and for files of more than 6 bytes per required token.
     """
     file = None if settings.sources else locate(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
@@ -150,6 +152,7 @@ class IdentifiedText(CalibrationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
+        """JSON-ready fields that identify the documents and batches."""
         fields = {**identity_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
             return {**fields, **_documents_identity(self)}
@@ -168,9 +171,9 @@ def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """Fields that identify the content of a path, which names a local file, a file on the hub or a
-    data set on the hub. They have the hash and the format of a file, or the hashes of a data set.
-    If the hub cannot be reached, {UNRESOLVED: path}."""
+    """Fields that identify the content of a path: for a file that is local or on the hub, its hash
+    and format; for a data set on the hub, the hashes of its files. If the hub cannot be reached,
+    the only field is {UNRESOLVED: path}."""
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
@@ -181,4 +184,5 @@ def _content_identity(path: str) -> dict[str, Any]:
         }
     else:
         hashes = {"data": data_files(path)}
+    # A hash is missing if the hub cannot be reached.
     return hashes if all(hashes.values()) else {UNRESOLVED: path}

@@ -143,9 +143,10 @@ class PackedRows:
         """Read and pack the set.
 
         read: function that returns the documents of a set; encode: function (document, whether to
-        add special tokens) that returns a document's token ids, and for each id a mark. UserError
-        for a source that cannot be read or is too short, and if the sets of a mixture miss their
-        shares.
+        add special tokens) that returns a document's token ids, and for each id a mark, a bool that
+        `batches` yields with it. UserError for rows longer than the model reads, for a source that
+        cannot be read or is too short, and if a set of a mixture misses its share by more than
+        TOLERANCE.
         """
         # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
@@ -171,7 +172,8 @@ class PackedRows:
         self._check_shares()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the batches as (ids (B, S) int64, valid (B, S) bool, marks (B, S) bool)."""
+        """Yield the batches as (ids (B, S) int64, valid (B, S) bool, marks (B, S) bool). Invalid
+        positions have the filler id, and the mark False."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
@@ -194,7 +196,8 @@ class PackedRows:
             for position in row:
                 if position != GAP:
                     self._sources_of_positions[position].tokens_retained += 1
-            # With packing=chunk no tokens are cut off: tokens beyond this row go into the next row.
+            # Tokens that a row cuts off do not count for the share of their set. packing=chunk cuts
+            # none off: tokens beyond this row go into the next row, and remain assigned.
             if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.tokens_assigned = source.tokens_retained
@@ -205,6 +208,7 @@ class PackedRows:
         of all sets are packed. Ends when the set whose turn it is has no more documents."""
         streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
+            # the set furthest behind its share
             source = min(self.sources, key=lambda source: source.tokens_assigned / source.share)
             positions = next(streams[id(source)], None)
             if positions is None:
@@ -214,8 +218,10 @@ class PackedRows:
             yield positions
 
     def _documents_of(self, source: Source) -> Iterator[list[int]]:
-        """Yield the positions of each document of one set. With packing=chunk, documents of a
-        mixture are yielded in pieces of at most `length` positions."""
+        """Tokenise the documents of one set, one when it is asked for, and yield the positions of
+        its tokens, which are appended to `ids` and `marks`. The counts of `source` are updated.
+        Documents without tokens are left out. With packing=chunk, documents of a mixture are
+        yielded in pieces of at most `length` positions, so that sets take turns within a row."""
         is_in_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._encode(document, source.settings.special_tokens)
@@ -241,8 +247,8 @@ class PackedRows:
         hint = "expected a longer text"
         if filled_rows:
             hint = f"calibration.tokens={filled_rows * settings.length} would fit"
-        share = f", for its share of {source.share:g} of calibration={settings.name},"
-        name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
+        share_text = f", for its share of {source.share:g} of calibration={settings.name},"
+        name = f"{source.settings.name}{share_text}" if settings.sources else source.settings.path
         return UserError(
             f"calibration.path={name} is too short: its {source.tokens_used} tokens are read when "
             f"{filled_rows} of the {settings.rows} rows of calibration.length={settings.length} in "
@@ -264,11 +270,12 @@ class PackedRows:
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
-    """Read, order, tokenise and pack a calibration set. The same settings and tokenizer give the
-    same tensors. UserError for a source that cannot be read or is too short."""
+    """Read, order, tokenise and pack a calibration set or mixture; returns the batches with a
+    report. The same settings and tokenizer give the same tensors. For the errors, see
+    `PackedRows`."""
 
     def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        """The document's token ids, with the mark False for each."""
+        """The document's token ids, and for each id the mark False, which is not used."""
         ids = tokenize(document, tokenizer, special_tokens)
         return ids, [False] * len(ids)
 
@@ -307,9 +314,9 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     sources = packed.sources
     digests = [_digest(source) for source in sources]
     tokens_by_source = {source.settings.name: source.tokens_retained for source in sources}
-    total = sum(tokens_by_source.values())
+    total_tokens = sum(tokens_by_source.values())
     composition = ", ".join(
-        f"{name} {count / total:.1%}" for name, count in tokens_by_source.items()
+        f"{name} {count / total_tokens:.1%}" for name, count in tokens_by_source.items()
     )
     first_row = packed.rows[0]
     while first_row[-1] == GAP:
@@ -318,7 +325,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     ids = [
         packed.filler_id or 0 if position == GAP else packed.ids[position] for position in first_row
     ]
-    shares = [
+    source_entries = [
         {
             "name": source.settings.name,
             "source": source.settings.path,
@@ -330,10 +337,10 @@ def _report(packed: PackedRows) -> dict[str, Any]:
     return {
         "name": settings.name,
         "source": settings.path or composition,
-        "sha256": hashlib.sha256(repr(shares).encode()).hexdigest()
+        "sha256": hashlib.sha256(repr(source_entries).encode()).hexdigest()
         if settings.sources
         else digests[0],
-        **({"sources": shares} if settings.sources else {}),
+        **({"sources": source_entries} if settings.sources else {}),
         "documents_read": sum(len(source.documents) for source in sources),
         "documents_used": sum(source.documents_used for source in sources),
         "rendered": sorted(set().union(*(source.renderings for source in sources))),
@@ -351,10 +358,10 @@ def _digest(source: Source) -> str:
     """sha256 of the source's local file or, for a set on the hub, over its documents."""
     if (file := locate(source.settings.path)) is not None:
         return sha256_of(file)
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for document in source.documents:
-        total.update(repr(document).encode())
-    return total.hexdigest()
+        digest.update(repr(document).encode())
+    return digest.hexdigest()
 
 
 # Batches of tasks with solutions, in which the tokens of answers are marked.
@@ -373,10 +380,12 @@ def answer_batches(
     belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
     not the positions that predict them.
 
-    With `header`, also the text that the chat template writes around an answer is marked (the name
+    header: whether to mark also the text that the chat template writes around an answer (the name
     of the speaker and the end of the turn), as in the released code of EvoESAP. For a pair that is
-    read without a chat template, this text is the blank line before the answer. Raises the errors
-    of `batches`, and UserError for a set without answers.
+    read without a chat template, this text is the blank line before the answer.
+
+    Raises the errors of `batches`. UserError also for a set without answers, for rows that cut away
+    every answer, and for a tokenizer that does not tell the characters of a token.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -403,23 +412,25 @@ def encode_with_answers(
         text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
     )
     spans = list(_answer_spans(document, text, tokenizer, header))
-    answers = [
+    is_answer = [
         any(max(first, start) < min(last, end) for start, end in spans)
         for first, last in encoding["offset_mapping"]
     ]
-    return encoding["input_ids"], answers
+    return encoding["input_ids"], is_answer
 
 
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each answer of a document: indices of characters in `text`.
+    """Yield (start, end) of each answer of a document: the indices in `text` of its first
+    character, and of the character after its last.
 
     text: the document as the model reads it; header: see `answer_batches`.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
     elif (plain := document.plain) and plain.answer is not None:
+        # `plain.answer` is the index at which the answer begins; the answer ends with the text.
         separator = BLANK_LINE if header and isinstance(document, Chat) else ""
         yield plain.answer - len(separator), len(text)
 
@@ -427,11 +438,13 @@ def _answer_spans(
 def _turn_spans(
     document: Chat, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield the `_answer_spans` of a conversation that a chat template rendered to `text`.
+    """Yield (start, end) in `text` of each answer, like `_answer_spans`, for a conversation that a
+    chat template rendered to `text`.
 
-    The template also renders the messages before a message alone. The turn of the message begins
-    where `text` first differs from that rendering. So it does not matter what the template writes
-    after the last message. UserError if the tokens of an answer cannot be found without `header`.
+    To find the turn of a message, the template renders only the messages before it. The turn begins
+    where `text` first differs from that shorter text. So it does not matter what the template
+    writes after the last message. Without `header`, empty answers are left out; UserError for an
+    answer that the template rewrites, or that has more than its content, such as calls.
     """
     turns = document.messages
     for number, message in enumerate(turns):
@@ -461,8 +474,8 @@ def _turn_spans(
 
 
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
-    """Length in characters of the longest common prefix of `text` and the rendering of the first
-    `count` messages alone."""
+    """Length in characters of the longest common prefix of two texts: `text`, and the rendering of
+    only the first `count` messages of the document (empty for count=0)."""
     prefix_text = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )

@@ -75,10 +75,11 @@ def pair(
     arguments: Mapping[str, Any] | None = None,
     location: str = "calibration.path",
 ) -> Chat:
-    """A document with an instruction and its answer: two messages for a chat template, or two
-    paragraphs of plain text."""
+    """A document with an instruction and its answer, the `output`: two messages for a chat
+    template, or two paragraphs of plain text. arguments, location: see `Chat`."""
     prompt = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
+    # the answer begins at the index len(prompt)
     return Chat(messages, arguments or {}, Text(prompt + output, len(prompt)), location)
 
 
@@ -94,13 +95,13 @@ def document(
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
     `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
-    answer it. A chat template may read further fields of the record. No template reads further
-    fields of a record with an instruction, question or prompt; UserError if they have content that
-    the document lacks.
+    answer it. A chat template may read further fields of a conversation's record. It would not read
+    further fields of a record with an instruction, question or prompt: UserError if they have
+    content that the document lacks.
 
     template: a text with names of fields in braces. The document is then this text with the fields
-    filled in, and `field` does not count. ignored: keys of the record and of its messages that are
-    not read. A key whose value is null counts as missing.
+    filled in, and `field` is not used. ignored: keys of the record and of its messages that are not
+    read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
@@ -136,18 +137,19 @@ def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
     """The document in the first of the standard fields that the record has, see `document`.
-    UserError for a record without standard fields."""
+    UserError for a record without standard fields, and for a record with an instruction, question
+    or prompt whose further fields have content that the document lacks."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
         messages = _messages(record["messages"], f"{location}, field messages", ignored)
         return Chat(messages, _arguments(record, ["messages"], location), location=location)
-    for task, solution in TASKS:
-        if task in record and solution in record:
-            parts = [task, "input"] if record.get("input") else [task]
-            instruction = BLANK_LINE.join(_field(record, part, location) for part in parts)
-            answer = _field(record, solution, location)
-            arguments = _arguments(record, [task, "input", solution], location)
+    for task_key, answer_key in TASKS:
+        if task_key in record and answer_key in record:
+            keys = [task_key, "input"] if record.get("input") else [task_key]
+            instruction = BLANK_LINE.join(_field(record, key, location) for key in keys)
+            answer = _field(record, answer_key, location)
+            arguments = _arguments(record, [task_key, "input", answer_key], location)
             other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
             _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
             return pair(instruction, answer, arguments, location)
@@ -209,9 +211,10 @@ def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
     """The document in one field, which holds a string, a list of chat messages, or the JSON text of
-    such a list."""
+    such a list. For messages, the tools and TEMPLATE_ARGUMENTS of the record are kept as well."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
+    # any value of the field `messages` is decoded, so that the error for it asks for a list
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
         messages = _messages(value, f"{location}, field {field}", ignored)
         fields = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
@@ -225,7 +228,8 @@ def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapp
 
 
 def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) -> dict[str, Any]:
-    """The fields of a record, except the `keys`, as arguments of a chat template."""
+    """The fields of a record, except the `keys`, as arguments of a chat template. JSON texts of
+    tools and of TEMPLATE_ARGUMENTS are decoded."""
     arguments = _without_keys(record, [*keys, "tools"])
     # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
@@ -262,6 +266,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
         raise error
     message = _without_keys(entry, ignored)
     if calls := _decode(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
+        # a message with calls may have no content
         message = {
             "content": "",
             **message,
@@ -356,8 +361,9 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record's texts of one word that a model does not read. Such a text is not in the
-    document's text, and the chat template does not read its key.
+    """Keys of the record's other texts that a model does not read. Such a text has a word that the
+    document's text lacks, and the chat template does not read its key. (A text of more than one
+    word that is not read raises UserError elsewhere.)
 
     tokenizer: the tokenizer with the chat template; None to assume that there is no template.
     """
@@ -405,9 +411,10 @@ def from_template(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template. The template gets the `options`, and the
-    `arguments` that are among its variables. It writes `_date` as today's date. UserError when the
-    template raises an error for these messages."""
+    """Render messages with the tokenizer's chat template. The template gets the `options`, and
+    those `arguments` that are variables of the template; an option replaces an argument of the same
+    name. The template writes `_date` as today's date. UserError when the template raises an error
+    for these messages."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import rendered_on, template_variables
@@ -441,7 +448,7 @@ def _date(tokenizer: Any) -> str:
 
 def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> argument of a chat template: the fields of a record, and the arguments within its
-    field TEMPLATE_ARGUMENTS."""
+    field TEMPLATE_ARGUMENTS, which replace fields of the same name."""
     return {
         **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
         **arguments.get(TEMPLATE_ARGUMENTS, {}),
@@ -468,9 +475,10 @@ def render_whole(
     all of the conversation.
 
     Templates ignore fields that they do not know, such as tools, documents or the role of a
-    message. Some templates omit the thoughts in earlier answers. UserError for content that the
-    rendered text lacks, and for content without which the template renders the same text. The
-    message of the error begins with `source`. arguments, options: see `from_template`.
+    message. Some templates omit the thoughts in earlier answers. UserError for texts with words
+    that the rendered text lacks, for TEMPLATE_ARGUMENTS that are no variables of the template, and
+    for a list or object if the template renders the same text without it. The message of the error
+    begins with `source`. arguments, options: see `from_template`.
     """
     from moe_lab.models.transformers_private import template_variables
 
@@ -483,6 +491,7 @@ def render_whole(
     texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
     _check_unread(texts, text, source)
     for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
+        # templates rewrite tools, for example as declarations of functions
         if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
             raise _unread_error(source, key, value)
         try:
@@ -501,8 +510,8 @@ def render_whole(
 def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """For each list or object in the messages and arguments, yield its key, its value, and the
-    messages and arguments that remain without this list or object."""
+    """For each list or object that is not empty, among the arguments and the values of messages,
+    yield its key, its value, all messages without it, and all arguments without it."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without_keys(arguments, [key])
@@ -536,8 +545,9 @@ class _Content(NamedTuple):
 
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> None:
-    """Raise UserError unless `text` has all words of the messages. The message of the error begins
-    with `source`."""
+    """Raise UserError unless `text`, into which a chat template rendered the messages, has all
+    words of their contents, names, and other texts that are content (see `is_content`). The message
+    of the error begins with `source`."""
     contents = [
         _Content(message["role"], key, value)
         for message in messages
@@ -557,8 +567,8 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
-    """Word of the contents -> how many of its occurrences are missing in `text`. Words that are not
-    missing are left out."""
+    """Word of the contents -> how many of its occurrences `text` lacks. Words of which `text` has
+    as many occurrences as the contents are left out."""
     end = 0
     for content in contents:
         start = text.find(content.strip(), end)
@@ -568,7 +578,7 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
     else:
         return Counter()  # `text` has all contents, one after another
     # A template may move a message, or write it as JSON. Then `text` has the words of the message,
-    # but not its text as it stands.
+    # but not its text as it stands. Escapes such as \n in JSON would join with the word after them.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 
