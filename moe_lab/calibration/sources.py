@@ -44,12 +44,15 @@ path, one file of C4 with 0.3 GB is read in place of its split of 300 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source that are not empty, in the order of the source. UserError when
-    there are no such documents."""
+    """All documents of the source that are not empty, in the order of the source; with
+    calibration.joined, one document with all of them. UserError when there are no such
+    documents."""
     file = locate(settings.path)
     if file is None and not is_hub_file(settings.path):
-        rows = ((f"{settings.path} row {row}", record) for row, record in hub_rows(settings))
-        documents = _documents(rows, settings)
+        records_of_hub = (
+            (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
+        )
+        documents = _documents(records_of_hub, settings)
     else:
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
@@ -97,7 +100,7 @@ def locate(path: str) -> Path | None:
     such a data set. UserError for a folder, an empty file, a format that is not read, and a missing
     file. For a missing file, the message has the nearest name in its folder."""
     if is_hub_file(path):
-        file_format(path, Path(path))
+        file_format(path, Path(path))  # only for its errors, as below
         return None
     file = local_path(path)
     if file.is_dir():
@@ -204,7 +207,7 @@ def whole_text(file: Path, setting: str) -> str:
     if file_format(str(file), file, setting) == "document":
         return text_of(file, setting).replace("\r\n", "\n")
     texts = [document(record, None, location).plain for location, record in records(file, setting)]
-    if None in texts:
+    if None in texts:  # for a conversation
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"
         )
@@ -277,7 +280,8 @@ def hub_file(path: str) -> tuple[str, str]:
 
 
 def download_file(path: str) -> Path:
-    """The local copy of hf://datasets/OWNER/NAME/FILE, which is downloaded if there is none yet."""
+    """The local copy of hf://datasets/OWNER/NAME/FILE, which is downloaded if there is none yet.
+    UserError when it cannot be downloaded."""
     from huggingface_hub import hf_hub_download
 
     name, file = hub_file(path)
@@ -288,7 +292,8 @@ def download_file(path: str) -> Path:
 
 
 def download(settings: CalibrationConfig) -> None:
-    """Download a source that is on the hub, if there is no local copy yet."""
+    """Download a source that is on the hub, if there is no local copy yet. UserError when it cannot
+    be downloaded."""
     if locate(settings.path) is not None:
         return
     if is_hub_file(settings.path):
@@ -298,7 +303,8 @@ def download(settings: CalibrationConfig) -> None:
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """Yield (number of the row, from 1; record) for each row of the source's split on the hub."""
+    """Yield (number of the row, from 1; record) for each row of the source's split on the hub.
+    UserError when the split cannot be downloaded."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 

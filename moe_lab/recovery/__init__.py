@@ -16,8 +16,9 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery that has the name none but changes the model, and for a
-    required package that is not installed."""
+    """Raise UserError for a recovery that has the name none but quantises, trains or fits, and for
+    a required package that is not installed."""
+    # the setting by which the recovery changes the model; `text_role` is None without training
     setting = "bits" if settings.bits == 4 else settings.text_role
     if settings.name == "none" and setting is not None:
         raise UserError(
@@ -29,7 +30,8 @@ def check(settings: RecoveryConfig) -> None:
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError for a recovery of a model whose files have quantised weights."""
+    """Raise UserError if the files of the model have quantised weights, and there is a recovery
+    (its name is not none)."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 
@@ -41,6 +43,7 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
         return
     path = allocation.path
     has_merged_experts = allocation.replacement in GROUPINGS and ratio > 0
+    # a plan in a file is used as it is, whatever the replacement and the ratio
     if path is not None and list_file.is_plan(list_file.read(path)):
         has_merged_experts = bool(Plan.load(path).merged_layers)
     if not has_merged_experts:

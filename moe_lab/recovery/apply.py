@@ -34,8 +34,8 @@ def recovered(
     the tensors of a fine-tuning or fit, and then is quantised.
 
     plan: None to prune nothing; tuned: output folder of the fine-tuning or fit, None if there was
-    none; bits: 4 to store the weights of `modules` as NF4. `model` is not changed. Both models
-    share the tensors that stay the same.
+    none; bits: 4 to store the weights of `modules` as NF4, any other number to leave them.
+    `model` is not changed. Both models share the tensors that stay the same.
     """
     result = pruned(model, plan)
     if tuned is not None:
@@ -88,6 +88,7 @@ def storage(model: nn.Module) -> dict[str, int]:
     addresses: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         address = (tensor.device, tensor.data_ptr())
+        # an empty tensor has no bytes, and may have the address of another tensor
         if tensor.numel() and address not in addresses:
             addresses.add(address)
             sizes[part_of(name)] += tensor.numel() * tensor.element_size()
@@ -118,9 +119,9 @@ def _quantize_experts(model: Any) -> None:
             stack = FourBitMatrices(map(FourBitMatrix, matrices))
             delattr(experts, name)
             setattr(experts, name, stack)
-        if is_ragged(experts):
+        if is_ragged(experts):  # its forward takes the weights of an expert from `weights`
             experts.weights = partial(_ragged_weights, experts.gate_up_packed, experts.down_packed)
-    model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")  # one expert after another
 
 
 def _ragged_weights(
@@ -132,8 +133,8 @@ def _ragged_weights(
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
-    """Name of a stack of weights in an experts module -> the matrix of each expert, with the rows
-    and columns of the stack."""
+    """Name of a stack of weights in an experts module -> the matrix (rows, columns) of each
+    expert. Biases are left out."""
     if is_ragged(experts):
         # each expert has a pair (gate and up, down)
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
@@ -197,6 +198,7 @@ class FourBitMatrix(nn.Module):
         packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
             self.state.offset.zero_()  # the mean of no scales would be NaN
+        # As buffers, the tensors of the state move with the model, and `storage` counts them.
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
         self.register_buffer("nested", self.state.state2.absmax)
@@ -218,7 +220,8 @@ class FourBitMatrices(nn.ModuleList):
     """
 
     def __getitem__(self, expert: Any) -> Any:
-        """The dequantised matrix (rows, columns) of an expert."""
+        """The dequantised matrix (rows, columns) of an expert, whose id is a number or, as in
+        forward passes of experts modules, a tensor."""
         return super().__getitem__(int(expert))()
 
 
@@ -227,6 +230,7 @@ class FourBitLinear(nn.Module):
     bias."""
 
     def __init__(self, original: nn.Linear) -> None:
+        """Quantise the weight of `original`; its bias is used as it is."""
         super().__init__()
         self.in_features = original.in_features
         self.out_features = original.out_features

@@ -35,6 +35,8 @@ class Dora(nn.Module):
     def __init__(
         self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
     ) -> None:
+        """Make the adapter for `weight`, W (out, in). It does not change W yet, because B is 0.
+        scaling: s; dropout: share of the inputs of the addition that training sets to 0."""
         super().__init__()
         matrix = wide(weight.detach())
         self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
@@ -45,14 +47,16 @@ class Dora(nn.Module):
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """W' (out, in), in the dtype of `weight`, which is W."""
+        """The adapted weight W' (out, in) for `weight`, W; in the dtype of W. The norm in W' is
+        detached: it counts as a constant in gradients."""
         adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
     def forward(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output (n, out) of the map W' for its input `rows` (n, in); `weight` is W."""
+        """The output (n, out) of the map W' for its input `rows` (n, in). weight: W. In training,
+        dropout changes the input of W' - W, but not of W."""
         output = linear(rows, weight)
         wide_rows = rows.to(self.a.dtype)
         plain_output = output
@@ -111,6 +115,7 @@ class DoraExperts(nn.Module):
     is not changed. `adapters[e]` has the adapters gate, up and down of expert e."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
+        """Make an adapter for each linear map of each expert of `layer`."""
         super().__init__()
         self.layer = layer
         self.adapters = nn.ModuleList()
@@ -126,7 +131,7 @@ class DoraExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
-        `top_k_weights` (T, K)."""
+        `top_k_weights` (T, K). Null experts with constant outputs add these."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             """The output of one expert; None for an expert without channels, and so without
@@ -155,6 +160,7 @@ class DoraExperts(nn.Module):
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
         parts = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
+        # gate and up share an axis: one after the other, or channel by channel
         gate_up = (
             torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
