@@ -191,8 +191,8 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
             adapted["experts"][layer.name] = DoraExperts(layer, settings)
             if settings.router_rank:
                 router = router_weight(layer)
-                weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
-                parametrize.register_parametrization(router, "weight", weight, unsafe=True)
+                adapter = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
+                parametrize.register_parametrization(router, "weight", adapter, unsafe=True)
                 adapted["routers"][paths[router]] = router
             for path, plain in shared_maps:
                 if path.startswith(f"{layer.stack}.{layer.index}."):
@@ -209,7 +209,8 @@ def router_weight(layer: MoELayer) -> nn.Module:
 
 
 def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
-    """Part of the model -> name -> parameter, for the parameters to train."""
+    """Part of the model -> name -> parameter, for the parameters to train: those of the adapters,
+    since the others are frozen."""
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
@@ -222,9 +223,9 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules back into `model`, with
-    these tensors. Returns name in the model's state dict -> new tensor. UserError for a tensor that
-    is not finite."""
+    """Merge the adapters into new weights. The original modules are put back into `model`, and get
+    the new weights. Returns name in the model's state dict -> new weight. UserError for a weight
+    that is not finite."""
     merged_tensors: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
         merged_tensors |= {
@@ -261,7 +262,8 @@ def _merge_experts(adapted: DoraExperts) -> dict[str, torch.Tensor]:
             replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
     for expert, adapters in enumerate(adapted.adapters):
         for name, (weight, _) in linear_maps(adapted.layer, expert).items():
-            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]  # a view of a stack
+            # `weight` is a view of a new stack
+            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
     return stacks
 
 

@@ -44,7 +44,7 @@ def recovery_changes(
     experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
-    name = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     if bits == 4:
         sentence += (
             f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
@@ -52,8 +52,8 @@ def recovery_changes(
             "bitsandbytes does, the others as the numbers they were rounded to."
         )
     sentence += (
-        f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} "
-        "for these numbers."
+        f" The changed weights are stored in {dtype_name}: load the folder with "
+        f"dtype=torch.{dtype_name} for these numbers."
     )
     return Changes(
         recovered.change, sentence.strip(), recovered.config() if recovered.nf4_names else {}
@@ -70,8 +70,8 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     """
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
-        if layer.width is None or min(layer.widths) == layer.width:  # retains all channels
-            continue
+        if layer.width is None or min(layer.widths) == layer.width:
+            continue  # the layer retains all channels, with the width of the files in `source`
         if is_stock(layer.widths, stored_bytes) != is_stock(layer.widths, dtype.itemsize):
             name = str(dtype).removeprefix("torch.")
             raise UserError(
@@ -89,6 +89,9 @@ class _RecoveredTensors:
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
     ) -> None:
+        """Open the checkpoint in `folder`, and find the linear maps to store in 4 bits. modules:
+        parts of the model to round, none without quantisation; for the others, see
+        `recovery_changes`."""
         # the code in the folder is moe_lab's own, since the folder is an export
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
         self.dtype = dtype
@@ -106,6 +109,7 @@ class _RecoveredTensors:
             has_readable_rows = (
                 module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
             )
+            # a weight that is part of a tensor, or in several tensors, cannot be stored by itself
             if has_readable_rows and len(names) == 1:
                 self.nf4_names[path] = names[0]
 
@@ -167,7 +171,7 @@ class _RecoveredTensors:
                 if path in self.nf4_names:
                     name = self.nf4_names[path]
                     tensors = nf4_tensors(module.weight)
-                    nf4_by_name[name] = {f"{name}{end}": tensors[end] for end in tensors}
+                    nf4_by_name[name] = {f"{name}{suffix}": tensors[suffix] for suffix in tensors}
                     # a fine-tuned weight is written only in 4 bits
                     new_tensors.pop(f"{path}.weight", None)
                 else:

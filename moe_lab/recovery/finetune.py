@@ -75,8 +75,8 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Train a copy of `model`, which is pruned by `plan` (not pruned if `plan` is None). Either
-    DoRA adapters on the MoE blocks of the copy are trained, or its routers.
+    """Prune a copy of `model` by `plan` (None to prune nothing), and train the copy: its routers
+    with recovery.train=routers, otherwise DoRA adapters on its MoE blocks.
 
     The copy learns the answers of `text` or, with recovery.distill, the predictions of the unpruned
     `model` on `text`. `model` is not changed. The folder `out` gets two files, from which
@@ -86,8 +86,8 @@ def finetune(
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
     Checkpoints are saved in the folder `partial`, from which a stopped run resumes; no other run
-    may use this folder. UserError for a text in which nothing can be learnt, and for a loss that is
-    not finite.
+    may use this folder. seed: see `student` and `train`. UserError for a text in which nothing can
+    be learnt, and for a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
@@ -170,8 +170,8 @@ def train(
     partial: Path,
     seed: int,
 ) -> list[float]:
-    """Train the parameters `groups` of `model` on `rows`, by AdamW without weight decay. Returns
-    the loss of each step, in nats per learnt token.
+    """Train the parameters in `groups`, which are parameters of `model`, on `rows`, by AdamW
+    without weight decay. Returns the loss of each step, in nats per learnt token.
 
     A step reads `settings.rows_per_step` rows, with `rows_at_once` rows in each forward pass. The
     loss of the step is the mean over all learnt tokens of its rows. All random numbers of a step
@@ -235,7 +235,7 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
     """Indices of the `size` rows that a step reads. Each pass over all rows has its own order,
     drawn from the seed and the number of the pass."""
     indices = []
-    for number in range(step * size, (step + 1) * size):
+    for number in range(step * size, (step + 1) * size):  # numbers count the rows of all steps
         epoch, position = divmod(number, n_rows)
         generator = torch.Generator().manual_seed(_derive_seed(seed, -1 - epoch))
         indices.append(int(torch.randperm(n_rows, generator=generator)[position]))
@@ -246,13 +246,13 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) ->
     """The mean loss over the learnt tokens of `rows`. Its gradients are added to the gradients of
     the parameters. A forward pass reads `rows_at_once` rows."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
-    total = 0.0
+    mean_loss = 0.0
     for start in range(0, len(rows), rows_at_once):
         batch = _stack_rows(rows[start : start + rows_at_once], model.device)
-        share = loss(model, *batch) / tokens
-        share.backward()
-        total += float(share.detach())
-    return total
+        part_of_mean = loss(model, *batch) / tokens
+        part_of_mean.backward()
+        mean_loss += float(part_of_mean.detach())
+    return mean_loss
 
 
 def answer_loss(
@@ -311,7 +311,8 @@ def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor
 
 def _derive_seed(seed: int, step: int) -> int:
     """Derive the seed of a step from the seed of the training. A negative `step` stands for a pass
-    over all rows. Seeds are hashes, so the seeds of different steps are unrelated."""
+    over all rows. Seeds are hashes, so the seeds of different steps are unrelated. They have 7
+    bytes, because torch takes at most 8."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -366,9 +367,9 @@ class Student:
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
 ) -> Iterator[Student]:
-    """A context with a copy of `model` that is pruned by `plan` (not pruned if `plan` is None), and
-    the parameters of the copy that `settings` select for training. `seed`: see `attach`. `model` is
-    not changed."""
+    """A context with a copy of `model`, and the parameters of the copy to train. The copy is
+    pruned by `plan`, or masked by `plan` for recovery.train=routers; None changes no experts. seed:
+    see `attach`; unused for routers, which begin with their own weights. `model` is not changed."""
     if settings.train == "routers":
         with trained_routers(model, plan) as learner:
             yield learner
@@ -395,10 +396,10 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     with ExitStack() as stack:
         if plan is not None:
             stack.enter_context(mask(masked, plan))
-        weights = {}
+        copies = {}
         for layer, owner in owners.items():
-            weights[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
-            parametrize.register_parametrization(owner, "weight", weights[layer], unsafe=True)
+            copies[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
+            parametrize.register_parametrization(owner, "weight", copies[layer], unsafe=True)
             # This callback runs before the mask ends. The mask then puts the whole weight back in
             # place of the rows of retained experts.
             stack.callback(
@@ -406,11 +407,10 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
             )
 
         def finish() -> dict[str, torch.Tensor]:
+            """The trained weights, rounded, by their names in the model's state dict."""
             return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
 
-        parameters = {
-            f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()
-        }
+        parameters = {f"routers.{layer}.weight": copy.precise for layer, copy in copies.items()}
         yield Student(masked, {"routers": parameters}, finish)
 
 
@@ -418,6 +418,7 @@ class PreciseWeight(nn.Module):
     """Parametrisation that replaces a weight by a trained copy in at least fp32."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        """Copy `weight`, in at least fp32, to train the copy."""
         super().__init__()
         self.precise = nn.Parameter(wide(weight.detach()).clone())
 

@@ -125,9 +125,9 @@ class MergeHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add to the sums, and return the routed output (T, H) of the unpruned layer. hidden:
-        hidden states (T, H); index: ids of the experts of each token (T, K); weights: gates
-        (T, K)."""
+        """Add to the sums of each merged expert, over the valid tokens that are routed to one of
+        its members. Returns the routed output (T, H) of the unpruned layer. hidden: hidden states
+        (T, H); index: ids of the experts of each token (T, K); weights: gates (T, K)."""
         valid = self.valid(hidden)  # None if all tokens are valid
         for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]

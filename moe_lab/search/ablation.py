@@ -50,23 +50,23 @@ def loss_rises(
     adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
-    rows = _small_batches(model, batches)
-    metadata = {**pass_header(model, batches, kind), "pieces": len(rows)}
-    predicted = sum(int(_is_predictor(valid).sum()) for _, valid in rows)
+    pieces = _small_batches(model, batches)
+    metadata = {**pass_header(model, batches, kind), "pieces": len(pieces)}
+    predicted = sum(int(_is_predictor(valid).sum()) for _, valid in pieces)
     layers = moe_layers(model)
     done, sums = resume(out, metadata)
     reader = None
-    for step in range(done, len(rows) * len(layers)):
+    for step in range(done, len(pieces) * len(layers)):  # a step is for one layer and piece
         number, position = divmod(step, len(layers))
         # a reader is for one batch; a resumed pass may begin in the middle of a batch
         if reader is None or position == 0:
-            reader = _Reader(model, layers, *rows[number])
+            reader = _Reader(model, layers, *pieces[number])
         index = layers[position].index
         rise = KINDS[kind](reader, position)
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
-        progress.update(step + 1, len(rows) * len(layers), "layers")
+        progress.update(step + 1, len(pieces) * len(layers), "layers")
     means = {index: {kind: arrays[kind] / predicted} for index, arrays in sums.items()}
     return Statistics(means, {**metadata, "predicted": predicted})
 
@@ -82,15 +82,17 @@ class _Reader:
         ids: torch.Tensor,
         valid: torch.Tensor,
     ):
+        """Run the unchanged model on the rows `ids` (B, S), whose tokens are real where `valid`
+        (B, S). UserError when its loss is not finite. layers: all MoE layers of the model."""
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids = ids
         self.valid = valid
         self.states: States = {}
-        self.likelihood = self._likelihood((0,) * len(layers), self.states)
+        self.log_likelihood = self._log_likelihood((0,) * len(layers), self.states)
         """() fp64: log-likelihood of the rows under the unpruned model. Computing it fills
         `states`."""
-        if not bool(self.likelihood.isfinite()):
+        if not bool(self.log_likelihood.isfinite()):
             raise UserError(
                 "the loss of the unpruned model is NaN or infinite on this text: expected finite "
                 "numbers"
@@ -125,15 +127,17 @@ class _Reader:
 
         with ExitStack() as undo:
             replace_experts(self.layers[position], with_change, undo)
-            return self.likelihood - self._likelihood(schedule, {start: self.states[start]})
+            # the summed loss is minus the log-likelihood
+            return self.log_likelihood - self._log_likelihood(schedule, {start: self.states[start]})
 
-    def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
+    def _log_likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
         """() fp64: the summed log-likelihood of the rows, with `schedule` and `states` as in
         `Decoder.logits`."""
         is_evaluated = _is_predictor(self.valid)
         logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, schedule, states)
         positions = is_evaluated.nonzero()
         targets = self.ids.roll(-1, 1)[is_evaluated]
+        # random numbers, which "nll" does not read, are set to 0
         contexts = Contexts(is_evaluated, positions[:, 0], targets, torch.zeros(len(positions)))
         return row_sums("nll", None, logits, contexts).sum()
 

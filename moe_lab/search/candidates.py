@@ -57,9 +57,10 @@ class Plans:
         }
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule. UserError when a layer retains too few experts."""
-        remove = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
-        return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
+        """The plan of one schedule, with the `provenance` to record in it, if any. UserError when a
+        layer retains too few experts."""
+        counts = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
+        return make_plan(self.scores, counts, self.routers, provenance=provenance or {})
 
 
 FP32_BYTES = 4
@@ -103,23 +104,26 @@ class Candidates:
         self._counts = [
             int(count) for batch in self.batches for count in batch.positions.is_evaluated.sum(1)
         ]
-        """Evaluated positions of each row."""
+        """Number of evaluated positions of each row."""
         self.fitness: dict[Schedule, float] = {}
-        positions = (
+        # "nll" does not read the log-probabilities of the unpruned model
+        stored_positions = (
             0
             if settings.fitness == "nll"
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
-        needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
+        vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        needed_bytes = stored_positions * vocabulary_size * FP32_BYTES
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
-        self._stores_log_p = needed <= settings.memory_budget
+        self._stores_log_p = needed_bytes <= settings.memory_budget
         # False counts as 0: log-probabilities that are not stored take nothing from the budget
-        remaining = settings.memory_budget - needed * self._stores_log_p
+        remaining = settings.memory_budget - needed_bytes * self._stores_log_p
         self.prefix_states = PrefixStates(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better. UserError when a value is not finite."""
+        """The fitness of each schedule, higher is better. The elites among all schedules so far
+        keep their hidden states. UserError when a value is not finite."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
         for number in range(len(self.batches)):
@@ -185,12 +189,13 @@ class Candidates:
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
 
-def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The batches of `rows` that have positions to evaluate. Tokens after the last evaluated
-    position are cut off. UserError when no batch has such a position."""
+def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
+    """The batches among `marked_batches` that have positions to evaluate, with random numbers drawn
+    from the seed. Tokens after the last evaluated position of a batch are cut off. UserError when
+    no batch has such a position."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
-    for ids, valid, answers in rows:
+    for ids, valid, answers in marked_batches:
         positions = contexts(ids, answers, shift=settings.shift, generator=generator)
         if len(positions.rows):
             end = int(positions.is_evaluated.any(0).nonzero().max()) + 1
@@ -278,12 +283,15 @@ class PrefixStates:
 
     def __init__(self, batches: int, budget: int) -> None:
         self.states: list[States] = [{} for _ in range(batches)]
+        """Stored states of each batch."""
         self.budget = budget // max(batches, 1)
+        """Bytes for the states of one batch."""
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
-        """(schedule, states of its prefixes) for each schedule. The caller adds the states of new
-        prefixes to the yielded dict before it takes the next schedule. Schedules are sorted, so
-        schedules with a common prefix follow each other and share the states of this prefix."""
+        """Yield (schedule, states of its prefixes) for each schedule. The caller adds the states of
+        new prefixes to the yielded dict before it takes the next schedule. Schedules are sorted, so
+        schedules with a common prefix follow each other and share the states of this prefix. States
+        that fit the budget are stored for later calls. batch: number of the batch."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}
