@@ -147,11 +147,13 @@ class IdentifiedAllocation(AllocationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        document = {**identity_fields(self), "source": get(self.name).source}
+        """The settings that change the plan, with the source of a plugin's functions, and a digest
+        of the file's content in place of its path."""
+        fields = {**identity_fields(self), "source": get(self.name).source}
         if self.path is not None:
             content = json.dumps(list_file.read(self.path), sort_keys=True)
-            document["path"] = sha256(content.encode()).hexdigest()
-        return document
+            fields["path"] = sha256(content.encode()).hexdigest()
+        return fields
 
 
 ZeroExpert = Literal["keep_null", "drop"]
@@ -218,8 +220,9 @@ def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """Treatment of experts that retain no channel. With "keep_null" the router still selects such
-    an expert, whose output is 0. With "drop" the expert and its row of the router are removed."""
+    """Treatment of experts that retain no channel: the parameter zero_expert, or else the default
+    of the allocation. With "keep_null" the router still selects such an expert, whose output is 0.
+    With "drop" the expert and its row of the router are removed."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
@@ -290,7 +293,8 @@ def allocate(
     scores: Mapping[int, Any],
     evidence: Evidence | None = None,
 ) -> dict[int, Any]:
-    """Layer -> how many experts to remove, or how many channels each expert retains (E,) int64.
+    """Layer -> number of experts to remove, or numbers of channels that the layer's experts retain
+    (E,) int64. Scores of experts ask for the first, and scores of channels for the second.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> scores of experts (E,),
     or of channels (E, I). `evidence`: each name in `needs(settings)` -> layer -> arrays by name,

@@ -116,9 +116,9 @@ def space_to_search(
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    total = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
+    n_removed = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
     space = space_of(
-        [layer_limits[layer] for layer in sorted(layer_limits)], total, parameters.granularity
+        [layer_limits[layer] for layer in sorted(layer_limits)], n_removed, parameters.granularity
     )
     if parameters.max_transfer < space.step:
         raise UserError(
@@ -150,9 +150,10 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 
 
 def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcome:
-    """Search for the schedule of highest fitness, as this module describes.
+    """Search for the schedule of highest fitness, by the steps in this module's docstring.
 
-    `evaluate` is called at most once per generation, with schedules that no earlier call had.
+    `evaluate` is called at most once per generation, with schedules that no earlier call had. The
+    search ends early when all schedules of `space` are evaluated.
 
     Columns of the history:
 
@@ -211,8 +212,8 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
 
 
 def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
-    """The first population: the patterns, then schedules that are drawn uniformly from all feasible
-    schedules."""
+    """The first population: as many of the patterns as it has places for, then schedules that are
+    drawn uniformly from all feasible schedules."""
     names = settings.patterns[: settings.population]
     n_draws = settings.population - len(names)
     return [
@@ -233,8 +234,9 @@ def _children(
 
 
 def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
-    """A child of `parent` by level-switch mutation. The number of transfers is the smaller of two
-    uniform draws from 1 to tau_max. `space` must have at least two schedules."""
+    """A child of `parent` by level-switch mutation, which moves removed experts from layer to
+    layer. The number of transfers is the smaller of two uniform draws from 1 to
+    `settings.max_transfers`. `space` must have at least two schedules."""
     units = numpy.array(space.units_removed(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step
@@ -258,6 +260,7 @@ def _transfer(
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes
     can_take = units_removed + sizes <= capacity
+    # (size, source, destination): the source removes fewer units, and the destination more
     feasible = (
         can_give[:, :, None] & can_take[:, None, :] & ~numpy.eye(len(units_removed), dtype=bool)
     )

@@ -72,6 +72,7 @@ def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tenso
     cumulative = probabilities.double().cumsum(-1)
     thresholds = draws * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
+    # rounding may make a threshold equal to the last cumulative number
     return tokens.clamp(max=cumulative.shape[1] - 1)
 
 
@@ -98,7 +99,7 @@ def row_sums(
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
-    for part in torch.arange(len(positions.rows)).split(CHUNK):
+    for part in torch.arange(len(positions.rows)).split(CHUNK):  # indices of some positions
         log_q = log_probabilities(logits[part.to(device)])
         # without log_p the function does not read its first argument
         full_log_p = log_q if log_p is None else log_p[part].to(device)

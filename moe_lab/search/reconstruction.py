@@ -59,8 +59,9 @@ def reconstruct(
     does not grow with the number of choices.
 
     `read(hook)` makes the pass, by `gather` or `stream`, and returns the sums that `hook` collects.
-    `facts`: facts of the model. UserError as from `removals_within_limit`, for routers that cannot
-    be called again, and for outputs that are not finite.
+    `facts`: facts of the model. `limit`: the most choices that a layer may have. `multiple_of`:
+    each layer retains a multiple of this number. UserError as from `removals_within_limit`, for
+    routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -85,8 +86,8 @@ def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers
         best = subsets[errors.index(min(errors))]
         retained[layer] = best
         for subset, error in zip(subsets, errors, strict=True):
-            relative = error / norm if norm else 0.0
-            table.append((layer, list(subset), error, relative, subset == best))
+            relative_error = error / norm if norm else 0.0
+            table.append((layer, list(subset), error, relative_error, subset == best))
     return Reconstruction(retained, table)
 
 
@@ -105,7 +106,9 @@ class SubsetHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), equal to that of the eager experts up to rounding."""
+        """Add to the sums, over valid tokens. Returns the routed output (T, H), equal to that of
+        the eager experts up to rounding. UserError when the router, called again, gives other
+        gates."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = spread(index, weights, n)
@@ -121,7 +124,7 @@ class SubsetHook(StatisticsHook):
         errors = torch.zeros(len(subsets), dtype=torch.float64, device=hidden.device)
         square = errors.new_zeros(())
         for tokens in torch.arange(len(hidden), device=hidden.device).split(
-            max(1, BUDGET // (8 * n * n))
+            max(1, BUDGET // (8 * n * n))  # a token's inner products have 8 n^2 bytes
         ):
             output[tokens], products = self._products(hidden[tokens], gates[tokens])
             is_valid = valid[tokens]
@@ -145,13 +148,14 @@ class SubsetHook(StatisticsHook):
         self, hidden: torch.Tensor, gates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all
-        experts, for hidden states (t, H) and gates (t, E)."""
+        experts, for hidden states (t, H) and gates (t, E). UserError for an output that is not
+        finite."""
         n = self.layer.n_experts
         width = hidden.shape[1]
         outputs = []
         products = []
         for tokens in torch.arange(len(hidden), device=hidden.device).split(
-            max(1, BUDGET // (8 * n * width))
+            max(1, BUDGET // (8 * n * width))  # a token's outputs have 8 n H bytes in fp64
         ):
             f = torch.stack(
                 [wide(self.layer.expert_output(hidden[tokens], expert)) for expert in range(n)], 1
@@ -175,6 +179,7 @@ def route(
     router is called with `args` and `kwargs`. Its own code runs on the rows and biases of the
     retained experts, as in a pruned model."""
     with sliced_router(layer, retained) as slices:
+        # an argument that is a tensor of the router is replaced by its slice
         sliced_args = [slices.get(id(value), value) for value in args]
         sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
         # `forward` runs no hooks, unlike a call of the module

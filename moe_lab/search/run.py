@@ -97,7 +97,8 @@ def _report(
     seconds: float,
 ) -> dict[str, Any]:
     """The content of search.json. `cost` and `seconds` are those of this process, without earlier
-    runs of a resumed search."""
+    runs of a resumed search. The entry "uniform" is None if the search did not have this
+    pattern."""
     uniform = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,

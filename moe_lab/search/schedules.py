@@ -68,7 +68,7 @@ class Space:
         return self._ways[0][self.units]
 
     def nth(self, number: int) -> Schedule:
-        """Feasible schedule `number` of `size`, in lexicographic order."""
+        """Feasible schedule `number`, from 0 to `size` - 1, in lexicographic order."""
         removed = []
         remaining = self.units
         for ways in self._ways[1:]:
@@ -83,7 +83,8 @@ class Space:
 
     def sample(self, random: numpy.random.Generator) -> Schedule:
         """A random feasible schedule. Each schedule has the probability 1 / size."""
-        # numpy draws integers of at most 64 bits, and `size` may be larger
+        # numpy draws integers of at most 64 bits, and `size` may be larger. So Python's generator
+        # draws, from a seed of more bits than `size` has.
         bits = random.bytes(16 + self.size.bit_length() // 8)
         return self.nth(Random(bits).randrange(self.size))
 
@@ -155,7 +156,8 @@ schedules."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
-    """The feasible schedule nearest to the pattern called `name`, by `project`."""
+    """The feasible schedule nearest to the pattern called `name`, by `project`. `random` draws the
+    weights of the pattern "random"; other patterns do not use it."""
     layers = len(space.capacity)
     if name == "random":
         return project([float(value) + 1e-4 for value in random.random(layers)], space)

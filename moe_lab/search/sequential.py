@@ -32,8 +32,9 @@ def prune_sequentially(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan of all MoE layers, which are planned from the first to the last, with one decoder
-    layer in memory at a time. `choose(number, sums)` returns a plan of one layer alone, and must
-    return the same plan for the same sums. Each MoE layer runs twice over `batches`: once to
+    layer in memory at a time. `choose(number, sums)` returns a plan of one layer alone, from the
+    sums that the layer collects after all layers before it are pruned. It must return the same plan
+    for the same sums. Each MoE layer runs twice over `batches`: once to
     collect the sums, and once pruned, for the input of the next layer. `out` and resuming are as in
     `stream`."""
     layer_pass = LayerPass(

@@ -81,10 +81,12 @@ class DraftingCandidates:
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
+            """The probabilities of the unpruned model, whose cost is counted."""
             self.cost.full += len(batch[0]) / self.rows
             return self._probabilities(*batch)
 
         def candidate(*batch: torch.Tensor) -> torch.Tensor:
+            """The probabilities of the masked model, whose cost is counted."""
             self.cost.forwards += len(batch[0]) / self.rows
             with mask(self.model, plan):
                 return self._probabilities(*batch)
@@ -128,10 +130,13 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """(accepted tokens, proposed tokens) for each text; (0, 0) for an empty text. `draws` (texts,
-    steps, 3): random numbers for the draft, the acceptance and the next token of each step, the
-    same for all candidates. A text ends with one of the tokens `ends`, or as soon as it has `steps`
-    new tokens."""
+    """Numbers (accepted tokens, proposed tokens) for each text; (0, 0) for an empty text.
+
+    In a step, `candidate` proposes one token, the draft, from its distribution q; `full` accepts or
+    refuses the draft, by its distribution p. Then one more token is drawn: from p after an accepted
+    draft, otherwise from max(0, p - q). `draws` (texts, steps, 3): random numbers for the draft,
+    the acceptance and the next token of each step, the same for all candidates. A text ends with
+    one of the tokens `ends`, or as soon as it has `steps` new tokens."""
     ids = [list(text) for text in texts]
     max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
