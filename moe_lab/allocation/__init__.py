@@ -337,11 +337,13 @@ def _budgets(
     inputs: Mapping[str, Any],
     ratio: float,
 ) -> Budgets:
-    """Layer -> channels each expert retains (E,) at `ratio`.
+    """Layer -> number of channels that each expert retains (E,) at `ratio`.
 
-    `function` decides. It is given infinite scores for protected experts, so that all their
-    channels are retained. `inputs`: the fields of `Channels` except the ratio. RatioTooLarge when
-    the protected experts have more channels than are to be retained.
+    `function` decides, and the numbers are rounded to whole blocks if parameters.align is set.
+    `function` is given infinite scores for protected experts, so that all their channels are
+    retained. `inputs`: the fields of `Channels` except the ratio. RatioTooLarge when the protected
+    experts have more channels than are to be retained; other errors are those of `_check_channels`
+    and `coverage.align`.
     """
     _check_channels(ratio, settings, layers)
     ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
@@ -366,7 +368,7 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
         or_suggest_ratio(
             lambda ratio: _check_channels(ratio, settings, with_width), settings["ratio"]
         )
-    elif settings["name"] != "list":
+    elif settings["name"] != "list":  # the numbers of a list come from its file
         or_suggest_ratio(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
 
 
@@ -381,6 +383,7 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
     """Raise UserError when experts cannot be allocated at `ratio`, whatever the scores."""
     layer_limits = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
+        # these remove the same share in every layer, the others a number of all layers together
         shapes.same_share(layer_limits, ratio)
     else:
         budget(layer_limits, ratio)

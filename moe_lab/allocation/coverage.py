@@ -57,7 +57,7 @@ def coverage(
     beta: float = 0.02,
     floor: Floor = 0.1,
 ) -> Budgets:
-    """Layer -> channels each expert retains (E,).
+    """Layer -> number of channels that each expert retains (E,).
 
     First `inter` gives each layer its budget:
 
@@ -77,7 +77,7 @@ def coverage(
     `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
     """
     scores = problem.scores
-    shares = numpy.ones(len(scores))
+    shares = numpy.ones(len(scores))  # equal for uniform, and for layer_prior none
     if inter in BY_LOSS and layer_prior != "none":
         shares = smooth(layer_losses(problem.evidence, scores.keys(), layer_prior), layer_smoothing)
     elif inter == "u_shaped":
@@ -118,7 +118,7 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
     """Layer -> number of channels that the layer retains. All channels of protected experts are
     retained. CBA divides the rest of the budget among the pooled other channels of each layer, with
     the targets `shares` (L,)."""
-    budgets = problem.fixed
+    budgets = problem.fixed  # a new array
     has_room = problem.sizes > problem.fixed
     if has_room.any():
         pools = []
@@ -138,7 +138,7 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
         steps.update(loss_needs(parameters))
     if parameters.get("intra", "coverage") in BY_PRIOR:
         prior = parameters.get("prior", "ala1")
-        if prior in PRIORS:
+        if prior in PRIORS:  # all but "none"
             step, _name, _read = PRIORS[prior]
             steps.add(step)
     return tuple(sorted(steps))
@@ -152,8 +152,10 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
     """Number of channels that each of G groups retains (G,), if CBA divides `budget` channels among
     the groups. `groups`: the scores of each group (n_g,). `prior`: the targets phi >= 0 (G,).
 
-    Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n). So the channels of all groups
-    are sorted by S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of channels
+    S_g is the sum of the scores of group g, and S_g(n) that of its n highest scores. CBA raises a
+    level alpha from 0. Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n). So the
+    channels of all groups are sorted by S_g(n) / (S_g phi_g), and the first `budget` channels are
+    retained. Of channels
     with equal values, the channel of the group with the larger phi comes first, and for equal phi
     the channel of the earlier group. The channels of groups with phi = 0 come after all others, and
     channels with scores <= 0 come last of all.
@@ -173,7 +175,7 @@ def _thresholds(scores: Array, prior: float) -> Array:
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
         return numpy.full(len(scores), numpy.inf)
-    share = (sums - descending) / sums[-1]
+    share = (sums - descending) / sums[-1]  # S_g(n) / S_g before channel n+1
     threshold = share / prior if prior > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
@@ -283,17 +285,17 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     block = alignment.block
     is_retained = (budgets >= alignment.fewest) & (budgets > 0)
     rounded = numpy.where(is_retained, budgets // block * block, 0)
-    lost: NDArray[Any] = budgets - rounded
-    leftover = int(lost.sum()) // block
+    # what each expert loses by rounding: a number of channels, or the sum of their scores
+    losses: NDArray[Any] = budgets - rounded
+    leftover = int(losses.sum()) // block
     if alignment.order == "scores":
-        # the summed scores of the channels that rounding drops
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
-        lost = (descending * is_lost).sum(axis=1)
+        losses = (descending * is_lost).sum(axis=1)
     # blocks that each expert can get
     room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
-    order = numpy.argsort(-lost, kind="stable")
+    order = numpy.argsort(-losses, kind="stable")
     added = numpy.zeros_like(room)
     while leftover > 0:
         experts = order[(added < room)[order]][:leftover]

@@ -102,8 +102,8 @@ def nearest(distances: Array, retained: Sequence[int]) -> Groups:
 
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
-    """Hierarchical clusters by average linkage, as many as `retained` has ids. Which ids these are
-    does not matter."""
+    """Hierarchical clusters by average linkage, as many as `retained` has ids. Only the number of
+    these ids matters. If it is that of all experts, each expert is alone."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
@@ -172,7 +172,8 @@ reads."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
-    """The passes whose sums the replacement reads. UserError for an unknown replacement."""
+    """Names of the passes whose sums the replacement reads. UserError for an unknown
+    replacement."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
@@ -187,7 +188,8 @@ def check_groups(settings: Mapping[str, Any], count: int, retained: int, protect
     cannot hold all `count` experts. `protected`: number of retained experts whose groups have no
     other members."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    # only the groups of by_salience have a limited size
+    # Only the groups of by_salience have a limited size. Nothing is merged if no expert is dropped,
+    # and `groups` refuses a layer that retains only protected experts.
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
             count - protected,
@@ -207,7 +209,7 @@ def groups(
     ids in each group, are sorted.
 
     Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`: the
-    sums of one layer. `scores`: (E,), from the criterion. UserError when all retained experts are
+    sums of the layer. `scores`: (E,), from the criterion. UserError when all retained experts are
     protected but other experts are dropped, and when the router gives no logits to compare.
     """
     name = settings["replacement"]
@@ -234,6 +236,7 @@ def groups(
             "none: expected hc_smoe, which compares outputs"
         )
     distances = grouping.distances(sums)[numpy.ix_(unprotected, unprotected)]
+    # the grouping sees only unprotected experts, by their positions among these
     positions = [unprotected.index(expert) for expert in owners]
     clusters = grouping.cluster(
         distances, positions, **accepted(grouping.cluster, settings["parameters"])
@@ -246,10 +249,11 @@ def groups(
 def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
-    """Owner of each group -> {member: weight}, for the grouping `name`; the weights of a group sum
-    to 1. If the grouping only retains the router rows of retained experts, the owner is the
-    retained member of the group. Otherwise the owner is the member of largest weight, and of equal
-    weights the lowest id."""
+    """Owner of each group of one layer -> {member: weight}, for the grouping `name`; the weights of
+    a group sum to 1. They are in proportion to the routed tokens in `sums` or to `scores` (E,), as
+    the grouping says, and equal if all of these are 0. If the grouping only retains the router rows
+    of retained experts, the owner is the retained member of the group. Otherwise the owner is the
+    member of largest weight, and of equal weights the lowest id."""
     grouping = GROUPINGS[name]
     values = numpy.asarray(
         sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float

@@ -46,9 +46,9 @@ def is_plan(content: Mapping[str, Any]) -> bool:
 
 
 def read_as(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file at `path`. UserError when `path` is None, and unless the file lists
-    what the criterion scores: experts for the `granularity` "expert", channels for "channel".
-    Other errors are those of `read`."""
+    """The content of the file at `path`, which must list what the criterion scores: experts for the
+    `granularity` "expert", channels for "channel". UserError when it does not, or when `path` is
+    None. Other errors are those of `read`."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -91,8 +91,9 @@ def removals(problem: Experts) -> dict[int, int]:
 
 
 def budgets(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains (E,), from the plan in the file problem.path. UserError
-    when the plan does not fit the layers or the ratio."""
+    """Layer -> number of channels that each expert retains (E,), from the plan in the file
+    problem.path; 0 for an expert that the plan removes. UserError when the plan does not fit the
+    layers or the ratio."""
     layers = _layer_values(read_as(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
@@ -124,11 +125,11 @@ def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> di
     return {layer: numbered[layer] for layer in expected}
 
 
-def _check_ratio(removed: float, ratio: float) -> None:
-    """Raise UserError when `removed`, the share that the file removes, differs from `ratio` by more
-    than TOLERANCE."""
-    if abs(removed - ratio) > TOLERANCE:
+def _check_ratio(share: float, ratio: float) -> None:
+    """Raise UserError when `share`, the share of experts or channels that the file removes, differs
+    from `ratio` by more than TOLERANCE."""
+    if abs(share - ratio) > TOLERANCE:
         raise UserError(
-            f"ratio={ratio}, but allocation.path removes {removed:.4g} of all: set "
-            f"ratio={removed:.2g}, so that tables do not mislead"
+            f"ratio={ratio}, but allocation.path removes {share:.4g} of all: set "
+            f"ratio={share:.2g}, so that tables do not mislead"
         )

@@ -55,7 +55,7 @@ class RatioTooSmall(UserError):
 
 def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
     """The result of `decide(ratio)`. If `decide` raises RatioTooLarge or RatioTooSmall: UserError
-    with the nearest feasible ratio, in thousandths."""
+    with the nearest feasible ratio of whole thousandths, if there is one."""
 
     def refusal(thousandths: int) -> UserError | None:
         """The error of `decide` at a ratio in thousandths; None if that ratio is feasible."""
@@ -73,6 +73,7 @@ def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
         extreme = "largest"
         # only smaller ratios: rounding to blocks may make a larger ratio feasible
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
+        # bisect finds the first ratio that is too large
         nearest = (
             bisect_left(smaller, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
         )
@@ -113,8 +114,8 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> experts to remove. Each layer retains experts in proportion to its entry of
-        `shares` (L,) times its number of experts, as far as its limits allow."""
+        """Layer -> number of experts to remove. Each layer retains experts in proportion to its
+        entry of `shares` (L,) times its number of experts, as far as its limits allow."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         retained = apportion(
@@ -133,12 +134,12 @@ class Channels(Problem):
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
-        """Channels of each layer, E * I (L,)."""
+        """Number of channels of each layer, E * I (L,)."""
         return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
 
     @property
     def fixed(self) -> NDArray[numpy.int64]:
-        """Channels of the protected experts of each layer (L,)."""
+        """Number of channels that the protected experts of each layer have together (L,)."""
         counts = [
             len(self.protected.get(layer, ())) * scores.shape[1]
             for layer, scores in self.scores.items()
@@ -162,8 +163,8 @@ class Channels(Problem):
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> channels each expert retains (E,). Each layer retains its channels of highest
-        score, as many as `layer_budgets` gives it for `shares` (L,)."""
+        """Layer -> number of channels that each expert retains (E,). Each layer retains its
+        channels of highest score, as many as `layer_budgets` gives it for `shares` (L,)."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
@@ -279,7 +280,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         count = int(facts["n_experts"])
         top_k = int(facts["top_k"])
         n_group = int(facts["n_group"])
-        protected_counts = Counter(
+        protected_counts = Counter(  # number of the group -> its protected experts
             expert * n_group // count for expert in facts.get("protected", ())
         )
         # all groups retain equally many, so the group with most protected experts decides

@@ -150,7 +150,7 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 
 
 def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcome:
-    """Search for the schedule of highest fitness, by the steps in this module's docstring.
+    """Search for the schedule of highest fitness, by EvoESAP's Algorithm 1 (docs/search.md).
 
     `evaluate` is called at most once per generation, with schedules that no earlier call had. The
     search ends early when all schedules of `space` are evaluated.
