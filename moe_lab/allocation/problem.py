@@ -316,6 +316,7 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
         )
     if removed < least:
         raise RatioTooSmall(
+            # a layer that rounds up to more experts than it has counts as a negative removal
             f"removes {max(removed, 0)} experts, but allocation.multiple_of requires {least} "
             "at least"
         )

@@ -15,22 +15,23 @@ STATISTIC = "output_abs_max"
 """Statistic by which super experts are recognised, measured by the step `statistics`."""
 PERCENTILE = 99.5
 """The statistic of a super expert is above this percentile of all experts ..."""
-FRACTION = 10
+DIVISOR = 10
 """... and above the largest value of all experts divided by this number: equation 8."""
 
 
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
     """Layer -> ids of its super experts (2507.23279, equation 8), for layers that have any.
 
-    `largest`: layer -> (E,), the largest absolute value a of an expert's output over tokens and
-    hidden entries. An expert is super if three conditions hold. Its a is strictly above the 99.5th
-    percentile of all experts of all layers (linear interpolation). Its a is strictly above a tenth
-    of the largest a. The number of its layer is below `end`. The paper has a fourth condition, that
-    massive activations form in the layer, but gives no numeric rule for it.
+    `largest`: layer -> (E,), for each expert the largest absolute value in its outputs for all
+    tokens. An expert is super if three conditions hold. This value is strictly above the 99.5th
+    percentile of the values of all experts in all layers (with linear interpolation). The value is
+    strictly above a tenth of the greatest of these values. The number of the expert's layer is
+    below `end`. The paper has a fourth condition, that massive activations form in the layer, but
+    gives no numeric rule for it.
     """
     values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
     pooled = numpy.concatenate(list(values.values()))
-    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / FRACTION)
+    threshold = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / DIVISOR)
     super_ids = {
         layer: numpy.flatnonzero(row > threshold).tolist()
         for layer, row in values.items()
@@ -46,8 +47,8 @@ def with_protected(
 ) -> dict[str, Any]:
     """The facts of a model, with the super experts of each layer under the key `protected`.
 
-    `model`: the facts (moe_lab/models/facts.py); they are copied, and without any addition if
-    settings["protect"] is None. `settings`: a mapping that has the fields of AllocationConfig.
+    `model`: the facts (moe_lab/models/facts.py), which are copied. If settings["protect"] is None,
+    the copy gets no such keys. `settings`: a mapping that has the fields of AllocationConfig.
     `statistics`: layer -> name -> sum. UserError when a layer has no output_abs_max.
     """
     if settings.get("protect") is None:

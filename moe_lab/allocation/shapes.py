@@ -48,16 +48,16 @@ LIMIT = 10_000
 
 
 def uniform_experts(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove: the same share of each layer."""
+    """Layer -> number of experts to remove: the same share of each layer."""
     return same_share(problem.limits, problem.ratio)
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> experts to remove: int(n * ratio) of n experts, which is the papers' rule, or the
-    next smaller number that the limits of the layer allow. `layers`: layer -> limits. RatioTooLarge
-    or RatioTooSmall when the limits of a layer allow no such number."""
+    """Layer -> number of experts to remove: int(n * ratio) of n experts, which is the papers' rule,
+    or the next smaller number that the limits of the layer allow. `layers`: layer -> limits.
+    RatioTooLarge or RatioTooSmall when the limits of a layer allow no such number."""
     check_ratio(ratio)
-    remove = {}
+    removed = {}
     for layer, limit in layers.items():
         retained = limit.retained_at(ratio)
         if retained < limit.fewest:
@@ -70,13 +70,13 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
                 f"retains {limit.count - int(limit.count * ratio)} of {limit.count} experts in "
                 f"layer {layer}, and a multiple of {limit.step} is at most {limit.largest}"
             )
-        remove[layer] = limit.count - retained
-    return remove
+        removed[layer] = limit.count - retained
+    return removed
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains (E,): int(I * (1 - ratio)) of I for every expert.
-    RatioTooLarge when this number is 0."""
+    """Layer -> number of channels that each expert retains (E,): int(I * (1 - ratio)) of I for
+    every expert. RatioTooLarge when this number is 0."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
@@ -93,29 +93,31 @@ def uniform_channels(problem: Channels) -> Budgets:
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """Layer -> experts to remove, or channels each expert retains (E,). Each layer retains in
-    proportion to `u_shape`, which is largest for the first and the last layer."""
+    """Layer -> number of experts to remove, or of channels that each expert retains (E,). Each
+    layer retains in proportion to `u_shape`, with its `beta` and `floor`. If `beta` is above 0,
+    this is largest for the first and the last layer."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Layer -> experts to remove, or channels each expert retains (E,). Each layer retains in
-    proportion to its smoothed loss."""
+    """Layer -> number of experts to remove, or of channels that each expert retains (E,). Each
+    layer retains in proportion to its loss, the loss that `layer_prior` names in `layer_losses`,
+    smoothed by the function that `smoothing` names in `smooth`."""
     losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
     return problem.in_proportion(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains (E,), by HEAPr-L. Every layer loses the same share of
-    its channels. These are the channels with the lowest scores among all experts of the layer."""
+    """Layer -> number of channels that each expert retains (E,), by HEAPr-L. Every layer loses the
+    same share of its channels: those with the lowest scores among all experts of the layer."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
 def global_channels(problem: Channels) -> Budgets:
-    """Layer -> channels each expert retains (E,), by HEAPr-G: one threshold for the scores of all
-    channels of the model. An expert may retain no channel."""
+    """Layer -> number of channels that each expert retains (E,), by HEAPr-G: one threshold for the
+    scores of all channels of the model. An expert may retain no channel."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
     flags = flag_highest(pooled, problem.keep)
     parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
@@ -126,8 +128,8 @@ def global_channels(problem: Channels) -> Budgets:
 
 
 def global_experts(problem: Experts) -> dict[int, int]:
-    """Layer -> experts to remove, by one threshold over the experts of all layers (EvoESAP, Fig.
-    1).
+    """Layer -> number of experts to remove, by one threshold over the experts of all layers
+    (EvoESAP, Fig. 1).
 
     Experts are ranked by evidence["by"], the scores of another criterion. Without such scores they
     are ranked by `scores`. If `multiple_of` or a group-limited router only lets a layer lose
@@ -135,14 +137,15 @@ def global_experts(problem: Experts) -> dict[int, int]:
     differ in size, the sum may be below the budget by less than the largest step.
     """
     ranking_scores = problem.evidence.get("by", problem.scores)
-    remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
-    remaining = budget(problem.limits, problem.ratio) - sum(remove.values())
+    # first what each layer must lose, so that a multiple of its step remains
+    removed = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
+    remaining = budget(problem.limits, problem.ratio) - sum(removed.values())
     for _mean, layer, _number in sorted(_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
-        if limit.step <= remaining and limit.count - remove[layer] - limit.step >= limit.smallest:
-            remove[layer] += limit.step
+        if limit.step <= remaining and limit.count - removed[layer] - limit.step >= limit.smallest:
+            removed[layer] += limit.step
             remaining -= limit.step
-    return remove
+    return removed
 
 
 def _steps(problem: Experts, ranking_scores: Mapping[int, Array]) -> list[tuple[float, int, int]]:
@@ -166,8 +169,8 @@ def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Ar
     Here z is the standardised (x - 1/2)^2 at depth x = i / (L - 1), and L is `layers`, the number
     of MoE layers. The shares are equal for L < 3, where (x - 1/2)^2 is the same in all layers."""
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
-    spread = bend.std()
-    standardised = (bend - bend.mean()) / spread if spread > 1e-12 else numpy.zeros(layers)
+    deviation = bend.std()
+    standardised = (bend - bend.mean()) / deviation if deviation > 1e-12 else numpy.zeros(layers)
     shares: Array = numpy.maximum(floor, retained_share * (1 + beta * standardised))
     return shares
 
@@ -178,8 +181,8 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
     loss  sum_t ||m||^2 / (||y||^2 + eps), where y is the residual stream after the layer; equal to
           MoE-Slimming's released code, up to a factor
-    nll   rise of the language model's loss when m is scaled in that layer alone (Appendix A.1); 0
-          if the loss falls
+    nll   rise of the language model's loss when m is multiplied by 0.9 in that layer alone
+          (Appendix A.1); 0 if the loss falls
     """
     step, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array(
@@ -195,7 +198,8 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 
 def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name of the step that measures the layer losses of loss_based, as a tuple of one name."""
+    """Name of the step that measures the layer losses which `parameters` choose, as a tuple of one
+    name."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
     return (step,)
 
@@ -247,8 +251,8 @@ def removals_within_limit(
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
-        """Layer -> experts to remove at `ratio`. RatioTooLarge if a layer has more than `limit`
-        choices."""
+        """Layer -> number of experts to remove at `ratio`. RatioTooLarge if a layer has more than
+        `limit` choices."""
         removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]

@@ -136,7 +136,7 @@ class Criterion:
     @property
     def needs_plain_weights(self) -> bool:
         """Whether the criterion cannot score a quantised checkpoint, whose weights are no plain
-        numbers."""
+        numbers. So it is for criteria that read weights, and for all criteria of channels."""
         return self.granularity == "channel" or "weights" in self.needs
 
 
@@ -178,6 +178,7 @@ class IdentifiedCriterion(CriterionConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
+        """The name and parameters, with the digest of the source that a plugin's criterion has."""
         return {
             "name": self.name,
             "parameters": dict(self.parameters),
@@ -361,8 +362,8 @@ class _TrialArrays(dict[str, Array]):
         return True
 
     def __missing__(self, name: str) -> Array:
-        """A new array for the statistic `name`. _UnknownStatistic unless the shape of the statistic
-        is known."""
+        """A new array of random numbers for the statistic `name`, the same in each call.
+        _UnknownStatistic unless the shape of the statistic is known."""
         is_of_channels = "channel_" in name or name.startswith("snip_")
         if not is_of_channels and name not in _SHAPES:
             raise _UnknownStatistic

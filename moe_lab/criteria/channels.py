@@ -27,9 +27,10 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the expected rise of the loss when the channel is
     removed.
 
-    Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H,
-    H), because w_c^T g = dL/dphi. dL/dphi contains the gate as a factor, so the score contains the
-    square of the gate."""
+    Equals the paper's mean_t 1/2 e_c^T G e_c. Here e_c = phi w_c is what the channel adds to its expert's
+    output f, w_c is the channel's column of the down projection, and G (H, H) is mean_t g g^T with
+    g = dL/df. They are equal because w_c^T g = dL/dphi. dL/dphi has the gate as a factor, so the
+    score has the square of the gate. Channels of an expert that saw no token score UNSEEN."""
     tokens = layer.tokens[:, None]
     divisor = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)

@@ -132,7 +132,8 @@ def aimer(layer: Layer) -> Array:
     """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the ratio is negated because
     experts with the flattest weights are pruned first.
 
-    An expert of zeros scores 0, as in the released code, so it is pruned last.
+    w are the P weights of the expert. An expert whose weights are all 0 scores 0, as in the
+    released code, so it is pruned last.
     """
     absolute = layer["abs_sum"]
     square = layer["square_sum"]
@@ -155,8 +156,8 @@ def random(layer: Layer) -> Array:
 def family(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:
-    """Rows (layer, expert, b, alpha, beta, score) of the scores by all 17 usable S(b, alpha, beta).
-    `statistics`: layer -> name -> array. `gate`: name of the gate g."""
+    """Rows (layer, expert, b, alpha, beta, score) of the scores by all 17 usable S(b, alpha, beta),
+    the criteria of `s_family`. `statistics`: layer -> name -> array. `gate`: name of the gate g."""
     experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
