@@ -27,10 +27,11 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the expected rise of the loss when the channel is
     removed.
 
-    Equals the paper's mean_t 1/2 e_c^T G e_c. Here e_c = phi w_c is what the channel adds to its expert's
-    output f, w_c is the channel's column of the down projection, and G (H, H) is mean_t g g^T with
-    g = dL/df. They are equal because w_c^T g = dL/dphi. dL/dphi has the gate as a factor, so the
-    score has the square of the gate. Channels of an expert that saw no token score UNSEEN."""
+    Equals the paper's mean_t 1/2 e_c^T G e_c. Here e_c = phi w_c is what the channel adds to the
+    output f of its expert, w_c is the channel's column of the down projection, and G (H, H) is
+    mean_t g g^T with g = dL/df. The two are equal because w_c^T g = dL/dphi. dL/dphi has the gate
+    as a factor, so the score has the square of the gate. Channels of an expert that saw no token
+    score UNSEEN."""
     tokens = layer.tokens[:, None]
     divisor = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)
