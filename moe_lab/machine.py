@@ -30,7 +30,7 @@ included."""
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Name of the processor: on Linux its model, elsewhere what Python knows."""
     if CPUINFO.is_file():
         name = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE)
         if name:
@@ -45,14 +45,15 @@ def cores() -> int:
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # (quota, period) in microseconds: in one file in version 2, in two files in version 1
-    limit_pairs: list[Sequence[str]] = [
+    # (quota, period) in microseconds: in one file in version 2, in two files in version 1. The
+    # file name "" excludes the other version
+    quota_pairs: list[Sequence[str]] = [
         text.split() for text in _group_limits("cpu", "cpu.max", "")
     ]
     quotas = _group_limits("cpu", "", "cpu.cfs_quota_us")
     periods = _group_limits("cpu", "", "cpu.cfs_period_us")
-    limit_pairs += zip(quotas, periods, strict=True)
-    for quota, period in limit_pairs:
+    quota_pairs += zip(quotas, periods, strict=True)
+    for quota, period in quota_pairs:
         if quota not in ("max", "-1"):
             limits.append(math.ceil(int(quota) / int(period)))
     # not all clusters bind processes to the processors that the job has requested
@@ -86,7 +87,7 @@ def release_memory() -> None:
 
 def visible_gpus() -> list[str]:
     """Ids of the GPUs (NVIDIA or AMD) that torch finds in this process, in the form for
-    CUDA_VISIBLE_DEVICES."""
+    CUDA_VISIBLE_DEVICES. They are those of that variable, or else numbers from 0."""
     count = gpu_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ids.split(",")[:count] if ids else [str(number) for number in range(count)]
@@ -94,8 +95,8 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process; 0 without torch. Torch
-    is only imported if it is built for GPUs, and in another process, because the import takes
+    """Number of GPUs that torch finds with the environment of this process; 0 without torch, and
+    with a build of torch for CPUs. Torch is imported in another process, because the import takes
     seconds."""
     try:
         build = version("torch")
@@ -110,9 +111,10 @@ def gpu_count() -> int:
 
 
 def _group_limits(controller: str, file_v2: str, file_v1: str) -> Iterator[str]:
-    """Values of a limit in the control groups of this process, and in the groups that contain them.
-    `file_v2`: name of the file with the limit in groups of version 2. `file_v1`: the same for
-    version 1, where each controller (cpu or memory) has groups of its own."""
+    """Values of a limit in the control groups of this process, and in the groups that contain them;
+    groups without a limit are left out. `controller`: cpu or memory. `file_v2`: name of the file
+    with the limit in groups of version 2. `file_v1`: the same for version 1, where each controller
+    has groups of its own."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
         _, controllers, path = line.split(":", 2)  # no controllers: version 2
         if controllers and controller not in controllers.split(","):
@@ -136,13 +138,13 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def interpreter(module: str, path: str | None, user: str) -> str:
-    """Path of a Python interpreter that has `module`. The first that exists is returned: `path`,
-    the value of interpreters.MODULE; the interpreter that `make MODULE` installs; the interpreter
-    of this process, if it has the module.
+def interpreter(module: str, path: str | None, setting: str) -> str:
+    """Path of a Python interpreter that has `module`. If `path`, the value of interpreters.MODULE,
+    is set, it is that. Otherwise it is the interpreter that `make MODULE` installs, or else the
+    interpreter of this process, if it has the module.
 
-    UserError when no interpreter has the module, and when there is no file at `path`. `user`: the
-    setting that needs the module, for the message.
+    UserError when no interpreter has the module, and when there is no file at `path`. `setting`:
+    the setting that needs the module, for the message.
     """
     if path is not None:
         python = Path(path).expanduser()
@@ -158,8 +160,8 @@ def interpreter(module: str, path: str | None, user: str) -> str:
     if find_spec(module) is not None:
         return sys.executable
     raise UserError(
-        f"{user} needs {module}, which is not installed: run make {module}, or name an interpreter "
-        f"that has it, interpreters.{module}=PYTHON"
+        f"{setting} needs {module}, which is not installed: run make {module}, or name an "
+        f"interpreter that has it, interpreters.{module}=PYTHON"
     )
 
 

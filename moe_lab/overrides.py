@@ -24,9 +24,10 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def for_hydra(text: str) -> str:
-    """An override in the form that Hydra accepts, also for settings that no file has. For example,
-    study=2026_11_25 becomes ++study='2026_11_25', with quotes because the setting is a text. In
-    overrides of groups and experiments, only letters outside ASCII are quoted (`quote_letters`)."""
+    """An override in the form that Hydra accepts. A setting gets ++ in front, so that it can be set
+    even if no file has it, and a text gets quotes: study=2026_11_25 becomes ++study='2026_11_25'.
+    In overrides of groups and experiments, only letters outside ASCII are quoted
+    (`quote_letters`)."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
@@ -82,8 +83,8 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
     """The texts in the lists that overrides give to the setting `key`. `parsed`: result of `parse`.
-    Values that are no lists, and entries that are no texts, are left out without an error, because
-    some settings are needed before overrides are checked."""
+    Values that are not lists are left out without an error, and so are entries that are not texts:
+    `key` is needed before overrides are checked."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -110,7 +111,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     group = key.partition(".")[0]
     if key.startswith("hydra") or override.package is not None:
         return [quote_letters(text)]
-    if files.names(key):
+    if files.names(key):  # a group, whose value is the name of a file
         return [text] if override.is_delete() else _add_choices(text, override, files, draft)
     if _type(group) is None:
         raise unknown("setting", group, [*fields_of(Config), *grid.AXES])
@@ -123,6 +124,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     has_several = len(override_values) > 1 or override.is_sweep_override()
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
+    # a list of a grid: values of an axis, or of a setting in a group
     if key in grid.VALUES or (has_several and group in grid.GROUPS):
         draft.command_lists[key] = override_values
         return []
@@ -138,9 +140,9 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override that names files of a group to `draft`. Returns a list with the text for
-    Hydra if the override names one file that exists; otherwise []. UserError as from
-    `add_to_draft`."""
+    """Add an override that names files of a group to `draft`, if cells have a choice of this group.
+    Returns a list with the text for Hydra if the override names one file that exists; otherwise [].
+    UserError as from `add_to_draft`."""
     group = override.key_or_group
     available = files.names(group)
     names: list[str] = []
@@ -160,8 +162,8 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def values(override: Override) -> list[Any]:
-    """The values of an override: several if the override has commas, or a function of Hydra for
-    sweeps, such as choice(...)."""
+    """The values of an override: several if it has commas, or a function of Hydra for sweeps, such
+    as choice(...); else one."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

@@ -141,8 +141,8 @@ class Packs:
             return f"{self._steps[pack][start]}-{start}"
 
     def read(self, start: str, file: str) -> bytes:
-        """Content of a file of a step. Raises FileNotFoundError when no pack has the file, and
-        Damaged when the pack cannot be read."""
+        """Content of a file of a step. Raises FileNotFoundError when no pack has the file or the
+        step is damaged, and Damaged when the file or the pack cannot be read."""
         query = "select content from file where start = ? and name = ?"
         rows = self._rows(start, query, start, file)
         if not rows:
@@ -153,20 +153,21 @@ class Packs:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 
     def files(self, start: str) -> list[str]:
-        """Names of the files of a step, including step.json; [] when no pack has the step. Raises
-        Damaged when the pack cannot be read."""
+        """Names of the files of a step, including step.json; [] when no pack has the step, or the
+        step is damaged. Raises Damaged when the pack cannot be read."""
         rows = self._rows(start, "select name from file where start = ?", start)
         return [name for (name,) in rows]
 
     def size(self, start: str) -> int:
-        """Bytes that a step takes in its pack. Raises Damaged when the pack cannot be read."""
+        """Bytes that a step takes in its pack; 0 when no pack has the step, or the step is damaged.
+        Raises Damaged when the pack cannot be read."""
         rows = self._rows(start, "select length(content) from file where start = ?", start)
         return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of a query on the pack that has the step `start`; [] when no pack has the step. New
-        packs are opened if necessary. `values`: parameters of the query. Raises Damaged when the
-        pack cannot be read."""
+        """Rows of a query on the pack that has the step `start`; [] when no pack has the step, or
+        the step is damaged. New packs are opened if necessary. `values`: parameters of the query.
+        Raises Damaged when the pack cannot be read."""
         with self._lock:
             for _ in range(2):  # again if the pack was replaced and removed meanwhile
                 if self._pack_of(start) is None:
@@ -182,7 +183,7 @@ class Packs:
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
     def starts(self) -> set[str]:
-        """Starts of all steps in packs, as of the last `refresh`."""
+        """Starts of all steps in packs, as of the last `refresh`. Damaged steps are left out."""
         with self._lock:
             return (
                 set().union(*(self._steps[pack] for pack in self._current_packs))
@@ -190,7 +191,8 @@ class Packs:
             )
 
     def steps(self) -> dict[str, str]:
-        """Start -> KIND/LABEL-START, for all steps in packs, as of the last `refresh`."""
+        """Start -> KIND/LABEL-START, for all steps in packs, as of the last `refresh`. Damaged
+        steps are left out."""
         names = {}
         with self._lock:
             for pack in self._current_packs:
