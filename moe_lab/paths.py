@@ -28,8 +28,8 @@ def conf() -> Path:
 
 
 def resolve(path: str) -> str:
-    """The path of the file or folder that `pocket:NAME` stands for; other paths and hub ids
-    unchanged.
+    """The path of the file or folder that `pocket:NAME` stands for. Other paths and hub ids are
+    returned unchanged.
 
     NAME is the folder of a shipped model, such as pocket:olmoe, or a shipped file, such as
     pocket:calibration/general.jsonl. Raises UserError, with similar names, when nothing with this
@@ -50,8 +50,8 @@ def resolve(path: str) -> str:
 
 
 def local_path(path: str) -> Path:
-    """Path on this machine of a file or folder, which need not exist. Resolves pocket:NAME and
-    ~."""
+    """Path on this machine of a file or folder, which need not exist. `path` may be pocket:NAME or
+    begin with ~."""
     return Path(resolve(path)).expanduser()
 
 
@@ -94,10 +94,11 @@ def private_cache(name: str) -> Path:
 
 
 def _make_private(folder: Path, mode: int) -> Path:
-    """Make `folder` if it does not exist, remove all permissions that are not in `mode`, and return
-    `folder`. Raises UserError when the folder belongs to another user."""
+    """Make `folder` if it does not exist, remove its permissions that are not in `mode`, and return
+    `folder`. Raises UserError when the folder belongs to another user, or is a link of another
+    user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # lstat: a link of another user is refused, too
+    # lstat is about a link itself, and stat about the folder to which it leads
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
         raise UserError(
             f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write"
@@ -120,8 +121,9 @@ def user_cache() -> Path:
 
 
 def store_folder(store: str, field: str = "store") -> Path:
-    """The path of the store in `store`, the value of the setting `field`. Raises UserError for an
-    empty path and for a URL."""
+    """`store` as a path. It is the value of the setting `field`, whose name messages have. Raises
+    UserError for an empty path and for a URL; for a URL with a secret, the message does not have
+    the URL."""
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
@@ -163,8 +165,8 @@ def as_name(text: str, default: str = "unnamed") -> str:
 
 
 def check_name(field: str, name: str) -> None:
-    """Raise UserError when `name` cannot be part of a path, and when it is "none", which stands for
-    no choice in settings. `field`: the setting, for the message."""
+    """Raise UserError when `name` cannot be part of a folder's name, and when it is "none", which
+    stands for no choice in settings. `field`: the setting, for the message."""
     if name == "none":
         raise UserError(f"{field}={name} is reserved: expected another name, such as {name}_1")
     try:
@@ -183,7 +185,7 @@ def shorten(name: str, longest: int = LONGEST_NAME) -> str:
 
 
 def is_of_group(folder: Path) -> bool:
-    """Whether all members of a group may write in a folder, and new files in the folder belong to
-    the group. False if the folder does not exist."""
-    shared = stat.S_ISGID | stat.S_IWGRP
+    """Whether a folder is shared by a group: all members may write in it, and new files in it
+    belong to the group. False if the folder does not exist."""
+    shared = stat.S_ISGID | stat.S_IWGRP  # new files get the group; the group may write
     return folder.exists() and folder.stat().st_mode & shared == shared

@@ -20,8 +20,8 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 def load(modules: Iterable[str] = ()) -> list[str]:
     """Import `modules` and the modules of all entry points, and return the names of all these
-    modules. Raises UserError for a module that cannot be imported, that registers nothing, or that
-    registers a name that is taken."""
+    modules. Raises UserError for a module that cannot be imported, that registers neither a
+    criterion nor an allocation, or that registers a name that is taken."""
     names = list(
         dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
     )
@@ -57,8 +57,9 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """Path relative to a folder of sys.path -> file, for all files in the top packages of the
-    plugins `modules`. For a plugin whose top module is no package, the file of this module."""
+    """Path relative to a folder of sys.path -> file, for all that is in the top packages of the
+    plugins `modules`. If the top module of a plugin is not a package, this is only the file of the
+    module. The plugins are imported."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]

@@ -132,6 +132,7 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     store. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced_runs: set[str] = set()
+    # names of runs begin with their time, so the newest record is read first
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced_runs:
             record = read_sealed(path, RECORD_SHAPE)
@@ -197,8 +198,10 @@ Folders = Mapping[str, str | None]
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The entry `new` of a cell in a later record, with the results that only the entry `old` in an
-    earlier record has; None if the entries name different steps."""
+    """The entry of a cell in the later of two records, with the results that only the entry in the
+    earlier record has. Errors of steps that one of the records names as finished are left out. None
+    if the entries name different steps. `old`, `new`: the entries in the earlier and in the later
+    record."""
     steps = _merge_folders(
         {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
@@ -212,9 +215,9 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """The folders in `old` and `new`. If both have a folder under a name, the folder in `new`
-    counts. None if two such folders are of steps with different ids; the labels in the names of the
-    folders may differ."""
+    """Name -> folder of a step, from both `old` and `new`. If both have a folder under a name, the
+    folder in `new` counts, as its label may have changed. None if two such folders are of steps
+    with different ids."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
@@ -225,8 +228,8 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
-    """Folders (KIND/LABEL-ID) of all finished steps that a record names. The record {} names no
-    steps."""
+    """Folders (KIND/LABEL-ID) of all finished steps that a record names: steps of cells, of their
+    benchmarks and of figures. The record {} names none."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)

@@ -40,8 +40,8 @@ _distributions = cache(metadata.packages_distributions)
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Digest of the module that defines a function; "" for a function of moe_lab. For a function
-    that was typed into an interpreter, the digest of the function's bytecode."""
+    """Digest of the code that defines a function: of its module or, for a function that was typed
+    into an interpreter, of its bytecode. "" for a function of moe_lab."""
     name = function.__module__
     if name.startswith("moe_lab."):
         return ""
@@ -105,13 +105,14 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name`. It is searched in `folder` and then on sys.path; None if it is
-    not found. Nothing is imported."""
+    """The file of the module `name`, which is searched in `folder` and then on sys.path; None if it
+    is not found. The module is not imported."""
     return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
 
 
 def folder_of(name: str, file: Path) -> Path:
     """The folder of sys.path from which the module `name` in `file` is imported."""
+    # a package is one folder above its file
     depth = name.count(".") + (file.name == "__init__.py")
     return file.absolute().parents[depth]
 
@@ -142,8 +143,8 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
 
 def _absolute(name: str, package: str) -> str:
     """The absolute form of a name that a module in `package` imports. A relative name begins with
-    dots."""
-    level = len(name) - len(name.lstrip("."))
+    dots: one for `package` itself, and one more for each package above."""
+    level = len(name) - len(name.lstrip("."))  # number of dots
     if not level:
         return name
     parent = package.rsplit(".", level - 1)[0]
@@ -178,7 +179,7 @@ def _folders_on_path(top: str) -> list[Path]:
 
 def _versions(package: str) -> dict[str, str]:
     """Distribution -> version, for the distributions that installed the package `package`."""
-    # most distributions have the name of their package, and a search takes long
+    # most distributions have the name of their package; the search for others takes long
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {package: metadata.version(package)}
     return {name: metadata.version(name) for name in _distributions().get(package, ())}

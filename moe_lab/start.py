@@ -30,12 +30,14 @@ def command(module: str, *arguments: str, python: str = sys.executable) -> list[
 
 
 def _run() -> None:
-    """Run the module that the command line of this process names."""
+    """Run the module that the command line of this process names after -m, with the arguments that
+    follow."""
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
         __import__(package)  # once imported, a package finds its modules by its own path
     # all other packages are found as usual, or in another interpreter's own
     sys.path[0] = os.path.join(_ROOT, PLUGINS)
+    # OPTIONS of Python, such as -u, are not for the module
     while sys.argv[1] != "-m":
         del sys.argv[1]
     module = sys.argv[2]
