@@ -141,8 +141,8 @@ class Claim(AbstractContextManager["Claim"]):
         self.release()
 
     def check(self) -> None:
-        """Raise Busy when another process took over this claim: the claim's file is missing or
-        damaged, names another owner, or has a higher generation beside it."""
+        """Raise Busy when another process took over this claim: when the claim's file is missing,
+        damaged or names another owner, or when there is a file of a higher generation."""
         owner = _owner(self.path)
         if (
             owner is None

@@ -86,10 +86,11 @@ def resolved_engine(
 ) -> CalibrationConfig:
     """The text with engine=auto and parts=null resolved.
 
-    The engine becomes "streamed" (layer by layer) for a model on GPUs that one GPU does not hold.
-    The text then has as many parts as there are GPUs, at most one for each batch. Splitting the
-    model among the GPUs would leave all but one of them idle. The engine becomes "resident", with
-    one part, for all other models, and for models with quantised weights or of unknown size or
+    An engine or a number of parts that is set stays. If only the engine is set, there is one part.
+    Otherwise the engine becomes "streamed" (layer by layer) for a model on GPUs that one GPU does
+    not hold: splitting this model among the GPUs would leave all but one of them idle. The text
+    then has a part for each GPU, but at most one for each batch. The engine becomes "resident",
+    with one part, for any other model, and for a model with quantised weights or of unknown
     configuration.
     """
     if text.engine != "auto":
@@ -332,18 +333,17 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`, otherwise [].
+    """A sentence when `steps` would write more bytes than are free on the disk of `store`, else [].
     Only exported checkpoints, hidden states of streamed passes and generated texts count, as all
     other files are small."""
-    needed_bytes = sum(step.resources().disk for step in steps)
+    written = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
     while not folder.exists():  # the store may not have been created yet
         folder = folder.parent
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes <= free_bytes:
+    free = shutil.disk_usage(folder).free
+    if written <= free:
         return []
     return [
-        f"store={store}: about {decimal(int(needed_bytes))} would be written there and "
-        f"{decimal(free_bytes)} are free: make room, name another store, or ask for less "
-        "(export=none, fewer cells)"
+        f"store={store}: about {decimal(int(written))} would be written there and {decimal(free)} "
+        "are free: make room, name another store, or ask for less (export=none, fewer cells)"
     ]

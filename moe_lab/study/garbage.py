@@ -197,10 +197,10 @@ def _garbage_step(folder: Path) -> Garbage | None:
     """The finished step in a folder as garbage. None when its step.json is missing or damaged, or
     when the kind and the id in it differ from those in the path of the folder."""
     with suppress(FileNotFoundError, Damaged):
-        identity = read_step(folder)
-        id_prefix = folder.name[-DIGITS:]
-        if identity["kind"] == folder.parent.name and identity["id"].startswith(id_prefix):
-            return Garbage(folder, identity["kind"], _folder_bytes(folder), id_prefix)
+        document = read_step(folder)
+        start = folder.name[-DIGITS:]
+        if document["kind"] == folder.parent.name and document["id"].startswith(start):
+            return Garbage(folder, document["kind"], _folder_bytes(folder), start)
     return None
 
 

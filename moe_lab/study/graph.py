@@ -173,7 +173,8 @@ class _Resolver:
         return result
 
     def resolve_cell(self, cell: Cell) -> Cell:
-        """The cell with device, dtype, seed, engine and number of parts resolved."""
+        """The cell with device, dtype, seed, engine and number of parts resolved. Its model,
+        criterion, allocation and texts are of the classes that keep their identity."""
         model = self.cached(resolved_model, cell.model, self.config)
 
         def resolve_text(text: CalibrationConfig) -> IdentifiedText:
@@ -217,7 +218,8 @@ def _cell_steps(
     """All steps of one cell. A cell with NO_CRITERION is that of the unpruned model.
 
     `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a pruned model -> task ->
-    evaluation step. Cells with the same pruned model share these steps. Missing steps are added.
+    evaluation step. Cells with the same pruned model share these steps, so the steps of this cell
+    are taken from `evaluations_of`, after those that are missing there have been added.
     """
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)

@@ -63,9 +63,9 @@ class Study:
         stores = [self.config.store]
         if ids_elsewhere:
             stores += self.config.also
-        cells = len(self.graph.cells)
+        cell_count = len(self.graph.cells)
         inform(
-            f"{self.config.study}: {cells} cells, {len(steps)} steps, {len(done)} of them in "
+            f"{self.config.study}: {cell_count} cells, {len(steps)} steps, {len(done)} of them in "
             f"{', '.join(stores)}"
         )
         return steps, done

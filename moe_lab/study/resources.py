@@ -155,8 +155,8 @@ def _resources_of_model(
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """Possible numbers of GPUs for transformers: several only with a device map, which divides the
-    model among them."""
+    """Possible numbers of GPUs for transformers: GPU_COUNTS with device=auto or a device map, which
+    divide the model among several GPUs; otherwise one GPU."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
@@ -172,7 +172,7 @@ def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]
 
     def memory(size: Size) -> float:
         layer_sums = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
-        # two sets and the file, of 8 bytes (fp64) for each number
+        # two sets and the file, each with 8 bytes (fp64) for each number
         return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums
 
     return _resources_of_model(model, memory, units=float(text.tokens), pace=pace)
@@ -285,8 +285,8 @@ def export(
 ) -> Resources:
     """Resources of a step that writes a checkpoint. `is_changed`: weights are changed, for which
     the disk holds a second checkpoint. `is_converted`: the checkpoint is converted to GGUF, for
-    which the disk holds one more. In both cases memory holds three times the fp32 weights of a
-    decoder layer."""
+    which the disk holds one more. In either case memory also holds three times the fp32 weights of
+    a decoder layer."""
 
     def memory(size: Size) -> float:
         layer_bytes = (
@@ -325,10 +325,11 @@ def benchmark_run(
     programs: Sequence[Check] = (),
 ) -> Resources:
     """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
-    model reads and writes. Memory holds `copies` copies of the weights. For each item of a batch
-    it also holds the keys and values of a generated text; if the benchmark generates no text, the
-    logits of a prompt. `model_id`: identity of the model, for `Resources.pace`. `programs`: checks
-    of what is installed, for `Resources.programs`."""
+    model reads and writes; an item and each of its shots are assumed to have PROMPT tokens. Memory
+    holds `copies` copies of the weights. For each item of a batch it also holds the keys and values
+    of a generated text; if the benchmark generates no text, the logits of a prompt. `model_id`:
+    identity of the model, for `Resources.pace`. `programs`: checks of what is installed, for
+    `Resources.programs`."""
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:

@@ -193,6 +193,7 @@ def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
     `seconds` and as many run at the same time as now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
+    # a step that takes longer than `seconds` counts as almost done
     spent = sum(min(seconds, time.time() - step.start_time) for step in running)
     return max(0.0, unfinished * seconds - spent) / max(1, len(running))
 
@@ -259,7 +260,8 @@ def _duration(seconds: float) -> str:
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel the jobs of a study that are in the queue. If `steps` are only some of the study's
-    steps, cancel only the jobs that compute these steps, or will compute them."""
+    steps, cancel only the jobs that compute these steps, or will compute them. Raises UserError
+    when the queue is unknown."""
     if study.queue_error:
         raise UserError(study.queue_error)
     job_ids = list(study.queue)
