@@ -132,7 +132,7 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
     store. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced_runs: set[str] = set()
-    # names of runs begin with their time, so the newest record is read first
+    # names of runs begin with their number, so the newest record is read first
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced_runs:
             record = read_sealed(path, RECORD_SHAPE)

@@ -95,8 +95,8 @@ class StepsJob:
 
     def checkpoint(self) -> DelayedSubmission | None:
         """The job that continues this one; None when `max_requeues` is used up. submitit calls this
-        when the job must stop. The pass first saves its state, within half of the time between
-        Slurm's warning signal and the end of the job."""
+        when the job must stop. The pass first saves its state, within SAVE_SECONDS and at most half
+        of the time that Slurm leaves between its warning signal and the end of the job."""
         self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
