@@ -144,6 +144,7 @@ class _Grading:
         request = self.request
         expected = self.file.expected
         settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
+        # all that a verdict depends on
         keys = {task: (task, program, *settings) for task, program in request.programs.items()}
         cache = self.file.verdicts
         verdicts = {task: cache[key] for task, key in keys.items() if key in cache}
@@ -151,6 +152,7 @@ class _Grading:
         canonical_tasks = [task for task in new_tasks if task not in expected]
         with ThreadPoolExecutor(request.processes or cores()) as pool:
             outputs = pool.map(self._run_canonical, canonical_tasks)
+            # complete before the next line, whose verdicts compare with these outputs
             expected.update(zip(canonical_tasks, outputs, strict=True))
             verdicts.update(zip(new_tasks, pool.map(self._verdict, new_tasks), strict=True))
         if len(cache) > _MOST_VERDICTS:

@@ -158,7 +158,8 @@ class Programs:
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """(results, notes) of EvalScope for a program on `tests`. A result is True for a test that
         the program passes; the results end with the first failure. `tests`: {"fn_name": see
-        `compare`; "inputs" and "outputs": one entry per test}."""
+        `compare`; "inputs" and "outputs": one entry per test}. The whole program may take as many
+        CPU seconds as its tests together and one more per test."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),

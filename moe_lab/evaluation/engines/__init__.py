@@ -141,9 +141,10 @@ def generated_text(
         (index for index, token in enumerate(new_tokens) if token in ends), len(new_tokens)
     )
     marks = dict(generation.marks)
-    tokens = [*prompt_tokens[-_CONTEXT_TOKENS:], *new_tokens[:length]]
+    end_of_prompt = prompt_tokens[-_CONTEXT_TOKENS:]
+    tokens = [*end_of_prompt, *new_tokens[:length]]
     text = ""
-    start = len(prompt_tokens[-_CONTEXT_TOKENS:])
+    start = len(end_of_prompt)
     # The tokens between two marks are decoded together, after a few earlier tokens as context,
     # because the text of a token may depend on the tokens before it.
     mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]

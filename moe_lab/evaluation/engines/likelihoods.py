@@ -138,6 +138,7 @@ def _separate_answers(
         positions[row, :end] = torch.arange(end)
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
+            # every answer is read at the positions after the question
             indices = torch.arange(len(answer))
             positions[row, end : end + len(answer)] = len(question.tokens) + indices
             answer_of[row, end : end + len(answer)] = number

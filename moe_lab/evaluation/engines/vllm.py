@@ -250,6 +250,7 @@ def _parallel_arguments(
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
     gpus = max(1, len(visible_gpus()))
+    # the numbers of GPUs among which vLLM can divide this model
     counts = tensor_parallel(read_json(checkpoint / "config.json", {}))
     count = max(count for count in counts if count <= gpus)
     return {"tensor_parallel_size": count} if count > 1 else {}

@@ -225,6 +225,7 @@ def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[st
     """The argument `code` of `evalscope_worker.load`. `policy` is None for questions, for which no
     program runs and no pickle is read."""
     parameters = benchmark.parameters
+    # a limit of 0 or null is the default of `evalscope_code.Programs`
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
     is_confined = policy is None or policy.protection() == NAMESPACES
     return {

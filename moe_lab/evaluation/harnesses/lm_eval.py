@@ -23,6 +23,7 @@ class LmEval(Harness):
     shows_examples = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """Do as `items` of the adapter, which imports lm-eval."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.items(benchmark)
@@ -30,6 +31,7 @@ class LmEval(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
+        """Do as `grade` of the adapter; no program runs, so `policy` is not used."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.grade(answers, benchmark)

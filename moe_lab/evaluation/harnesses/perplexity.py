@@ -53,16 +53,16 @@ class Perplexity(Harness):
         (answer,) = answers
         text = answer.prompt
         counts = [window.tokens for window in answer.reply.windows]
-        nats = [-window.nats / window.tokens for window in answer.reply.windows]
+        nats_per_token = [-window.nats / window.tokens for window in answer.reply.windows]
         # factor from nats per token to bits per byte
         factor = answer.reply.tokens / len(text.encode("utf-8")) / math.log(2)
         samples: list[Sample] = []
         results = []
         for name, metric in benchmark.reports.items():
-            losses = nats
+            losses = nats_per_token
             unit = "nats per token"
             if metric == "bits_per_byte":
-                losses = [loss * factor for loss in nats]
+                losses = [loss * factor for loss in nats_per_token]
                 unit = "bits per byte"
             for number, (loss, count) in enumerate(zip(losses, counts, strict=True)):
                 sample = answer.sample(name, loss, "", output="")

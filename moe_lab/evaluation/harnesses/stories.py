@@ -27,6 +27,7 @@ class Stories(Harness):
     chat = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
+        """An item for each row: a story to continue, with a reference if the row has one."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
             (name, Text(row["prompt"], max_tokens, reference=row.get("reference")))

@@ -65,6 +65,8 @@ class Runner(Child):
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
+        """Start the process. Raises NoNamespaces or RunnerError if it ends before it can run
+        programs."""
         super().__init__(*runner_command(confined=confined), Path("/"))
         try:
             self.call("start")

@@ -167,7 +167,7 @@ def _refuse_calls() -> None:
     if machine not in _REFUSED_CALLS:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
     abi, refused = _REFUSED_CALLS[machine]
-    sockets, pairs = _SOCKET_CALLS[machine]
+    sockets, pairs = _SOCKET_CALLS[machine]  # numbers of socket and socketpair
     # instructions of BPF: (operation, steps to skip if true, steps to skip if false, operand)
     load = 0x20
     equal = 0x15
@@ -233,6 +233,7 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
     # other users may mount file systems only in a user namespace of their own
     if not is_root:
         _call("unshare", _NEW_USER)
+        # without this line, only a privileged user may write gid_map
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")

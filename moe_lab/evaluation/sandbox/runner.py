@@ -296,14 +296,11 @@ def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
     mode = "confined" if confined else "limited"
     # some interpreters find their shared libraries only by LD_LIBRARY_PATH
     inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    settings = {
+    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {
         "PYTHONHASHSEED": "0",
         "PYTHONNOUSERSITE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-    }
-    return command("moe_lab.evaluation.sandbox.runner", mode, str(package)), {
-        **settings,
         **inherited,
     }
 
