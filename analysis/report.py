@@ -122,8 +122,9 @@ def write(store: Path | str, study: str, out: Path | str) -> Path:
 
 
 def write_report(publisher: Publisher) -> Path:
-    """Write all tables and figures of a study, and the page that shows them; returns the page's
-    path.
+    """Write all tables and figures of a study, the page that shows them, and the summary (rankings
+    and notes as text); returns the page's path. A summary of an earlier run is removed, even if the
+    new summary is empty.
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
@@ -245,7 +246,8 @@ def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
 
 
 def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
-    """The last section: facts on how the study was computed, and its configuration."""
+    """The last section: the tables and figures of the chapter `provenance`, facts on how the study
+    was computed, and its configuration."""
     section = _items_of_chapter("provenance", items_by_output)
     return replace(
         section,

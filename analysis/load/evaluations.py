@@ -62,19 +62,20 @@ def evaluations(
             # of entries joined from several studies, one can have the error and another the step
             if kind in errors and not entries[cell].get(kind):
                 reader.step(None, f"{kind} of {label}", errors[kind])
-        for task, name in (entries[cell].get("evaluate") or {}).items():
-            folder = reader.step(name, f"{task} of {label}", errors.get(task))
+        for task, step_name in (entries[cell].get("evaluate") or {}).items():
+            folder = reader.step(step_name, f"{task} of {label}", errors.get(task))
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
                 continue
             if problem := _problem(result):
-                reader.gap(problem, name)
+                reader.gap(problem, step_name)
                 continue
             rows += [
-                {"cell": cell, "task": task, "folder": name, **row} for row in result["results"]
+                {"cell": cell, "task": task, "folder": step_name, **row}
+                for row in result["results"]
             ]
-            if name not in origins:  # several cells can share an evaluation
-                origins[name] = _origin(name, result, reader.provenance(folder))
+            if step_name not in origins:  # several cells can share an evaluation
+                origins[step_name] = _origin(step_name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
             if table is not None:
                 tables.append(
@@ -126,6 +127,7 @@ def _origin(
     code = provenance.get("code") or {}
     protocol = result.get("protocol") or {}
     commit = code.get("commit")
+    # edits: checksum of the changes to the code that were not committed
     if commit and code.get("edits"):
         commit = f"{commit} (edits {str(code['edits'])[:7]})"
     return {

@@ -45,8 +45,11 @@ class Reader:
         self.root = root
         self.packs = packs_in(root.absolute())
         self.gaps: dict[tuple[str, str], Gap] = {}
+        """(reason, where) -> gap."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
+        """Kind of steps -> id of a step -> folder, for the kinds that `find` has looked up."""
         self._checksums_by_folder: dict[Path, dict[str, str]] = {}
+        """Folder of a step -> file -> sha256, for the folders that have been read."""
 
     def gap(self, reason: str, where: str) -> None:
         """Record a missing result; equal gaps are recorded once."""
@@ -84,6 +87,7 @@ class Reader:
             return path
         if packed_path := self.packs.find(path.name[-ID:]):
             return self.root / packed_path
+        # index all steps of this kind by id, at the first look-up of the kind
         kind_folder = path.parent
         kind = kind_folder.name
         if kind not in self._folders_by_id:

@@ -59,7 +59,7 @@ class Study:
     `moe_lab.results.Result`."""
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
-    not measured)."""
+    not measured), units (weight of the item in the score; NaN if all weights are equal)."""
     family: pd.DataFrame
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta)."""
     damage: pd.DataFrame
@@ -75,10 +75,11 @@ class Study:
     """"calibration@model" -> benchmark -> numbers of items `comparable` and `found`, see
     `passes.contaminations`."""
     models: Mapping[str, Mapping[str, Any]]
-    """Model -> layers, experts and parameters."""
+    """Model -> the numbers of its layers, experts and parameters, see facts.json."""
     origins: pd.DataFrame
-    """One row per evaluation: folder, seconds, host, machine, python, moe_lab, commit, and versions
-    of libraries."""
+    """One row per evaluation: folder, seconds, host, machine, python, moe_lab (its version),
+    commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
+    two reasons), and versions (of libraries)."""
     reader: Reader
     """Reader of the store, which also holds the gaps."""
     notes: Sequence[str] = field(default=())
@@ -149,22 +150,22 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
     contaminations: see `passes.contaminations`.
     """
-    # calibration set -> texts on its items, which are keys so that each is listed once
-    items_in_set: dict[str, dict[str, None]] = {}
+    # calibration set -> texts on its items; the texts are keys, so that each is listed once
+    texts_of_set: dict[str, dict[str, None]] = {}
     for calibration_at_model, counts_of_benchmark in contaminations.items():
         for benchmark, counts in counts_of_benchmark.items():
             if counts["found"] > REMARKABLE * counts["comparable"]:
-                items = (
+                text = (
                     f"{counts['found']} of {counts['comparable']} items of "
                     f"{names.benchmark(benchmark)}"
                 )
-                items_in_set.setdefault(calibration_at_model.partition("@")[0], {})[items] = None
+                texts_of_set.setdefault(calibration_at_model.partition("@")[0], {})[text] = None
     return [
         (
             f"Calibration set {calibration} contains 13 consecutive words of "
-            f"{names.listing(items)}: these scores may be too good."
+            f"{names.listing(texts)}: these scores may be too good."
         )
-        for calibration, items in items_in_set.items()
+        for calibration, texts in texts_of_set.items()
     ]
 
 

@@ -172,8 +172,10 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
     """The displayed columns and benchmarks whose mean a published number is; empty when the number
     is not a mean of scores.
 
-    A score or perplexity is the mean of its own benchmark alone. An AVERAGE is the mean of all
-    scores in its table that belong to `row`, the numbers with the same key.
+    A score or perplexity is the mean of its own benchmark alone. An average in GROUPS is the mean
+    of the group's columns. An AVERAGE is the mean of all scores of its table in `row`.
+
+    row: all published numbers with the key of `number`.
     """
     if number.benchmark in (*SCORES, *PERPLEXITIES):
         return (number.benchmark,)
@@ -215,10 +217,10 @@ def stands_for(axis: str, name: str) -> str:
 
 
 def _most_specific_row(file: str, number: Printed, **axes: str) -> dict[str, str]:
-    """The first row of FILE.csv whose axes match the paper, table and model of the number, and the
-    values in `axes`; {} when no row matches.
+    """The first row of FILE.csv that has the paper, table and model of `number`, and the values
+    `axes` (column -> value); {} when there is no such row.
 
-    ANY in a row matches every value. Files list more specific rows first.
+    ANY in a row stands for every value. Files list more specific rows first.
     """
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):

@@ -68,7 +68,8 @@ class Facts:
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
-        """A JSON file of a step; {} when it cannot be read."""
+        """Content of the JSON file `file` of the step `name`; {}, with a gap, when it cannot be
+        read."""
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
@@ -105,7 +106,7 @@ class Facts:
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
         """Items and settings with which a cell was evaluated on a benchmark, from the result row
-        and the protocol in result.json."""
+        and the protocol in result.json. Settings that neither has are left out."""
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         judge = (protocol.get("judge") or {}).get("model")
@@ -257,8 +258,9 @@ def _ranking_differences(
     """Yield a caveat if a measured rank is among another number of methods than the published rank
     `number`, and a caveat if the two ranks are averages over different columns.
 
-    The published rank is among the keys in `ranked_keys` (keys of published ranks) that have its
-    model, ratio and calibration set.
+    - ranked_keys: keys of published ranks; those with the model, ratio and calibration set of
+      `number` are the methods among which the published rank is
+    - measured_methods: number of methods among which the measured rank is
     """
     model, ratio, *_, calibration = number.key
     published_methods = sum(
@@ -336,7 +338,7 @@ def _memory_pairs(study: Study, table: str) -> Pairs:
                 value = size[column] / _GIB
                 low = value - MEMORY_TOLERANCE
                 high = value + MEMORY_TOLERANCE
-                yield number, Measured(value, low, high, cell, None)
+                yield number, Measured(value, low, high, cell, tokens=None)
 
 
 QUANTITY_NAMES = {
@@ -403,8 +405,8 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
-    """The row of a `published_table` that compares two numbers; the deviation of incomparable
-    numbers is NaN."""
+    """The row of a `published_table` that compares two numbers. The deviation of incomparable
+    numbers is NaN. A loading memory, which does not depend on all axes, has `any` on the others."""
     cell = measured.cell
     verdict_text = verdict(number, measured)
     is_incomparable = verdict_text.startswith(INCOMPARABLE)

@@ -72,7 +72,12 @@ def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -
 
 def chance_of(scores: np.ndarray) -> Chance:
     """The chance of one model, from the scores of its random plans (at least two)."""
-    return Chance(float(scores.mean()), float(scores.std(ddof=1)), len(scores), len(scores) - 1)
+    return Chance(
+        float(scores.mean()),
+        float(scores.std(ddof=1)),
+        plans=len(scores),
+        degrees_of_freedom=len(scores) - 1,
+    )
 
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
@@ -104,6 +109,6 @@ def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: flo
 
     freedoms: degrees of freedom (models,) of the variances; pooled_variance: their pooled value.
     """
-    ratio = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
+    statistic = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
-    return bool(chdtrc(len(variances) - 1, ratio / correction) >= LEVEL)
+    return bool(chdtrc(len(variances) - 1, statistic / correction) >= LEVEL)

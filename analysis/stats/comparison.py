@@ -46,7 +46,7 @@ class Panel:
     cells: dict[str, int]
     """Key of a method -> cell of the method, in the order of tables."""
     pruned: str = ""
-    """Text with the removed share, and with the gate when the model's cells have several gates:
+    """Text with the removed share, and with the gate if the model's cells have several gates:
     `50 %, gate other`."""
 
     @property
@@ -321,6 +321,7 @@ class Comparison:
         for benchmark, weight in self.weights(target).items():
             if benchmark not in self.outcomes:
                 return []
+            # (replicates, items): sums over cells; NaN if one of the plans was not asked the item
             values = np.tensordot(self.outcomes[benchmark][rows], factors, (1, 0))
             is_common = np.asarray(np.isfinite(values).all(axis=0))
             if not is_common.any():

@@ -180,9 +180,11 @@ def proxy_overlap(
             shares = []
             expected_shares = []
             for layer in layers:
-                sets = bottom_sets(layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio)
-                size = int(sets[0].sum())
-                shares.append((sets[0] & sets[1]).sum() / size if size else np.nan)
+                proxy_set, exact_set = bottom_sets(
+                    layer[["score_proxy", "score_exact"]].to_numpy(float).T, ratio
+                )
+                size = int(proxy_set.sum())
+                shares.append((proxy_set & exact_set).sum() / size if size else np.nan)
                 expected_shares.append(size / len(layer))
             rows.append(
                 {

@@ -34,6 +34,7 @@ class Quantity:
 
     @property
     def lower_is_better(self) -> bool:
+        """Whether less is better: for losses and perplexities, not for scores."""
         return self.scale != "score"
 
     @property

@@ -83,8 +83,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     if min(len(complete_methods), scores.shape[1]) < FEWEST:
         return None
     ranks_by_seed = []
-    for seed in range(seeds):
-        seed_scores = scores.loc[[plans[key][seed] for key in complete_methods]]
+    for position in range(seeds):  # one plan of each method, which may differ in the seed
+        seed_scores = scores.loc[[plans[key][position] for key in complete_methods]]
         ranks_by_seed.append(
             ranks.column_ranks(seed_scores, lower_is_better=comparison.lower_is_better).to_numpy(
                 float
@@ -103,6 +103,7 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         seeds=seeds,
         ranks=average_ranks,
         p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average_ranks.index),
+        # the critical difference is half the width of any interval
         difference=leads[0].interval[1] - leads[0].value,
         incomplete=tuple(str(key) for key in plans if key not in complete_methods),
     )

@@ -67,7 +67,8 @@ class Ranking:
     plans_tested: int = 0
     """Number of plans of the model that are compared with chance."""
     chance: dict[Kind, Chance] = field(default_factory=dict)
-    """Kind of plan -> chance, for kinds with random plans of at least two seeds."""
+    """Kind of plan -> chance, for kinds with random plans of at least two seeds whose scores
+    differ."""
 
     @property
     def mean_name(self) -> str:
@@ -97,6 +98,7 @@ class _Group:
 
     @property
     def quantity(self) -> Quantity:
+        """Kind of the average."""
         return self.comparison.quantity(self.target)
 
     @property
@@ -212,11 +214,11 @@ def _add_verdicts(
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        ends = quantity.displayed_difference(
+        value_and_interval = quantity.displayed_difference(
             rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
         )
-        tests[method] = [*ends, gap_to_best.p]
-        verdicts[methods[0]] = BEST
+        tests[method] = [*value_and_interval, gap_to_best.p]
+        verdicts[methods[0]] = BEST  # only if there is another method to compare with
         verdicts[method] = _verdict(
             gap_to_best, printed_scores[method] == printed_scores[methods[0]]
         )

@@ -71,8 +71,11 @@ def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column -> number of missing benchmarks of its published definition, for columns
-    that lack some."""
+    """Displayed column -> number of benchmarks in the column's published definition
+    (`names.COLUMNS`) that the column lacks. Columns that lack none are left out.
+
+    columns: displayed column -> the column's benchmarks that were run.
+    """
     missing = {
         name: len(COLUMNS[name]) - len(column_benchmarks)
         for name, column_benchmarks in columns.items()

@@ -105,21 +105,21 @@ def _winner_columns(
     printed = displayed.round(PRINTED_DECIMALS)
     is_best = printed == printed.iloc[0]
     winners = tuple(name for name in competing if is_best.get(name, False))
-    best = {"winners": winners, "score": displayed[winners[0]], "runner_up": "", "p": np.nan}
+    row = {"winners": winners, "score": displayed[winners[0]], "runner_up": "", "p": np.nan}
     losers = displayed[~is_best]
     if losers.empty:
-        return best
+        return row
     runner_up = str(losers.index[0])
     lead = comparison.difference((column,), cells[winners[0]], cells[runner_up])
     numbers = np.array([lead.value, *lead.interval])
     numbers = quantity.displayed_difference(scores[cells[runner_up]], numbers)
-    best |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
-    best |= dict(zip(("lead", "lead_low", "lead_high"), numbers, strict=True))
+    row |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
+    row |= dict(zip(("lead", "lead_low", "lead_high"), numbers, strict=True))
     if len(winners) == 1:
-        best["p"] = _p_of_winner(
+        row["p"] = _p_of_winner(
             comparison, column, [cells[name] for name in (*winners, *losers.index)]
         )
-    return best
+    return row
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
