@@ -373,14 +373,16 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when channels cannot be allocated at `ratio`, whatever the scores."""
+    """Raise UserError when channels cannot be allocated at `ratio`, whatever the scores: for a
+    ratio outside [0, 1), and for an alignment that does not fit the `layers` (layer -> facts)."""
     check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
         coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when experts cannot be allocated at `ratio`, whatever the scores."""
+    """Raise UserError when experts cannot be allocated at `ratio`, whatever the scores: if the
+    limits of the `layers` (layer -> facts) or the groups to merge allow no such number."""
     layer_limits = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
         # these remove the same share in every layer, the others a number of all layers together

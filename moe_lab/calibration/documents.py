@@ -137,8 +137,9 @@ def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
     """The document in the first of the standard fields that the record has, see `document`.
-    UserError for a record without standard fields, and for a record with an instruction, question
-    or prompt whose further fields have content that the document lacks."""
+    location, ignored: see `document`. UserError for a record without standard fields, and for a
+    record with an instruction, question or prompt whose further fields have content that the
+    document lacks."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -241,7 +242,8 @@ def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) 
 
 def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
     """The string in a field of a record. UserError when the field is missing or holds no string.
-    `setting`: the setting that names the field, for the message."""
+    For the message: location, the place of the record; setting, the setting that names the
+    field."""
     if field not in record:
         nearest_name = nearest(field, record)
         hint = f"did you mean {nearest_name}? " if nearest_name else ""
@@ -257,7 +259,8 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
     """The chat message `entry` without `ignored` keys, and with calls in the form of `_tool_call`.
-    UserError for a message without a role, and for a message with neither content nor calls."""
+    UserError for a message without a role, and for a message with neither content nor calls; it
+    begins with `location`."""
     error = UserError(
         f"{location}: expected messages with a role and a content that are strings, found "
         f"{entry!r:.80}"
@@ -313,8 +316,8 @@ def _tools(value: Any, location: str) -> Tools:
 
 
 def _decode(value: Any, location: str, kind: type) -> Any:
-    """The list or object that `value` is, or that `value` holds as JSON text; UserError for any
-    other value. kind: list or dict."""
+    """The list or object that `value` is, or that `value` holds as JSON text. kind: list or dict,
+    whichever is expected. UserError, which begins with `location`, for any other value."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:

@@ -87,6 +87,7 @@ class DoraLinear(nn.Module):
     """The map without adapter. It is no submodule, because it is frozen."""
 
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
+        """Make the adapter for `plain`."""
         super().__init__()
         self.__dict__["plain"] = plain  # self.plain = plain would make a submodule
         self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
@@ -102,6 +103,7 @@ class DoraWeight(nn.Module):
     for all formulas of routers."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
+        """Make the adapter for the router's `weight`, without dropout."""
         super().__init__()
         self.adapter = Dora(weight, settings.router_rank, SCALING)
 
@@ -134,8 +136,8 @@ class DoraExperts(nn.Module):
         `top_k_weights` (T, K). Null experts with constant outputs add these."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            """The output of one expert; None for an expert without channels, and so without
-            adapters."""
+            """The output of one expert for hidden `states`; None for an expert without channels,
+            and so without adapters."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts

@@ -232,8 +232,8 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """Indices of the `size` rows that a step reads. Each pass over all rows has its own order,
-    drawn from the seed and the number of the pass."""
+    """Indices of the `size` rows that a step reads, out of `n_rows`. The steps read all rows again
+    and again. Each such pass has its own order, drawn from the seed and the number of the pass."""
     indices = []
     for number in range(step * size, (step + 1) * size):  # numbers count the rows of all steps
         epoch, position = divmod(number, n_rows)
@@ -243,8 +243,8 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) -> float:
-    """The mean loss over the learnt tokens of `rows`. Its gradients are added to the gradients of
-    the parameters. A forward pass reads `rows_at_once` rows."""
+    """The mean of `loss` over the learnt tokens of `rows`. Its gradients are added to the gradients
+    of the parameters of `model`. A forward pass reads `rows_at_once` rows."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     mean_loss = 0.0
     for start in range(0, len(rows), rows_at_once):
@@ -289,8 +289,8 @@ def distillation_loss(
 def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
-    """Logits (N, V): the predictions of the N tokens that `learnt` (B, S) marks. The first token of
-    a row does not count, because nothing predicts it."""
+    """Logits (N, V) of `model`: the predictions of the N tokens that `learnt` (B, S) marks. The
+    first token of a row does not count, because nothing predicts it. ids, valid: see `Loss`."""
     targets = learnt[:, 1:]
     # Logits are computed in all rows for each column that has a target in at least one row.
     columns = targets.any(0).nonzero()[:, 0]

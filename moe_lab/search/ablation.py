@@ -103,6 +103,7 @@ class _Reader:
         `position`."""
 
         def rise(expert: int) -> torch.Tensor:
+            """() fp64: the increase without one expert, whose gates become 0."""
             return self._rise(position, lambda index, gates: gates.masked_fill(index == expert, 0))
 
         return torch.stack([rise(expert) for expert in range(self.layers[position].n_experts)])
@@ -123,6 +124,7 @@ class _Reader:
         schedule = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
+            """The function `experts`, called with the changed gates."""
             return lambda hidden, index, weights: experts(hidden, index, change(index, weights))
 
         with ExitStack() as undo:

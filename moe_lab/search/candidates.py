@@ -48,6 +48,7 @@ class Plans:
         scores: Mapping[int, Sequence[float]],
         protected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        """Keep the scores of the MoE layers of `model`, and the facts of their routers."""
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
         protected = protected or {}
@@ -94,6 +95,8 @@ class Candidates:
     def __init__(
         self, model: Any, plans: Plans, rows: Sequence[AnswerBatch], settings: SearchSettings
     ) -> None:
+        """Prepare the search set, and divide `settings.memory_budget`. UserError for a search set
+        without positions to evaluate."""
         self.model = model
         self.plans = plans
         self.settings = settings
@@ -112,8 +115,9 @@ class Candidates:
             if settings.fitness == "nll"
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
-        vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
-        needed_bytes = stored_positions * vocabulary_size * FP32_BYTES
+        # each position has a log-probability per entry of the vocabulary
+        n_numbers = stored_positions * int(model.get_output_embeddings().weight.shape[0])
+        needed_bytes = n_numbers * FP32_BYTES
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
         self._stores_log_p = needed_bytes <= settings.memory_budget
@@ -224,6 +228,7 @@ class Decoder:
     positions only."""
 
     def __init__(self, model: Any) -> None:
+        """Find the decoder layers of `model`, and the MoE layers among them."""
         self.model = model
         layers = moe_layers(model)
         self.layers: Sequence[nn.Module] = model.get_submodule(layers[0].stack)
@@ -245,7 +250,8 @@ class Decoder:
         The caller must have masked the model as `schedule` says.
         """
         n_layers = len(schedule)
-        # number of the last MoE layer whose input is in `states`, or -1
+        # number k of the last MoE layer whose input is in `states`, or -1; this input depends only
+        # on what the k MoE layers before it lose
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
         first = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
@@ -282,6 +288,7 @@ class PrefixStates:
     states of all `batches` take at most `budget` bytes, an equal part for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
+        """batches: number of batches; budget: bytes for the stored states of all batches."""
         self.states: list[States] = [{} for _ in range(batches)]
         """Stored states of each batch."""
         self.budget = budget // max(batches, 1)

@@ -225,7 +225,8 @@ def _first_population(space: Space, settings: SearchSettings, random: Generator)
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """Children of random elites: as many as the population has places besides the elites."""
+    """Children of random elites, an elite perhaps several times: as many children as the population
+    has places besides the elites."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -254,9 +255,11 @@ def _transfer(
     random: Generator,
 ) -> tuple[int, int, int]:
     """A random transfer: (layer that gets units back, another layer that loses these units, number
-    of units, at most `largest`). The paper draws ordered pairs of distinct layers and sizes until a
-    draw is feasible, which is the same as one uniform draw from all feasible transfers. If a space
-    has two schedules or more, a transfer of size 1 is always feasible."""
+    of units, at most `largest`). It is feasible: the first layer has lost so many units, and the
+    second can lose so many more within its `capacity`. The paper draws ordered pairs of distinct
+    layers and sizes until a draw is feasible, which is the same as one uniform draw from all
+    feasible transfers. If a space has two schedules or more, a transfer of size 1 is always
+    feasible."""
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes
     can_take = units_removed + sizes <= capacity

@@ -100,7 +100,8 @@ class SubsetHook(StatisticsHook):
     """Layer -> the choices, each as the ids of the retained experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the arguments of the router's call, which is repeated for each choice."""
+        """Record `args` and `kwargs`, the arguments of the router's call, for calls with the same
+        arguments for each choice."""
         self.call = args, kwargs
 
     def experts(

@@ -58,7 +58,7 @@ def prune_sequentially(
                     masks.enter_context(mask_layers([streamed.moe[number]], plan))
                 if number + 1 < len(streamed.layers):
                     layer_pass.run(number, None, keep=True)
-            layer_pass.finish(sums, [number + 1])
+            layer_pass.finish(sums, [number + 1])  # only the input of the next layer is kept
     layers: dict[int, LayerPlan] = {}
     # a resumed pass has the sums of all layers, but not the plans that it made before
     for number, sums_of_layer in layer_pass.result().layers.items():

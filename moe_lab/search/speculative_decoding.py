@@ -42,6 +42,9 @@ class DraftingCandidates:
         settings: SearchSettings,
         ends: frozenset[int],
     ) -> None:
+        """Take the task of each row, and draw all random numbers from `settings.seed`. UserError
+        for rows that have several tasks, or no answer with a task before it, and for tasks that
+        leave no room for `settings.max_new_tokens` new tokens."""
         self.model = model
         self.plans = plans
         self.settings = settings
@@ -77,7 +80,7 @@ class DraftingCandidates:
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
-        """Accepted / proposed tokens of one schedule, averaged over rows."""
+        """Accepted / proposed tokens of one schedule, averaged over rows as `evaluate` says."""
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
@@ -112,6 +115,7 @@ def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> li
     an answer or without a prompt. UserError for rows with several documents."""
     texts = []
     for row, is_valid, is_answer in zip(ids, valid, answers, strict=True):
+        # index of the first answer token; a gap before it would part two documents
         first = int(is_answer.int().argmax()) if bool(is_answer.any()) else 0
         if not bool(is_valid[:first].all()):
             raise UserError(
