@@ -128,7 +128,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     divided by the number of pairs of methods that have several seeds. The variance of a difference
     is the sum of two variances: over seeds and over items. Random criteria are no methods here. A
     request gets no sentence if no benchmark has a known size, or if there are fewer than two
-    methods."""
+    methods. If fewer than two methods have several seeds, the sentence asks for seeds instead."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
@@ -318,6 +318,7 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     yield from settings.wrong(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
+    # the plan retains different numbers of experts in layers, or of channels in experts
     if granularity in allocation_rule.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
@@ -331,7 +332,8 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
     if settings.replacement != "none":
         setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
-        # without a grouping, constants replace the dropped experts
+        # without a grouping, constants replace the dropped experts; with the rows "all", the router
+        # retains the rows of all experts of a group
         routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         setting = f"the plan allocation.path={settings.path}"

@@ -116,9 +116,9 @@ def _write_end(store: Store, study: str) -> None:
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether a further record would not change the joined records of a study, except for time and
-    settings. `document`: the further record, of `run`. The records that it replaces are left out of
-    the join."""
+    """Whether one more record would change nothing in the joined records of a study but time and
+    settings. `document`: this record, which is that of `run`. The records that it replaces are left
+    out of the join."""
 
     # the fields that may change are set to None
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
     `seconds` and as many run at the same time as now."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
-    # a step that takes longer than `seconds` counts as almost done
+    # a step that takes longer than `seconds` counts as done
     spent = sum(min(seconds, time.time() - step.start_time) for step in running)
     return max(0.0, unfinished * seconds - spent) / max(1, len(running))
 

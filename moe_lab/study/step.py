@@ -152,7 +152,8 @@ class Step(StepFields):
 
     @property
     def folder(self) -> str:
-        """Path inside the store: kind, readable label, and enough of the id to be unique."""
+        """Path inside the store: kind, readable label, and the first `results.DIGITS` digits of the
+        id, which suffice to be unique."""
         return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
 
     def __getstate__(self) -> dict[str, Any]:

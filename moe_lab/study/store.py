@@ -62,6 +62,7 @@ class Store:
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
         self.claims = Claims(self.root / "claims", in_queue, limit)
         self.notices: list[str] = []
+        """Sentences about damage that have not been printed yet."""
         self.shared = self.claims.shared = is_of_group(self.root)
         """Whether the folder belongs to a group, whose members may all resume unfinished steps."""
         self._is_writable = False
