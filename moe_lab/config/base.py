@@ -151,6 +151,7 @@ class SettingsError(UserError):
     """Mistakes in settings; `sentences` has one for each."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
+        """An error with each of `sentences` once; several are listed under a heading."""
         distinct = list(dict.fromkeys(sentences))
         heading = [] if len(distinct) == 1 else ["several mistakes:"]
         super().__init__("\n  - ".join([*heading, *distinct]))
@@ -164,6 +165,8 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        """Raise SettingsError if the list, with the mistakes of a UserError that ended the block,
+        is not empty. Any other exception that ended the block is raised instead."""
         if isinstance(error, UserError):
             self += error.sentences
         if self and (error is None or isinstance(error, UserError)):
@@ -282,8 +285,9 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def type_at(kind: Any, path: Iterable[str]) -> Any:
-    """The type of the setting at `path`, a list of keys, inside the type `kind` of a group; X for a
-    type X | None. None if there is no such setting."""
+    """The type of the setting at `path`, a list of keys, inside the type `kind` of a group. X for a
+    type X | None, Any for a setting inside Any, None if there is no such setting. A key of a
+    mapping and an index of a list have the type of all entries."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:

@@ -124,6 +124,7 @@ class ModelConfig(Group):
     precedence."""
 
     def __post_init__(self) -> None:
+        """Append _topN to the name of a model with `top_k` N, unless the name has this ending."""
         ending = f"_top{self.top_k}"
         if self.top_k is not None and not self.name.endswith(ending):
             object.__setattr__(self, "name", self.name + ending)
@@ -239,7 +240,7 @@ class CalibrationConfig(Group):
 
     @property
     def rows(self) -> int:
-        """Rows to fill: tokens / length, rounded down."""
+        """Number of rows to fill: tokens / length, rounded down."""
         return self.tokens // self.length
 
     @property
@@ -330,8 +331,9 @@ class AllocationConfig(Group):
 
     @model_validator(mode="after")
     def _check_readers(self) -> Self:
-        """Raise ValueError for a setting that the allocation does not read, and if the allocation
-        needs a search text that is not set."""
+        """Raise ValueError for a setting that the allocation does not read, for layers that a
+        protection other than super does not read, and if the allocation needs a search text that is
+        not set."""
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(

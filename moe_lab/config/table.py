@@ -48,6 +48,7 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
     subgroups = []
     for name, hint in fields_of(kind).items():
         inner = without_none(hint)
+        # a list of groups is a setting, and its groups are a subgroup, too
         subgroup = get_args(inner)[0] if get_origin(inner) is list else inner
         if fields_of(subgroup):
             subgroups.append((subgroup, f"{group}.{name}".lstrip(".")))
@@ -79,7 +80,7 @@ def _meanings(kind: Any) -> dict[str, str]:
 
 
 def _default(field: Field[Any]) -> str:
-    """The default of a field, as it is typed; "" for a field without a default."""
+    """The default of a field, as users type it; "" for a field without a default."""
     if field.default is MISSING and field.default_factory is MISSING:
         return ""
     value = field.default_factory() if field.default_factory is not MISSING else field.default

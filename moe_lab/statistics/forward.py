@@ -332,6 +332,7 @@ class Channels:
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
     ) -> None:
+        """Begin with zeros for each of `n_experts` experts with `width` channels."""
         self.gates = gates
         self.columns = {}
         for prefix in ("", *(f"{gate}_" for gate in gates)):

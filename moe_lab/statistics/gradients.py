@@ -65,7 +65,8 @@ class GradientHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H), observed in the forward and in the backward pass."""
+        """The routed output (T, H). Adds the statistics of the activations and the numbers of
+        valid tokens now, and the sums of gradients when the backward pass reaches the experts."""
         layer = self.layer
         n_experts = self.layer.n_experts
         rows = sort_by_expert(index, n_experts)
@@ -189,13 +190,16 @@ class WeightGradientHook(StatisticsHook):
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
+        """(name of a stack, expert) -> sum of LOSS_SCALE * dL/dw so far."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H); the weights of each used expert get gradients."""
+        """The routed output (T, H). In the backward pass the gradients of the weights of each used
+        expert, without biases, are added to `gradients`."""
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+            # the matrices of one expert as leaves, because the model's stacks have no gradients
             leaves = layer.tensors(expert)
             for name in [name for name in leaves if not layer.family.stacks[name].is_bias]:
                 leaves[name] = leaves[name].detach().requires_grad_()

@@ -56,6 +56,7 @@ class StatisticsHook:
     """The function that computes the layer's routed output when it is not observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
+        """`start`: the sums over the batches that were read before; {} for a new pass."""
         self.observer = observer
         self.layer = layer
         self.sums = dict(start)
@@ -136,6 +137,8 @@ class Observer:
         self._open = ExitStack()
 
     def __enter__(self) -> Observer:
+        """Register all hooks; if this fails, none stays registered. RuntimeError for a layer whose
+        experts are replaced already, unless the hooks compute no experts."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 if hook.computes and are_replaced(hook.layer):
@@ -185,12 +188,14 @@ class SaveTimer:
         self._previous_handler: Any = None
 
     def __enter__(self) -> SaveTimer:
+        """Begin to hold SIGTERM back."""
         # other threads cannot handle signals
         if self.out is not None and threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Restore the handler of SIGTERM, and send this process the SIGTERM that was held back."""
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if self.stop_requested:
@@ -202,7 +207,8 @@ class SaveTimer:
         self.stop_requested = True
 
     def due(self) -> bool:
-        """Whether the pass should save now."""
+        """Whether the pass should save now: a SIGTERM is held back, or the last save was long ago,
+        also compared with the seconds that it took. Never if `out` is None."""
         interval_is_over = time.monotonic() - self.last_save >= max(
             SAVE_INTERVAL, SAVE_FACTOR * self.save_seconds
         )
@@ -210,13 +216,14 @@ class SaveTimer:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which the pass saves, whose seconds are measured."""
+        """A context in which the pass saves. The seconds of the save are measured. A SIGTERM that
+        was held back takes effect after it."""
         start = time.monotonic()
         yield
         self.last_save = time.monotonic()
         self.save_seconds = self.last_save - start
         if self.stop_requested:
-            self.__exit__()  # SIGTERM has its usual effect now
+            self.__exit__()
 
 
 def gather(
@@ -229,11 +236,11 @@ def gather(
 ) -> Statistics:
     """The sums that `hook` collects over `batches`, each read by `reading`.
 
-    Every few minutes the sums are saved in the folder `out`, unless `out` is None. No other pass
-    may use the folder. If the folder already has sums of the same batches, the pass continues from
-    these sums; on the CPU the result is exactly that of an uninterrupted pass. UserError if there
-    are no batches, for NaN or infinite sums (naming layer and expert), and for models that cannot
-    be observed.
+    Every few minutes the sums are saved in the folder `out`, unless `out` is None or passes of
+    `hook` cannot resume. No other pass may use the folder. If the folder already has sums of the
+    same batches, the pass continues from these sums; on the CPU the result is exactly that of an
+    uninterrupted pass. UserError if there are no batches, for NaN or infinite sums (naming layer
+    and expert), and for models that cannot be observed.
     """
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)

@@ -45,9 +45,12 @@ class States:
     """
 
     def __init__(self, folder: Path) -> None:
+        """`folder`: has a folder of files for each key, from earlier runs of the pass, too."""
         self.folder = folder
         self.room = SHARE * main_memory()
+        """Bytes of main memory that are left for states."""
         self.in_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        """Key -> batch -> state."""
         self.saved = {int(path.name) for path in folder.glob("*")}
         """Keys whose states are in files, from which a killed pass resumes."""
         self.retained = self.saved
@@ -80,6 +83,7 @@ class States:
         self.retained = set(keys)
         for key in dropped:
             self.room += sum(map(_bytes, self.in_memory.pop(key, {}).values()))
+        # a killed pass would resume from the files of `saved`: they stay until the next save
         self._delete(dropped - self.saved)
 
     def save(self, record: Callable[[], None]) -> None:
@@ -198,6 +202,7 @@ def stream_back(
                         output.backward(
                             layer_pass.states.get(-(number + 1), index, streamed.device)
                         )
+                        # the layers before `first` have no experts, and need no gradient
                         if number > first and state is not None and state.grad is not None:
                             layer_pass.states.put(-number, index, state.grad)
                     sums = _sums(observer)
@@ -220,6 +225,8 @@ class LayerPass:
         total: int,
         out: Path,
     ) -> None:
+        """Read the sums and states of an interrupted pass with the same `header` from `out`;
+        delete those of any other pass."""
         self.streamed = streamed
         self.batches = batches
         self.header = header

@@ -63,7 +63,7 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     of an expert, in the order in which the matrices are stored. UserError for a source without
     experts, sums that are NaN or infinite, and experts of one layer whose statistics differ in name
     or shape."""
-    # layer -> name -> expert -> sum
+    # layer -> name of a statistic -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, block_tensor, expert, weights in _open(source, device).matrices():
         for statistic, values in measure(name, block_tensor, weights).items():
@@ -72,21 +72,24 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
                 raise UserError(
                     f"NaN or Inf in layer {block_tensor.layer}, expert {expert}: weights {name}"
                 )
-            rows = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
-            rows[expert] = rows[expert] + values if expert in rows else values
+            expert_sums = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
+            expert_sums[expert] = expert_sums[expert] + values if expert in expert_sums else values
     layers: Layers = {}
     for layer, statistics in sorted(sums.items()):
-        experts = range(1 + max(expert for rows in statistics.values() for expert in rows))
-        if any(len(rows) != len(experts) for rows in statistics.values()):
+        experts = range(1 + max(max(expert_sums) for expert_sums in statistics.values()))
+        if any(len(expert_sums) != len(experts) for expert_sums in statistics.values()):
             raise _missing_weights(source, layer)
-        if len({row.shape for rows in statistics.values() for row in rows.values()}) > 1:
+        shapes = {
+            part.shape for expert_sums in statistics.values() for part in expert_sums.values()
+        }
+        if len(shapes) > 1:
             raise UserError(
                 f"model.path={source}: experts of layer {layer} have unequal widths, expected one "
                 "width"
             )
         layers[layer] = {
-            name: torch.stack([rows[expert] for expert in experts])
-            for name, rows in statistics.items()
+            name: torch.stack([expert_sums[expert] for expert in experts])
+            for name, expert_sums in statistics.items()
         }
     return layers
 
@@ -171,7 +174,8 @@ class StoredExperts:
 
 
 def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    """The matrices of the routed experts of `source`. `device`: as in StoredExperts."""
+    """The routed experts of `source`: a model in memory, or the folder of a checkpoint. `device`:
+    as in StoredExperts, for a checkpoint only."""
     if isinstance(source, nn.Module):
         return LoadedExperts(source)
     return StoredExperts(Path(source), device)
@@ -183,7 +187,8 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
     if tensors of experts are not plain numbers, or if there are none."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
-    n_layers = int(text.get("num_hidden_layers", 1 << 30))  # by default no layer is too many
+    # a config.json without this number leaves no layer out
+    n_layers = int(text.get("num_hidden_layers", 1 << 30))
     block_tensors = {}
     for name, block_tensor in (
         family_of(text.get("model_type")).block_tensors(checkpoint.tensors).items()
@@ -241,9 +246,10 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
 def _blocks(
     weights: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
-    """Blocks (E, weights) fp64 of one projection of a layer; each block has the weights of some
-    rows. `names`: the tensor of every expert (rows, columns), in order of the experts, or only the
-    stacked tensor (E, rows, columns). UserError for weights that are not finite."""
+    """The weights of one projection of a layer in blocks (E, n) fp64 on `device`: each block has
+    some rows of every expert, flattened. `names`: the tensor of every expert (rows, columns), in
+    order of the experts, or only the stacked tensor (E, rows, columns). UserError for weights that
+    are not finite."""
     *stacked, rows, columns = weights.tensors[names[0]].shape  # `stacked` is [E] or []
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
