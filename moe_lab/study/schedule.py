@@ -147,7 +147,7 @@ class Schedule:
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
-    """Mark waiting steps for which an earlier run has stored an error as failed.
+    """Mark as failed each waiting step for which an earlier run has stored an error.
 
     In three cases the stored error is removed instead, so that the step is tried again: with
     retry=failed, after a change of the code, and if installed packages caused the error.
@@ -298,8 +298,8 @@ class InProcessExecutor(WorkerProcess):
         self.models = models or Models()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Compute `step` in this process, or in the worker process if the class docstring says so.
-        Raises StepError when the step fails."""
+        """Compute `step` in this process; in a worker process if the step runs foreign code, or if
+        the store belongs to a group. Raises StepError when the step fails."""
         if step.resources().isolated or self.store.shared:
             super().__call__(step, scratch)
             return

@@ -202,9 +202,9 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print a table with a row for each kind of step: number of steps in each state, mean time of a
     step, and time left. Then print the jobs in the queue, and the commands that explain failed
     steps and start missing steps."""
-    kinds: dict[str, list[StepState]] = defaultdict(list)
+    steps_by_kind: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
-        kinds[step.kind].append(step)
+        steps_by_kind[step.kind].append(step)
     total = Counter(step.state for step in steps)
     states = [state for state in STATES if total[state]]
     since = _duration(time.time() - study.start_time)
@@ -217,7 +217,7 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
     )
     for column in table.columns:
         column.no_wrap = True
-    for kind, kind_steps in kinds.items():
+    for kind, kind_steps in steps_by_kind.items():
         counts = Counter(step.state for step in kind_steps)
         mean = _mean_seconds(study.store, kind_steps)
         times = [mean, seconds_left(kind_steps, mean)] if mean else []
@@ -349,8 +349,8 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
-    """Why a step is not done, as text: the error, the input, the job or the process that it depends
-    on, and what starts it again."""
+    """A text that says why a step, which is not done, is in its state; and for a step that nothing
+    will compute, what starts it again."""
     if step.state == "failed":
         error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
@@ -384,8 +384,8 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean of the seconds that finished steps among `steps` took, of which at most SAMPLE are read.
-    None if none of these has readable times."""
+    """Mean seconds of the first SAMPLE finished steps among `steps`. Steps whose times cannot be
+    read are left out; None if no step is left."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         # the next run, or verify, reports a damaged step
