@@ -89,6 +89,7 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     from moe_lab.models.load import load_model
     from moe_lab.paths import PREFIX, as_name
 
+    # of the hub id AUTHOR/NAME, of a folder, or of pocket:NAME
     last_part = path.rstrip("/").rpartition("/")[2]
     name = as_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest

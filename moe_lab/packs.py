@@ -148,7 +148,7 @@ class Packs:
         if not rows:
             raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
         try:
-            return zlib.decompress(rows[0][0])
+            return zlib.decompress(rows[0][0])  # the only row has the content alone
         except zlib.error:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 

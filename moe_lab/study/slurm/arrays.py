@@ -247,6 +247,7 @@ def _minutes(times: Sequence[float | None], longest: float) -> float:
     (unknown), `longest` is returned."""
     if None in times:
         return longest
+    # for type checkers, as no time is None here
     expected = TIME_FACTOR * sum(filter(None, times)) / 60
     return min(longest, MINUTES_STEP * max(1, ceil(expected / MINUTES_STEP)))
 

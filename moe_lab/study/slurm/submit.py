@@ -236,7 +236,7 @@ class Submission:
                 f"sbatch says of {kind} jobs: {message}; they ask for {request}; "
                 f"{scheduler.advice(message, kind)}"
             ) from None
-        array = ids[0].partition("_")[0]
+        array = ids[0].partition("_")[0]  # the id of a job is ARRAY_TASK
         self.run.add(
             SubmittedJob(job, array, name, kind, tuple(step.id for step in job_steps), after)
             for job, job_steps in zip(ids, steps, strict=True)

@@ -189,6 +189,7 @@ class Timing(Step):
         device is None, a condition reports that this machine has no such device."""
         model = self.loaded.model
         device = self.timed.device
+        # two copies: the loaded model and the deployed one
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
             return run._replace(gpu_counts=[1], conditions=[(device_here, model.device)])
@@ -216,7 +217,7 @@ class Timing(Step):
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
-        # of the CPUs, before the measurement, so without its own load
+        # load of the CPUs before the measurement, which would add its own
         load = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
         conditions = {

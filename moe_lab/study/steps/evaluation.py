@@ -65,6 +65,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
+    # without namespaces some programs are not run, so results belong to steps with other ids
     sandbox = LIMITED if harness.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and sandbox is None:
         policy = replace(policy, sandbox=NAMESPACES)
@@ -73,6 +74,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     setup = BenchmarkSetup(benchmark, Questions(benchmark) if two_phases else None, backend)
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
+        """The step with the results of one pruned model."""
         # with the chat template, its arguments change the prompts
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         checkpoint = _checkpoint(pruned, backend.name, config)
@@ -162,9 +164,9 @@ class BenchmarkRun(Step):
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """Resources of running the pruned model on the benchmark. A model whose weights are changed
-        is a second copy. All benchmarks of a pruned model are in one Slurm job, which loads the
-        model once."""
+        """Resources of running the pruned model on the benchmark. A model with changed weights is a
+        second copy in memory. All benchmarks of a pruned model are in one Slurm job, which loads
+        the model once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,

@@ -84,6 +84,7 @@ class Models:
         from moe_lab.models.files import local_folder
 
         def make() -> Any:
+            """The model, newly made from its config.json."""
             folder = local_folder(model)
             network = load.skeleton(folder, trust_remote_code=model.trust_remote_code).eval()
             load.set_top_k(network, model.top_k)

@@ -191,9 +191,9 @@ class Pass(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The pass of a kind over the calibration set of a cell. Usually the text is divided into
-        shares, and the pass merges the passes over them. It is not divided if sums of rows cannot
-        be added, or if the model needs several GPUs."""
+        """The pass of a kind over the calibration set of a cell. If calibration.parts divides the
+        set, the pass merges the passes over its parts. The set is not divided if sums of parts
+        cannot be added, or if the model needs several GPUs."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
         # a text is streamed if one GPU does not hold the model; a step with `whole_model` loads

@@ -308,7 +308,7 @@ class FromScores(CellPlan):
         from moe_lab.pruning.selection import plan_from_scores, ties
 
         model = self.request.facts_of(self.facts, files)
-        origin = {**self.request.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
+        origin = {**self.request.origin(model), "scores": Path(self.scores.folder).name}
         # `allocation_settings` has a digest of the file instead of its path
         settings = {**self.request.allocation_settings, "path": self.request.allocation.path}
         evidence: dict[str, Any] = files.sums(self.request.evidence)
@@ -484,7 +484,7 @@ class Sequential(CellPlan):
         weight_steps.pop("statistics", None)
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
-        # each layer alone is pruned like by another allocation
+        # one layer alone is pruned as it would be by one of these allocations
         settings = {
             **self.request.allocation_settings,
             "name": "uniform" if granularity == "expert" else "layerwise",

@@ -31,8 +31,8 @@ NO_RECOVERY = RecoveryConfig()
 def plan_of(cell: Cell) -> PlanStep:
     """The step that makes the cell's plan. Its kind depends on the allocation. If the allocation
     merges experts that must be aligned, the step that aligns this plan is returned instead."""
-    kind: Any = KINDS[allocation.get(cell.allocation.name).step]
-    plan: PlanStep = kind.of(cell)
+    step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
+    plan: PlanStep = step_class.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
     if grouping is None or grouping.align is None:
         return plan
@@ -81,7 +81,8 @@ class Alignment(AlignedPlan):
             plan.check_model(list(streamed.moe.values()))
             layers = streamed.each_layer()
         else:
-            resident = moe_layers(files.models.load(self.loaded.model)[0])
+            network, _ = files.models.load(self.loaded.model)
+            resident = moe_layers(network)
             plan.check_model(resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
@@ -132,6 +133,7 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     """How a recovery stores weights in 4 bits; None if it keeps them in 16 bits."""
     if recovery.bits != 4:
         return None
+    # sorted, as the order of modules in settings must not change the id
     return Storage(4, tuple(sorted(set(recovery.modules))))
 
 
