@@ -283,8 +283,8 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of writing the checkpoint. If it is converted to GGUF, a check of the
-        converter, which must be where the step runs, is added."""
+        """Resources of writing the checkpoint. If it is converted to GGUF, they include a check
+        that the converter is installed where the step runs."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
@@ -314,6 +314,7 @@ class Export(Step):
         if is_recovered:
             from moe_lab.recovery.export import check_widths
 
+            # before all work: the exported experts must have the form in which they are evaluated
             check_widths(source, plan, self._evaluation_dtype(source))
         # a checkpoint in a folder of a group may have code of another user, which would be run
         if is_of_group(files.partial):

@@ -38,8 +38,8 @@ def evidence_roles(cell: Cell) -> tuple[str, ...]:
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's criterion or its allocation needs steps that read the calibration set.
-    These may also be needs of the criterion `allocation.by`, or the step that makes the plan."""
+    """Whether the cell's criterion or its allocation needs steps that read the calibration set. The
+    criterion `allocation.by` and the step that makes the plan count, too."""
     needs = [
         *criteria.get(cell.criterion.name).needs,
         # "by" is a criterion, not a step
@@ -182,6 +182,6 @@ class Family(Step):
         return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:
-        """Write a table with the scores of each expert."""
+        """Write a table with the 17 scores of each expert."""
         table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)

@@ -46,6 +46,7 @@ def experts(layers: Layers) -> list[Row]:
         sums = _array(arrays["sums_model"])
         # of activations of channels, (E, I)
         squares = _array(arrays["channel_square"])
+        # in the order of EXPERTS, before the widths and the sums of roots
         columns = (
             tokens,
             sums[:, 1, 0],
@@ -67,8 +68,8 @@ def _root_sums(squares: Array, tokens: Array) -> list[float]:
     is 0 for an expert without tokens. `squares`: sums of squares over tokens (E, I). `tokens`:
     numbers of tokens (E,)."""
     return [
-        float(np.sqrt(square / count).sum()) if count > 0 else 0.0
-        for square, count in zip(squares, tokens.tolist(), strict=True)
+        float(np.sqrt(channel_squares / count).sum()) if count > 0 else 0.0
+        for channel_squares, count in zip(squares, tokens.tolist(), strict=True)
     ]
 
 
@@ -107,6 +108,7 @@ def weights(layers: Layers) -> list[Row]:
     for layer, arrays in layers.items():
         abs_sums = _array(arrays["abs_sum"]).tolist()
         square_sums = _array(arrays["square_sum"]).tolist()
+        # all experts of a layer have the same number of weights
         counts = [float(arrays["count"])] * len(abs_sums)
         rows += _of_experts(layer, abs_sums, square_sums, counts)
     return rows
