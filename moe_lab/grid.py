@@ -215,7 +215,7 @@ class _Axes:
                 for name in lists[axis]
                 if any(fnmatchcase(str(name), pattern) for pattern in patterns)
             ]
-        if not all(axis_names.values()):
+        if not all(axis_names.values()):  # no name is left in one of the lists
             return []
         return [{**self.grid_lists({**first, **lists}), **axis_names}]
 

@@ -276,6 +276,7 @@ def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float])
     `time_limits`: partition -> minutes."""
     if job_config["sbatch"].get("qos"):
         return inf
+    # sbatch reads the variable if no partition is set; "" is the default partition
     partitions = job_config["partition"] or os.environ.get("SBATCH_PARTITION", "")
     limits = (time_limits[name] for name in partitions.split(",") if name in time_limits)
     return max(limits, default=inf)

@@ -89,6 +89,7 @@ class StepsJob:
         if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return
+        # Slurm has counted a restart that this process does not know: it requeues the job
         if int(state.get("Restarts", "0")) > restarts():
             self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
@@ -106,9 +107,9 @@ class StepsJob:
 
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
-    """The steps that are computed by other jobs, are inputs of this job's steps and have no result
-    in the store. While there are any, and none of them has failed, waits a while for them. Inputs
-    that have a result are marked as finished in `schedule`."""
+    """The missing inputs of this job's steps: steps of other jobs that have no result in the store.
+    Waits a while for them, unless one of them has failed. Inputs that have a result are marked as
+    finished in `schedule`."""
     step_ids = {step.id for step in schedule.steps}
     inputs = [
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids

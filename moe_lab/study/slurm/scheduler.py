@@ -157,6 +157,7 @@ def cancel(jobs: Iterable[str]) -> None:
     for start in range(0, len(ids), IDS_PER_CALL):
         answer = _run("scancel", *ids[start : start + IDS_PER_CALL])
         if answer.returncode:
+            # a call that fails without a message counts as an error, too
             lines = answer.stderr.strip().splitlines() or ["nothing"]
             errors += [line for line in lines if not ENDED_MESSAGE.search(line)]
     if errors:
