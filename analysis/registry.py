@@ -221,10 +221,10 @@ def aliases() -> dict[str, str]:
 def find(name: str) -> Output:
     """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
     output_of_name = outputs()
-    output_of_alias = aliases()
-    output = output_of_name.get(output_of_alias.get(name, name))
+    name_of_alias = aliases()
+    output = output_of_name.get(name_of_alias.get(name, name))
     if output is None:
-        suggestion = nearest(name, [*output_of_name, *output_of_alias, "all", "report"])
+        suggestion = nearest(name, [*output_of_name, *name_of_alias, "all", "report"])
         hint = f": did you mean {suggestion}?" if suggestion else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return output

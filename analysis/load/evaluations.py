@@ -167,8 +167,8 @@ def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: R
         for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
             for benchmark in sorted(benchmarks - cell_benchmarks):
                 reader.gap(
-                    # through str, because pandas' types allow any label in an index
                     f"{benchmark} is not among the results of {key['task']}",
+                    # through str, because pandas' types allow any label in an index
                     labels[int(str(cell))],
                 )
 

@@ -292,12 +292,12 @@ def _moments(
 ) -> pd.DataFrame:
     """Mean and standard deviation of each expert's values; columns layer, expert, mean, std, count.
 
-    experts: frame with columns layer and expert; the rows of the other parameters are those of this
-    frame.
+    All parameters have one row per expert, in the same order:
 
-    - sums: sum of an expert's values
-    - square_sums: sum of the squares of an expert's values, NaN for an expert without values
-    - counts: number of an expert's values
+    - experts: frame with columns layer and expert
+    - sums: sum of the expert's values
+    - square_sums: sum of the squares of the expert's values, NaN for an expert without values
+    - counts: number of the expert's values
     """
     mean = (sums / counts).where(square_sums.notna())
     std = np.sqrt((square_sums / counts - mean**2).clip(lower=0))

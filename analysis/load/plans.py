@@ -61,7 +61,8 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Loading memory before and after pruning, one row for all pruned cells with equal values.
+    """Loading memory before and after pruning; pruned cells with equal values in all columns have
+    one row in common.
 
     Columns: model, ratio, removed_words, granularity, allocation, bytes (unpruned), bytes_after
     (pruned) and saved (the share of `bytes` that pruning saves). Cells whose cost was not counted
@@ -80,8 +81,8 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
 
 
 def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Share of every expert that each plan retains, one row per cell and expert of the unpruned
-    model.
+    """For each plan, the retained share of every expert of the unpruned model; one row per cell and
+    expert.
 
     Columns: cell, layer, expert and
 
@@ -186,6 +187,7 @@ def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER)
+        # other values of intra divide the budget without a prior
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
@@ -197,6 +199,7 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Settings and costs of searches, one row per cell with a searched allocation; columns cell and
     SEARCHES."""
     rows = []
+    # a plan with a searched allocation is in the folder of the search
     folders = cells["plan_folder"].dropna().astype(str)
     for cell, name in folders[folders.str.startswith("search/")].items():
         folder = reader.folder(name)
@@ -265,6 +268,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         if "channels" in layer:
             share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
             share /= layer["width"]
+        # a group of merged experts contains its representative, which is not dropped
         members = []
         for representative, group in layer.get("merged", {}).items():
             members += [int(member) for member in group if member != representative]

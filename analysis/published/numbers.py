@@ -277,8 +277,9 @@ class Measured:
 
 
 def verdict(number: Printed, measured: Measured) -> str:
-    """Verdict on a published and a measured number: `agrees` or `differs` (followed by the note of
-    the published number), `missing`, or `not comparable because` followed by all reasons.
+    """Verdict on a published and a measured number: `agrees` or `differs`, followed by the note of
+    the published number; `missing` if the measured number is NaN; or `not comparable because`,
+    followed by all reasons.
 
     The numbers agree when the rounding range of the published number overlaps the interval of the
     measured number.

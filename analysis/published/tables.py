@@ -76,12 +76,11 @@ class Facts:
     def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> Measured:
-        """The measured number together with its protocol and caveats.
+        """The measured number together with its protocol and caveats. The axes, calibration tokens
+        and search are those of the first cell in `sources`.
 
-        number: the value of the measured number and the ends of its interval.
-
-        sources: benchmark that contributes to the number -> the cell evaluated on this benchmark.
-        The axes, calibration tokens and search are those of the first cell.
+        - number: the value of the measured number and the ends of its interval
+        - sources: benchmark that contributes to the number -> the cell evaluated on this benchmark
         """
         first_cell = next(iter(sources.values()))
         axes = self.cells[first_cell]
@@ -299,13 +298,13 @@ def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankB
             block = cell_scores.task_block(comparison, domains, ranked)
             code = domains["code"].cells
             math = domains["math"].cells
-            methods = []
+            ranked_methods = []
             for name in block.frame.index:
                 if name in ranked:
                     cells = dict.fromkeys(names.CODE_COLUMNS, code[name])
                     cells |= dict.fromkeys(names.MATH_COLUMNS, math[name])
-                    methods.append((cells, _rank(block, name)))
-            yield methods
+                    ranked_methods.append((cells, _rank(block, name)))
+            yield ranked_methods
 
 
 def _rank(block: Numbers, row: int | str) -> Number:

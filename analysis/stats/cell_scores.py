@@ -179,10 +179,10 @@ def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
     """A block of Table 1: scores of the unpruned model and of a panel's methods on all displayed
-    columns, with mean and average rank.
+    columns, their mean, and the average rank of the methods. The columns Model, Pruned, Calibration
+    and Criterion come last.
 
-    criteria: keys of the methods in the block, by default all. The columns Model, Pruned,
-    Calibration and Criterion come last.
+    criteria: keys of the methods in the block, by default all.
     """
     cells = {
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria

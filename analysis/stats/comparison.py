@@ -222,6 +222,8 @@ class Comparison:
         ends = pd.DataFrame(from_items, cells, dtype=float)  # columns 0 (low) and 1 (high)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
+        # for cells without outcomes: benchmarks count as independent samples, and the standard
+        # error of a cell on a benchmark is the mean over the cell's seeds
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
         half_width = _NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
         low = ends[0].fillna(score - half_width)
@@ -350,7 +352,7 @@ class Comparison:
         if (
             answers is None
             or max(len(self.plans_by_seed[cell]), len(self.plans_by_seed[other])) > 1
-            or np.isnan(estimate.error)
+            or np.isnan(estimate.error)  # fewer than two items in common
         ):
             return estimate
         pair = answers[[self._row_numbers[cell], self._row_numbers[other]]]

@@ -66,7 +66,7 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
     # sizes of intersections (layers,): of all sets, and of each pair of sets
     common = sets.all(axis=0).sum(axis=-1)
     pairs = [(first & second).sum(axis=-1) for first, second in combinations(sets, 2)]
-    share = size / experts
+    share = size / experts  # probability that an expert is in a random set
     count = len(sets)
     return {
         "triple": float(np.mean(common / size)),

@@ -280,9 +280,10 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _compare_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """Compare a plan with the random plans of its kind; returns ABOVE, WITHIN or BELOW.
+    """Compare a plan with the random plans of its kind.
 
-    "" for a random plan, for a plan without a score, and for a kind without random plans.
+    Returns ABOVE, WITHIN or BELOW, but "" for a random plan, for a plan without a score, and for a
+    plan of a kind without random plans.
     """
     chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))  # through str, because a row has values of any type
@@ -309,12 +310,12 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         model_rankings = [ranking for ranking in rankings if ranking.request == request]
         if len(model_rankings) < 2 or len({ranking.quantity for ranking in model_rankings}) > 1:
             continue
-        plans = [
+        frames = [
             ranking.scored.set_index(["criterion", "method", "calibration"])
             for ranking in model_rankings
         ]
-        scores = pd.concat([rows["score"] for rows in plans], axis=1, join="inner")
-        seeds = pd.concat([rows["seeds"] for rows in plans], axis=1, join="inner")
+        scores = pd.concat([rows["score"] for rows in frames], axis=1, join="inner")
+        seeds = pd.concat([rows["seeds"] for rows in frames], axis=1, join="inner")
         if len(scores) > 1:
             label = ALL_MODELS
             # some models lack this ratio and gate
@@ -500,8 +501,8 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
 
 
 def _verdict_sentence(ranking: Ranking) -> str:
-    """A sentence with the verdicts on the methods with several seeds; "" if fewer than two methods
-    have several seeds."""
+    """A sentence with the verdicts on the methods with several seeds, except those within or below
+    chance; "" if fewer than two methods have several seeds."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     plans_with_stated_verdict = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]

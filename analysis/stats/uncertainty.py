@@ -98,7 +98,7 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     value = float(np.mean(scores))
     seed_variance = ((scores - value) ** 2).sum() / (seeds - 1) / seeds if seeds > 1 else 0.0
     item_variance = 0.0
-    interaction = 0.0
+    interaction = 0.0  # V(seed x item)
     # Sum of the squared terms, each divided by the term's degrees of freedom (Satterthwaite).
     squares = 0.0
     for stratum, total in zip(strata, totals, strict=True):
@@ -139,14 +139,15 @@ def best_of_many(
     """Lead of the best method over each other method, where the same data decided which method is
     the best.
 
-    pairs: for each other method, the lead as estimated from the plans of the two methods alone.
-    strata: outcomes of the plans of all methods, one replicate for each plan. methods: the number
-    of each plan's method (replicates,); 0 is the best method.
-
     The error of a lead is the larger of the error in `pairs` and an error from variances that are
     pooled over all methods. Pooled variances have the degrees of freedom that the range of many
     means needs. p is from the studentised range (Tukey's procedure for all pairs), which accounts
-    for choosing the best method by the data. Without strata, error and p are NaN.
+    for choosing the best method by the data. Error and p are NaN without strata, or if a stratum
+    has only one item.
+
+    - pairs: for each other method, the lead as estimated from the plans of the two methods alone
+    - strata: outcomes of the plans of all methods, one replicate for each plan
+    - methods: the number of each plan's method (replicates,); 0 is the best method
     """
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
@@ -195,8 +196,8 @@ def _pooled_variances(
     scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
     deviations = scores - (plan_weights @ scores)[methods]
     seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * inverse_seeds
-    item_variance = 0.0
-    residual = 0.0
+    item_variance = 0.0  # V(method x item)
+    residual = 0.0  # V(seed x item) for a single plan
     # Sum of the squared terms, each divided by the term's degrees of freedom (Satterthwaite).
     squares = 0.0
     for stratum in strata:
@@ -204,7 +205,7 @@ def _pooled_variances(
         scale = items / (items - 1)
         totals = stratum.contributions.sum(axis=1)[:, None]
         deviations_of_items = stratum.contributions - totals * stratum.shares
-        means = plan_weights @ deviations_of_items
+        means = plan_weights @ deviations_of_items  # (methods, items)
         item_part = scale * ((means - means.mean(axis=0)) ** 2).sum() / method_freedom
         item_variance += item_part
         squares += item_part**2 / method_freedom / (items - 1)
@@ -257,6 +258,7 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
     # nearly all estimates of the standard deviation are between these limits
     low, high = np.log(gammaincinv(half_freedom, [1e-10, 1 - 1e-13]) / half_freedom) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
+    # density of these logarithms, up to a constant factor
     density = np.exp(freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
     scaled = np.asarray(values, float)[..., None] * np.exp(logs)
     # for a given standard deviation, the degrees of freedom are infinite
