@@ -208,7 +208,7 @@ class Submission:
         sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
         parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
         optional = {"partition": resources["partition"]} if resources["partition"] else {}
-        if resources["memory"] and not any(name.startswith("mem-per-") for name in parameters):
+        if resources["memory"] and not any(option.startswith("mem-per-") for option in parameters):
             optional["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
         if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
             type_and_count = (resources["gpu_type"], resources["gpus"])
@@ -230,7 +230,9 @@ class Submission:
             requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(
-                f"{name}={value}" for name, value in requested.items() if value not in (None, [])
+                f"{option}={value}"
+                for option, value in requested.items()
+                if value not in (None, [])
             )
             raise UserError(
                 f"sbatch says of {kind} jobs: {message}; they ask for {request}; "
@@ -289,8 +291,8 @@ def _announce(submission: Submission) -> None:
         tasks = [job for job in jobs if job.array == array]
         steps = sum(len(job.steps) for job in tasks)
         print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
-    step_ids = {step for job in jobs for step in job.steps}
-    if earlier := {job for step, job in submission.jobs.items() if step not in step_ids}:
+    step_ids = {step_id for job in jobs for step_id in job.steps}
+    if earlier := {job for step_id, job in submission.jobs.items() if step_id not in step_ids}:
         inform(
             f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}"
         )
