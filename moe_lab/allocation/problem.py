@@ -289,6 +289,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
             raise UserError(
                 f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"
             )
+        # a multiple of the number of groups can be retained evenly
         limit = layer_limits[layer] = Limits(
             count, top_k, n_group, lcm(multiple_of, n_group), fewest
         )

@@ -218,10 +218,10 @@ class PackedRows:
             yield positions
 
     def _documents_of(self, source: Source) -> Iterator[list[int]]:
-        """Tokenise the documents of one set, one when it is asked for, and yield the positions of
-        its tokens, which are appended to `ids` and `marks`. The counts of `source` are updated.
-        Documents without tokens are left out. With packing=chunk, documents of a mixture are
-        yielded in pieces of at most `length` positions, so that sets take turns within a row."""
+        """Yield the positions of each document of one set. A document is tokenised when its turn
+        comes: its ids and marks are appended to `ids` and `marks`, and the counts of `source` are
+        updated. Documents without tokens are left out. With packing=chunk, documents of a mixture
+        are yielded in pieces of at most `length` positions, so that no set gets far ahead."""
         is_in_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._encode(document, source.settings.special_tokens)
@@ -243,7 +243,7 @@ class PackedRows:
         settings = self.settings
         filled_rows = len(self.rows)
         source = self._exhausted_source
-        assert source is not None
+        assert source is not None  # rows are only missing after a set had no more documents
         hint = "expected a longer text"
         if filled_rows:
             hint = f"calibration.tokens={filled_rows * settings.length} would fit"
@@ -294,8 +294,8 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     """The token id at invalid positions: at gaps or, with packing=none, at padding. None if rows
     have no invalid positions. UserError for calibration.gap=eos without an end-of-text token."""
     if settings.packing == "none" or settings.gap == "zero":
-        # Any id will do for padding on the right: causal attention hides padding from the tokens
-        # before it, and no statistic counts padding.
+        # gap=zero asks for the id 0. For padding on the right any id will do: causal attention
+        # hides padding from the tokens before it, and no statistic counts padding.
         return 0
     if settings.gap == "none":
         return None

@@ -381,8 +381,8 @@ def student(
 
 @contextmanager
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """A context with a copy of `model` under the mask of `plan`, in which the weights of routers
-    are trained and everything else is frozen.
+    """A context with a copy of `model` under the mask of `plan` (None for no mask). The weights of
+    the copy's routers are trained, and everything else is frozen.
 
     The copy shares all other tensors with `model`, so that the teacher needs no further memory.
     Only the rows of retained experts are trained; biases of routers and correction biases are

@@ -51,9 +51,8 @@ class Plans:
         """Keep the scores of the MoE layers of `model`, and the facts of their routers."""
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        protected = protected or {}
         self.routers = {
-            layer.index: {**vars(layer), "protected": protected.get(layer.index, ())}
+            layer.index: {**vars(layer), "protected": (protected or {}).get(layer.index, ())}
             for layer in self.layers
         }
 
@@ -110,14 +109,13 @@ class Candidates:
         """Number of evaluated positions of each row."""
         self.fitness: dict[Schedule, float] = {}
         # "nll" does not read the log-probabilities of the unpruned model
-        stored_positions = (
+        n_positions = (
             0
             if settings.fitness == "nll"
             else sum(len(batch.positions.rows) for batch in self.batches)
         )
         # each position has a log-probability per entry of the vocabulary
-        n_numbers = stored_positions * int(model.get_output_embeddings().weight.shape[0])
-        needed_bytes = n_numbers * FP32_BYTES
+        needed_bytes = n_positions * int(model.get_output_embeddings().weight.shape[0]) * FP32_BYTES
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
         self._stores_log_p = needed_bytes <= settings.memory_budget

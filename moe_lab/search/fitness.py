@@ -34,36 +34,39 @@ class Contexts:
 
 
 def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q)."""
+    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q), where p and q are the
+    next-token distributions of the unpruned model and of a candidate; see `POSITION_FITNESS`."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
     """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, which the
-    position's random number draws from q. The expectation of this probability is esap."""
+    position's random number draws from q. The expectation of this probability is `esap`, which
+    says what p and q are."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """-KL(p || q)."""
+    """-KL(p || q), with p and q as in `esap`."""
     return -(log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)
 
 
 def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """-KL(q || p)."""
+    """-KL(q || p), with p and q as in `esap`."""
     return kl(log_q, log_p, positions)
 
 
 def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """log q_y of the token y that follows. Does not use p."""
+    """log q_y of the token y that follows, with q as in `esap`. Does not use p."""
     return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
 POSITION_FITNESS = {function.__name__: function for function in (esap, sap, kl, kl_reversed, nll)}
 """Name -> function of log p (N, V), log q (N, V) and the contexts of the N positions that returns
-(N,) fp64, higher is better. spec_dec is not defined by position, see speculative_decoding.py."""
+(N,) fp64, higher is better. p and q: next-token distributions of the unpruned model and of a
+candidate. spec_dec is not defined by position, see speculative_decoding.py."""
 
 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
