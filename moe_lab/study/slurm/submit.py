@@ -208,7 +208,7 @@ class Submission:
         sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
         parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
         optional = {"partition": resources["partition"]} if resources["partition"] else {}
-        if resources["memory"] and not any(option.startswith("mem-per-") for option in parameters):
+        if resources["memory"] and not any(key.startswith("mem-per-") for key in parameters):
             optional["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
         if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
             type_and_count = (resources["gpu_type"], resources["gpus"])
@@ -230,9 +230,7 @@ class Submission:
             requested = {**resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(
-                f"{option}={value}"
-                for option, value in requested.items()
-                if value not in (None, [])
+                f"{key}={value}" for key, value in requested.items() if value not in (None, [])
             )
             raise UserError(
                 f"sbatch says of {kind} jobs: {message}; they ask for {request}; "
