@@ -27,7 +27,7 @@ def overlap_table(results: Results, name: str) -> Table:
     variants = [
         overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)
     ]
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "ratio",
         "Variant": "variant",
@@ -44,7 +44,7 @@ def overlap_table(results: Results, name: str) -> Table:
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        frame=display_frame(overlaps.assign(variant=variants), text | numbers),
+        frame=display_frame(overlaps.assign(variant=variants), text_columns | numbers),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(numbers, SCORE),
         best=dict.fromkeys(shares, "max"),
         blocks=("Model", "Pruned"),
@@ -54,7 +54,7 @@ def overlap_table(results: Results, name: str) -> Table:
 def proxy_table(results: Results, name: str) -> Table:
     """The numbers of Fig. 3: overlap of the experts with the lowest exact damage and the experts
     with the lowest proxy S(0,1,1). A row per model, calibration set and ratio."""
-    text = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
+    text_columns = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
         name=name,
@@ -62,7 +62,7 @@ def proxy_table(results: Results, name: str) -> Table:
         caption="Share of the experts with the lowest exact damage that also have the lowest proxy "
         "S(0,1,1): mean over layers, the lowest layer, and expectation for random sets. Based on "
         f"{pass_setup(results.study)}",
-        frame=display_frame(results.proxy_overlaps, text | shares),
+        frame=display_frame(results.proxy_overlaps, text_columns | shares),
         formats=dict.fromkeys(shares, SCORE),
     )
 

@@ -166,7 +166,7 @@ def pareto_table(results: Results, name: str) -> Table:
     rows["storage_bytes"] /= MEBIBYTE
     rows["kind"] = rows["kind"].replace(KINDS)
     rows["front"] = _fronts_in_words(rows)
-    text = {
+    text_columns = {
         "Model": "model",
         "Criterion": "method",
         "Calibration": "calibration",
@@ -187,7 +187,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "Storage (MiB)": ("storage_bytes", "{:,.2f}"),
     }
     columns = {
-        **text,
+        **text_columns,
         **{column: source for column, (source, _) in numbers.items()},
         "Front": "front",
     }

@@ -90,7 +90,7 @@ def profile_table(results: Results, name: str) -> Table:
             share = profiles["variance"] / unpruned_variance
             frames.append(profiles.join(cells, on="cell").assign(unpruned_share=share))
     rows = pd.concat(frames[1:] or frames, ignore_index=True)
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Calibration": "calibration",
@@ -105,7 +105,9 @@ def profile_table(results: Results, name: str) -> Table:
         "Load entropy": ("load_entropy", "{:.3f}"),
         "Experts": ("experts", "{:.0f}"),
     }
-    frame = display_frame(rows, text | {column: source for column, (source, _) in numbers.items()})
+    frame = display_frame(
+        rows, text_columns | {column: source for column, (source, _) in numbers.items()}
+    )
     # a layer without experts has a gap in the column Experts, not 0
     return Table(
         name=name,

@@ -19,7 +19,7 @@ def artefact_table(results: Results, name: str) -> Table:
         pruned=pruned_in_words(cells),
         evaluations=[" ".join(evaluation_folders.get(cell, [])) for cell in cells.index],
     )
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Calibration": "calibration",
@@ -34,7 +34,7 @@ def artefact_table(results: Results, name: str) -> Table:
         title="Files behind each row",
         caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
         "identity, provenance and checksums; evaluations also have every item (samples.parquet).",
-        frame=display_frame(cells, text),
+        frame=display_frame(cells, text_columns),
         formats={},
     )
 

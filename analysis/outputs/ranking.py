@@ -120,7 +120,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 def _rows(ranking: Ranking) -> pd.DataFrame:
     """The columns of text and numbers of one ranking in `ranking_table`; a row per plan."""
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Criterion": "method",
@@ -128,7 +128,9 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
     }
     numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
     average = {ranking.mean_name: "score", "Interval over": "over"}
-    return display_frame(rows, {**text, "Rank": "rank", **average, **numbers, "Status": "status"})
+    return display_frame(
+        rows, {**text_columns, "Rank": "rank", **average, **numbers, "Status": "status"}
+    )
 
 
 def _figures(results: Results, name: str) -> list[Figure]:

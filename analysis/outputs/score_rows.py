@@ -370,7 +370,8 @@ def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFram
 
 
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Pruned cells that were neither quantised nor fine-tuned, sorted by ratio and criterion.
+    """Cells with a ratio above 0 that were neither quantised nor fine-tuned, sorted by ratio and
+    criterion.
 
     granularity: `channel` or `expert` to select the cells of this granularity; "" for all cells."""
     cells = comparison.cells
@@ -396,7 +397,8 @@ def only_cell(cells: pd.DataFrame | pd.Series) -> int | None:
 def ratio_block(
     comparison: Comparison, ratio: float, labels: pd.Series, base: int | None = None
 ) -> Block:
-    """A block of the cells in `labels` (cell -> label), all pruned by `ratio`."""
+    """A block of the cells in `labels` (cell -> label), which are all pruned by `ratio`. base: see
+    `Block`."""
     # through str, because pandas' types allow any label in an index
     label_of_cell = {int(str(cell)): str(label) for cell, label in labels.items()}
     return Block(comparison, comparison.removed_words(ratio), label_of_cell, base)

@@ -37,7 +37,7 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
     A plot per panel, with a spoke per benchmark, and a line for the unpruned model and for each of
-    `radar_methods`. Panels with fewer than three benchmarks are left out.
+    `radar_methods`. Panels with fewer than three benchmarks are left out. None without panels.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -106,6 +106,7 @@ def _draw_radar(
             continue
         values = comparison.benchmarks.loc[cell, benchmarks].to_numpy(float)
         style.draw_line(axes, lines[method], closed_angles, np.append(values, values[0]))
+    # the first spoke points up, further spokes follow clockwise
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
     style.label_ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
@@ -166,19 +167,23 @@ def task_specific_table(
     needs="results",
 )
 def benchmark_table(results: Results, name: str) -> Table | None:
-    """Every benchmark of every model, with 95 % intervals."""
+    """Every benchmark of every model, with 95 % intervals.
+
+    None without results.
+    """
     blocks = []
     for comparison in results.measured:
         cells = _sort_cells(comparison.cells.assign(pruned=pruned_in_words(comparison.cells)))
-        text = {
+        text_columns = {
             "Model": "model",
             "Pruned": "pruned",
             "Calibration": "calibration",
             "Criterion": "method",
         }
+        # each benchmark is a target of its own
         targets: dict[str, Target] = {str(name): (str(name),) for name in comparison.benchmarks}
         numbers = scores(comparison, list(cells.index), targets)
-        frame = pd.concat([display_frame(cells, text), numbers.frame], axis=1)
+        frame = pd.concat([display_frame(cells, text_columns), numbers.frame], axis=1)
         blocks.append(replace(numbers, frame=frame))
     rows = stacked(blocks)
     if rows is None:
@@ -209,7 +214,8 @@ def _sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _metrics(study: Study) -> str:
-    """Sentences that list the benchmarks of each metric: `acc: ARC-C and PIQA.`"""
+    """Sentences that list the benchmarks of each metric: `acc: ARC-C and PIQA.` The metric of a
+    benchmark is that of the benchmark's first result."""
     benchmarks_by_metric: dict[str, list[str]] = {}
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):

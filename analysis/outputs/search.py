@@ -45,7 +45,8 @@ _EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
     """Cell with a searched allocation -> the cell with uniform allocation that is equal in all
-    other settings, in the order of tables. Searched cells without such a cell are left out."""
+    other settings, in the order of tables. Searched cells with no such cell, or with several, are
+    left out."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -97,6 +98,7 @@ def allocation_table(
     A row per cell of the pairs. Every row has the scores in `columns`, as far as these were run,
     with intervals. Rows of searched cells also have the paired differences (searched minus
     uniform), with intervals, and the names of the columns with significant differences.
+    None without pairs, or when none of `columns` was run.
 
     title_end: last words of the title; pairs: function from the comparison of a model to the
     model's pairs (searched cell -> uniform cell).
@@ -107,6 +109,7 @@ def allocation_table(
     if rows is None:
         return None
     numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
+    # GAIN is a prefix, then the name of a column
     gains = [column for column in numbers if column.startswith(GAIN.format(""))]
     averages = [column for column in numbers if column not in gains]
     has_tests = (rows.frame[SIGNIFICANT] != "").any()
@@ -207,7 +210,8 @@ def searched_multiple_choice(results: Results, name: str) -> Table | None:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of the layer's experts that a plan retains; a row per cell of whole experts and layer.
+    """Share of a layer's experts that a plan retains; a row per layer of each cell that prunes
+    whole experts.
 
     Columns: cell, layer, share, criterion, allocation, ratio, removed_words, calibration,
     recovery."""

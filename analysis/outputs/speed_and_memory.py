@@ -90,7 +90,7 @@ def speed_table(results: Results, name: str) -> Table:
         )
         frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "removed_words",
         "Criterion": "label",
@@ -99,7 +99,7 @@ def speed_table(results: Results, name: str) -> Table:
         "Tokens each": "prompt_length",
     }
     sizes = {WEIGHTS: "{:,.2f}", PEAK: "{:,.1f}"}
-    frame = display_frame(rows, text | {column: column for column in (*SPEEDS, *sizes)})
+    frame = display_frame(rows, text_columns | {column: column for column in (*SPEEDS, *sizes)})
     low, high = (
         rows.reindex(columns=[f"{name}{suffix}" for name in SPEEDS]).set_axis(list(SPEEDS), axis=1)
         for suffix in (" low", " high")
@@ -219,16 +219,17 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """The row of `requests` with most prompt tokens for each cell of a model. The added column
-    label names the method and the removed share.
+    """For each cell of `comparison`, the row of `requests` with most prompt tokens, among the
+    requests on one device: the device of the first row.
 
-    Only requests on the first device of the model's rows count."""
+    The added column label names the method and the removed share."""
     rows = requests(study)
     rows = rows[rows["cell"].isin(comparison.cells.index)]
-    # isin and iloc[:1], because there may be no rows
+    # equal to iloc[0], but iloc[0] fails without rows
     rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
     prompt_tokens = rows["batch_size"] * rows["prompt_length"]
     rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
+    # no words for the unpruned model
     removed_words = comparison.cells["removed_words"].where(comparison.cells["ratio"] > 0, "")
     methods = settings.method_labels(comparison.cells)
     return rows.assign(
@@ -239,7 +240,8 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
 def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
     """Draw a square with the number in `column` for each of `rows`. Block sizes increase from left
     to right, smallest experts from top to bottom. Squares are shaded from the lowest number (0.1 of
-    the colour map) to the highest (0.9); NaN is shown as a dash.
+    the colour map) to the highest (0.9). NaN is a dash; numbers have one decimal if all are below
+    100, otherwise none.
 
     rows: columns block (size), smallest (expert, in channels) and `column`."""
     blocks = sorted(rows["block"].unique())
@@ -295,7 +297,7 @@ def architecture_table(results: Results, name: str) -> Table:
     study = results.study
     rows = []
     for model, facts in study.models.items():
-        layers = list(facts["layers"].values())
+        layers = list(facts["layers"].values())  # those with experts
         maximum = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")

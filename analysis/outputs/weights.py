@@ -103,7 +103,8 @@ LAYERS = 8
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of experts by FIGURE_CRITERIA: COLUMNS, a row per model, criterion, layer and expert.
+    """Scores of experts by FIGURE_CRITERIA; a row per model, criterion, layer and expert, with the
+    columns COLUMNS.
 
     Scores have the sign of the papers; the highest scores of AIMER, ||w||_1 / (sqrt(N) ||w||_2),
     are pruned first. Scores that the store lacks are left out."""
@@ -113,6 +114,7 @@ def weight_scores(study: Study) -> pd.DataFrame:
     frames = []
     for cell in records(cells.drop_duplicates(["model", "criterion"])):
         folder = study.reader.folder(cell["scores_folder"])
+        # COLUMNS without model and criterion
         table = study.reader.table(folder, "scores.parquet", COLUMNS[2:]) if folder else None
         if table is not None:
             scores = table.to_pandas().assign(model=cell["model"], criterion=cell["criterion"])
@@ -178,7 +180,8 @@ def profile_figure(results: Results, name: str) -> Figure | None:
 
 def _draw_profile(axes: Axes, panel: pd.DataFrame, *, is_first_in_row: bool) -> None:
     """Draw a map of the column profile, with a row per layer and the experts by position. panel:
-    `profiles` of one model and criterion. Only the first map in a row has a label on the y axis."""
+    `profiles` of one model and criterion. Only the first map in a row has a label on the y axis;
+    at most LAYERS layers are numbered."""
     image = panel.pivot_table(index="layer", columns="position", values="profile", dropna=False)
     axes.imshow(
         image, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",

@@ -30,8 +30,8 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
-    """The figure and the table of a winner map; [] for a map of one displayed column, because such
-    a map would repeat the ranking. wins: rows of `winner_map`."""
+    """The figure and the table of a winner map; [] without rows, and for a map of one displayed
+    column, because such a map would repeat the ranking. wins: rows of `winner_map`."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
     return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
@@ -78,7 +78,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         runner_up=wins["runner_up"].map(names.method),
         verdict=[verdict(win) for win in records(wins)],
     )
-    text = {
+    text_columns = {
         "Model": "model",
         "Pruned": "pruned",
         "Calibration": "calibration",
@@ -95,7 +95,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
             f"{proved_wins(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
-        frame=display_frame(rows, text | numbers),
+        frame=display_frame(rows, text_columns | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),
@@ -168,6 +168,7 @@ def winner_figure(wins: pd.DataFrame, name: str, title: str) -> Figure:
     maps = list(groups(wins, SETTINGS))
     most_rows = max(map_wins["column"].nunique() for _, map_wins in maps)
     drawing, grid = style.panels(len(maps), 2, max(0.36 * most_rows, 1.1) + 0.75, below=0)
+    # at most two maps side by side
     map_inches = drawing.get_figwidth() / min(2, len(maps)) - _LABEL_WIDTH
     for axes, (key, map_wins) in zip(grid, maps, strict=True):
         _draw_map(axes, map_wins, map_inches)
@@ -201,8 +202,8 @@ _LABEL_WIDTH = 0.8
 
 
 def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
-    """Draw one map: a cell with text for each row of `winner_map`, and a square in the colour of
-    the winner unless there is a tie. inches: width of the map."""
+    """Draw one map: a cell with text for each of `wins`, and a square in the colour of the winner
+    unless there is a tie. wins: rows of `winner_map`; inches: width of the map."""
     columns = list(dict.fromkeys(wins["column"]))
     sets = names.calibrations_in_order(wins["calibration"])
     for win in records(wins):
@@ -229,10 +230,10 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    The text is the `label` of the winners, in the small font if the label is too long for one line.
-    Tied winners with a score other than 0 are named on two lines, at most three of them, with the
-    number of the other winners: `A = B =` and `C +2`; if these lines do not fit, the text is the
-    number of tied winners."""
+    The text is the `label` of the winners, on several lines of the smallest font (5.6) if the label
+    is too long for one line. But tied winners with a score other than 0 are named on two lines, at
+    most three of them, with the number of the other winners: `A = B =` and `C +2`; if these lines
+    do not fit, the text is the number of tied winners."""
     letters_in_line = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         methods = [names.method(name) for name in winners[:3]]

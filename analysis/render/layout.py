@@ -110,7 +110,7 @@ class _Panel:
                 if axis.get_visible():
                     self._draw_axis(axis)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_visible(False)
+            axis.set_visible(False)  # otherwise matplotlib would draw them too
         self._move_title()
         legend = axes.get_legend()
         if legend is not None:
@@ -139,18 +139,19 @@ class _Panel:
         side: Side,
         **look: Any,
     ) -> Text:
-        """Add a text to the figure at `position`, aligned as on a side of the panel. The text is
-        not added to the axes, because texts of the axes count as content of the panel."""
+        """Add a text to the figure at `position`, in the alignment of texts on the side `side` of
+        the panel, unless `look` has another. The text is not added to the axes, because texts of
+        the axes count as content of the panel."""
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
 
     def _shift(self, transform: Transform, right: float, up: float) -> Transform:
-        """The transform followed by a shift to the right and up, in inches."""
+        """`transform`, followed by a shift to the right and up, in inches."""
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
     def _shift_outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
-        """The transform followed by a shift in inches, away from the panel on a side."""
+        """`transform`, followed by a shift in inches, away from the side `side` of the panel."""
         right, up = _OUTWARDS[side]
         return self._shift(transform, inches * right, inches * up)
 
@@ -234,7 +235,7 @@ class _Panel:
             self.room[side] = distance + self.measure(text)[is_x]
 
     def _move_title(self) -> None:
-        """Move the title above all other texts at the top of the panel."""
+        """Move the title, if there is one, above all other texts at the top of the panel."""
         # axes return only the content of the left title; the title is the child with this content
         content = self.axes.get_title("left")
         for title in self.axes.get_children():
@@ -244,13 +245,13 @@ class _Panel:
                 and title.get_text() == content
                 and title not in self.axes.texts
             ):
-                above = (
+                distance = (
                     TITLE_PAD
                     if self.room["top"] <= SMALLEST_MARGIN
                     else self.room["top"] + LABEL_PAD
                 )
-                title.set_transform(self._shift_outwards(self.axes.transAxes, "top", above))
-                self.room["top"] = above + self.measure(title)[1]
+                title.set_transform(self._shift_outwards(self.axes.transAxes, "top", distance))
+                self.room["top"] = distance + self.measure(title)[1]
 
     def _draw_polar(self, axes: PolarAxes) -> None:
         """Draw the rings and spokes of a polar panel, and the spokes' labels around the panel."""
@@ -266,6 +267,7 @@ class _Panel:
         labels = axes.xaxis.get_major_formatter().format_ticks(angles)
         for angle, label in zip(angles, labels, strict=True):
             direction = axes.get_theta_offset() + axes.get_theta_direction() * angle
+            # rounded, so that a label straight above or below is on no other side
             right = round(float(np.cos(direction)), 6)
             up = round(float(np.sin(direction)), 6)
             side: Side = "top" if up > 0 else "bottom"

@@ -148,16 +148,17 @@ def _table_variables(table: Table, filters: str) -> dict[str, Any]:
         "footnotes": tables.footnotes(table),
         "html": Markup(_table_html(table)),
         "intervals": table.low is not None,
+        # tables of many columns have no room for intervals at first
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
         "filter": filters.lstrip("*"),
-        "first": filters.startswith("*"),
+        "first": filters.startswith("*"),  # whether only the first block is shown at first
     }
 
 
 def _table_html(table: Table) -> str:
-    """The table as HTML. If all rows are about the same model, the column Model is left out,
-    because the top of the page names the model."""
+    """The table as HTML. If all rows are about one model, the column Model is left out, because the
+    top of the page names the model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]

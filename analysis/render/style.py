@@ -302,7 +302,8 @@ def line_look(number: int) -> dict[str, Any]:
 
 
 def depth_colour(layer: int, layers: Sequence[int]) -> str:
-    """The colour of `layer`, darker for a later position in `layers`."""
+    """The colour of `layer`, darker for a later position in `layers`: from 0.1 of the colour
+    map for the first to 0.95 for the last."""
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
     )
@@ -328,7 +329,7 @@ def format_percent(*axes: Axis) -> None:
 
 def format_power(axis: Axis) -> None:
     """Format the tick labels of an axis with a common power of ten, which is written once, at the
-    end of the axis."""
+    end of the axis, if the numbers are far below or above 1."""
     formatter = ScalarFormatter()
     formatter.set_powerlimits((-2, 3))
     axis.set_major_formatter(formatter)
@@ -336,7 +337,7 @@ def format_power(axis: Axis) -> None:
 
 
 def tokens(count: float) -> str:
-    """A number of tokens in thousands or millions, such as 65k or 0.5M."""
+    """A number of tokens in thousands, or from half a million in millions: 65k, 0.5M."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
@@ -378,8 +379,8 @@ def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any])
     value.
 
     values: values of experts, indexed by layer; level: function from the values of a layer's
-    experts to positions (0..1) in the colour map. Squares of experts with value 0 are
-    cross-hatched. At most twelve layers are labelled on the axis.
+    experts to positions (0..1) in the colour map. Squares of experts with value 0 are cross-hatched
+    in place of a colour. At most twelve layers are labelled on the axis.
     """
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):

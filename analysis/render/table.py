@@ -102,7 +102,7 @@ def frame_and_formats(
 
 
 def minus(number: str) -> str:
-    """Replace the hyphen of a negative number by a minus sign."""
+    """`number` with a minus sign for each hyphen, also for that of an exponent."""
     return number.replace("-", "−")
 
 
@@ -205,7 +205,7 @@ def csv(table: Table) -> str:
 
 def markdown(table: Table) -> str:
     """The table as Markdown with title, caption and footnotes; the best number of each block is
-    bold."""
+    bold. A vertical bar in a cell, which would end the cell, is written as /."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
     lines = [[str(column) for column in table.frame], align, *_lines(table, "**{}**", str)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
@@ -276,14 +276,14 @@ def html(table: Table) -> str:
         if record.get("Criterion") == UNPRUNED:
             classes.append("unpruned")
         cells = []
-        for number, column in enumerate(map(str, table.frame)):
+        for position, column in enumerate(map(str, table.frame)):
             cells.append(
                 _cell(
                     table,
                     column,
                     record[column],
-                    str(texts[row, number]),
-                    bool(marks[row, number]),
+                    str(texts[row, position]),
+                    bool(marks[row, position]),
                 )
             )
             if column in ends:
@@ -307,7 +307,9 @@ def _head(table: Table, column: str) -> str:
 def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool) -> str:
     """An HTML cell without its closing tag, because an interval may follow.
 
-    value: value in the frame; printed: text of the value; is_bold: whether the text is bold.
+    value: value in the frame; printed: text of the value; is_bold: whether the text is bold. A text
+    that is printed differently keeps its value as data-block, a number as data-key. Scores in
+    columns with a best number have a bar.
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
@@ -327,7 +329,8 @@ def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool)
 
 
 def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
-    """Column with intervals -> the low and high end of each row's interval."""
+    """Column with intervals -> the low and high end of each row's interval; {} for a table without
+    intervals."""
     ends: dict[str, list[tuple[float, float]]] = {}
     if table.low is None or table.high is None:
         return ends
