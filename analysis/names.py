@@ -28,6 +28,7 @@ NUMERALS = (
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """A number and its noun in words: `one win`, `two wins`, `13 wins`. `plural` is by default the
     noun with an s."""
+    # small numbers are spelled out
     numeral = NUMERALS[number] if number < len(NUMERALS) else f"{number:,}"
     return f"{numeral} {noun if number == 1 else plural or noun + 's'}"
 
@@ -244,6 +245,7 @@ def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
 
 def parts(method_key: str) -> tuple[str, str, str]:
     """Criterion, allocation and recovery of a method's key; "" for a part that the key lacks."""
+    # two separators stand for the parts that the key lacks
     criterion_name, allocation, recovery = (method_key + 2 * _SEPARATOR).split(_SEPARATOR)[:3]
     return criterion_name, allocation, recovery
 

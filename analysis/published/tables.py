@@ -59,12 +59,15 @@ class Facts:
     def __init__(self, study: Study) -> None:
         self.study = study
         self.cells = dict(zip(study.cells.index.astype(int), records(study.cells), strict=True))
+        """Cell -> row of `Study.cells`."""
         self._results = {
             (int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)
         }
+        """(cell, benchmark) -> row of `Study.results`."""
         self._generations = dict(
             zip(study.searches["cell"], study.searches["generations"], strict=True)
         )
+        """Cell with a searched allocation -> generations of the search."""
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
