@@ -126,11 +126,11 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 
 def check_chat_template(
-    settings: ModelConfig, user: str, tools: bool, alternative: str = ""
+    settings: ModelConfig, setting: str, tools: bool, alternative: str = ""
 ) -> None:
     """Raise UserError when a model on this machine has no chat template. If `tools`, raise
     UserError also when its chat template does not accept tools. Models elsewhere are not checked.
-    `user`: the setting that needs the template, for the message. `alternative`: the end of the
+    `setting`: the setting that needs the template, for the message. `alternative`: the end of the
     message, which names an alternative to an instruction-tuned model."""
     folder = local_path(settings.path)
     if not folder.is_dir():
@@ -143,14 +143,14 @@ def check_chat_template(
         template = str(tokenizer_config.get("chat_template") or "")
     if not template:
         raise UserError(
-            f"{user} needs a chat template, and model={settings.name} has none: expected an "
+            f"{setting} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{alternative}"
         )
     # the template that transformers uses instead of `template` when it gets tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
-            f"{user} gives the chat template tools, and that of model={settings.name} knows none: "
+            f"{setting} gives the chat template tools, and that of model={settings.name} knows none: "
             "expected a model that was trained to call functions"
         )
 
@@ -238,12 +238,13 @@ class Size:
     def layer_weights(self, layers: int = 1) -> float:
         """Bytes of the weights of `layers` decoder layers, the embeddings and the vocabulary
         head, with OVERHEAD."""
+        # all numbers here are numbers of parameters
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
         # embeddings and head: two matrices with LOGITS / 4 rows at most, as logits take 4 bytes
-        vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
-        layer = routed + (unrouted - vocabulary) / self.moe_layers
-        return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
+        of_vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
+        of_layer = routed + (unrouted - of_vocabulary) / self.moe_layers
+        return OVERHEAD * self.bytes_per_parameter * (layers * of_layer + of_vocabulary)
 
     def activations(self, layers: float = 1) -> float:
         """Bytes per token of the activations that `layers` decoder layers keep."""

@@ -319,6 +319,7 @@ def _by_part(
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
+    # path of the list of decoder layers, and path of the experts inside a decoder layer
     container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
     block = experts.partition(".")[0]
     moe_numbers = {str(layer.index) for layer in layers}

@@ -105,6 +105,7 @@ def _sequential_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
     }
 
     def compute_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+        """The output (n, H) of an expert for its `states` (n, H); None for a null expert."""
         owner = owners[expert]
         if not widths[owner]:
             return None
@@ -142,6 +143,7 @@ def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H), by an activation that is masked during this call."""
         activate = activation(experts)
         # the expert of each row, in the order in which grouped_mm processes rows
         row_experts = index.reshape(-1).sort().values
@@ -191,6 +193,7 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     def after_router(
         router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
+        """Map the router's positions in `retained` back to ids, and record these ids."""
         logits, gates, chosen = output
         last_ids[:] = [ids[chosen]]
         return logits, gates, last_ids[0]
@@ -198,6 +201,7 @@ def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     def before_experts(
         experts: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
+        """Raise RuntimeError unless the experts get the very ids that the router returned."""
         # hidden states, ids and gates, by position or by keyword
         _, index, _ = (*inputs, *keywords.values())
         if not last_ids or index is not last_ids[0]:

@@ -78,6 +78,8 @@ class Plan:
         return hash(self.digest)
 
     def __post_init__(self) -> None:
+        """Raise UserError unless there are layers, all or none of them have channels, and the
+        fields of each layer agree."""
         if not self.layers:
             raise UserError("plan: layers={}, expected at least one layer")
         missing = [number for number, layer in self.layers.items() if layer.channels is None]
@@ -184,7 +186,7 @@ class Plan:
         `identity`: (name, function that computes the value) of each digest of the present model, as
         in `models.identity`. The first name that is also in the provenance decides. If no name is
         in the provenance, warn that only layers and counts are compared. `model`: how messages call
-        the present model.
+        the present model. If the provenance has a model_sha256, a model without one is refused.
         """
         for name, compute in identity:
             expected = self.provenance.get(name)

@@ -111,6 +111,8 @@ class _Replay(TorchFunctionMode):
     experts takes the expert removed[r] for row r."""
 
     def __init__(self, logits: torch.Tensor, removed: torch.Tensor | None) -> None:
+        """`logits` (R, E): what the router's linear map returns. `removed` (R,): the expert that
+        each token cannot use; None: no expert is removed."""
         super().__init__()
         self.logits = logits
         self.removed = removed

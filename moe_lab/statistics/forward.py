@@ -145,10 +145,10 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether a router's gates are softmax probabilities, renormalised or not. `logits` z (T, E),
-    expert ids `index` (T, K), and gates `weights` g (T, K). The gates are such probabilities if log
-    g - z is the same for all chosen experts of a token. With K = 1 this always holds, so log g -
-    log softmax(z) must be the same for all tokens."""
+    """Whether the gates g = `weights` (T, K) of a router are the softmax probabilities of its
+    logits z = `logits` (T, E) at the chosen experts `index` (T, K), renormalised or not. They are
+    if log g - z is the same for all chosen experts of a token. With K = 1 this always holds, so
+    instead log g - log softmax(z) must be the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
@@ -247,7 +247,7 @@ class ExpertsCall:
         return {
             **self.columns,
             **self.channels.finish(),
-            "tokens": moments[:, 0, 0].clone(),
+            "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
 

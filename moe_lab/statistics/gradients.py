@@ -68,14 +68,16 @@ class GradientHook(StatisticsHook):
         """The routed output (T, H). Adds the statistics of the activations and the numbers of
         valid tokens now, and the sums of gradients when the backward pass reaches the experts."""
         layer = self.layer
-        n_experts = self.layer.n_experts
+        n_experts = layer.n_experts
         rows = sort_by_expert(index, n_experts)
         valid = self.valid(hidden)
         valid_rows = None if valid is None else valid[rows.token]
-        channels = Channels(n_experts, self.layer.width, hidden)
+        channels = Channels(n_experts, layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
+            """The output of an expert, whose activations are added to `channels`, and whose
+            gradient will be added in the backward pass."""
             is_valid = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
@@ -199,6 +201,7 @@ class WeightGradientHook(StatisticsHook):
         expert, without biases, are added to `gradients`."""
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+            """The output of an expert, from leaves that get gradients."""
             # the matrices of one expert as leaves, because the model's stacks have no gradients
             leaves = layer.tensors(expert)
             for name in [name for name in leaves if not layer.family.stacks[name].is_bias]:

@@ -42,6 +42,7 @@ def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
     ) -> dict[str, torch.Tensor]:
+        """The sums over one matrix, which is passed as a stack of one expert."""
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
@@ -278,6 +279,7 @@ def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
     ) -> dict[str, torch.Tensor]:
+        """The sums over the channels (I,) of each projection in one matrix."""
         assert block_tensor.axes is not None
         channel_sums = {}
         for role, matrix in split(wide(weights), block_tensor.axes).items():

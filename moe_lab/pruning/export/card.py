@@ -93,8 +93,8 @@ def with_section(card: str, heading: str, text: str) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    """A sentence, without its full stop, on how many experts and channels are retained or
-    replaced."""
+    """A text for the card, without its last full stop, on how many experts and channels are
+    retained, and by what dropped experts are replaced: constants, or weighted sums."""
     layers = plan.layers.values()
     before = sum(layer.n_experts for layer in layers)
     constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
@@ -122,7 +122,7 @@ def _summary(plan: Plan) -> str:
         f"{len(layers)} layers. "
     )
     masks = [layer.channels for layer in layers if layer.channels is not None]
-    if not masks:
+    if not masks:  # a plan of whole experts
         return f"{experts}Whole experts were removed, with their rows of the router"
     total = sum(mask.size for mask in masks)
     channels = sum(int(mask.sum()) for mask in masks)

@@ -67,10 +67,10 @@ def converter(export: ExportConfig) -> Path:
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
     """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the
-    converter `path`. `name`: the model's name in the file. The new folder `out` also has the small
-    files of the checkpoint. Weights keep their type, or become fp32 if they have several types, so
-    that all numbers are the same. UserError for a checkpoint whose layers differ, and, quoting
-    its last line, when the converter fails."""
+    converter `path`, and return `out`. `name`: the model's name in the file. The new folder `out`
+    also has the small files of the checkpoint. Weights keep their type, or become fp32 if they have
+    several types, so that all numbers are the same. UserError for a checkpoint whose layers differ,
+    and, quoting its last line, when the converter fails."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

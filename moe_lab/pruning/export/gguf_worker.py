@@ -36,6 +36,7 @@ def _name_pre_tokenizer(module: Any, pre: str) -> None:
     original = module.TextModel.get_vocab_base_pre
 
     def name_or_pre(model: Any, tokenizer: Any) -> str:
+        """The name that the converter finds; `pre` if it finds none."""
         try:
             name: str = original(model, tokenizer)
         except NotImplementedError:

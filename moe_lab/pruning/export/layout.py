@@ -253,7 +253,7 @@ def _matrices(
     rows = entry.shape[-2] // len(roles)
     columns = entry.shape[-1]
     experts = range(count) if block_tensor.expert is None else (block_tensor.expert,)
-    size = entry.size // len(experts) // len(roles)
+    size = entry.size // len(experts) // len(roles)  # bytes of one projection
     for number, expert in enumerate(experts):
         for position, role in enumerate(roles):
             start = entry.start + (number * len(roles) + position) * size

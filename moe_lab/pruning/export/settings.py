@@ -42,26 +42,33 @@ def wrong(
     *,
     verify: bool,
 ) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` for the model cannot be exported with
-    these settings. Files of the model are checked if they are on this machine."""
-    shape = f"export={export.shape}"
-    stored = f"export.format={export.format}"
-    recovers = f"recovery={recovery.name}"
+    """A sentence for each reason why plans of `granularity` (expert or channel; None: not known)
+    for the model cannot be exported with these settings. Files of the model are checked if they are
+    on this machine. Without a shape nothing is exported, and only `conflicts` count."""
+    shape_setting = f"export={export.shape}"
+    format_setting = f"export.format={export.format}"
+    recovery_setting = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
+    # sentence -> whether it is true
     conflicts = {
-        f"verify=true compares an export with the masked model, which {recovers} changes: expected "
-        "verify=false with a recovery": verify and is_recovered,
-        f"{stored} stores weights in a way of its own, and {recovers} stores some in 4 bits: "
-        "expected a recovery with bits=16": export.format != "safetensors" and recovery.bits == 4,
-        f"{shape} has a shape other than that of the model that {recovers} changes: expected "
-        "export=natural with a recovery": is_recovered and export.shape not in (None, "natural"),
+        f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
+        "expected verify=false with a recovery": verify and is_recovered,
+        f"{format_setting} stores weights in a way of its own, and {recovery_setting} stores some "
+        "in 4 bits: expected a recovery with bits=16": (
+            export.format != "safetensors" and recovery.bits == 4
+        ),
+        f"{shape_setting} has a shape other than that of the model that {recovery_setting} "
+        "changes: expected export=natural with a recovery": (
+            is_recovered and export.shape not in (None, "natural")
+        ),
     }
     yield from (sentence for sentence, conflict in conflicts.items() if conflict)
     if export.shape is None:
         return
-    yield from user_errors(check_trained_top_k, model, shape)
+    yield from user_errors(check_trained_top_k, model, shape_setting)
     yield from user_errors(check_quantised, quantization(model), export.shape)
-    for setting in ["verify=true"] * verify + [stored] * (export.format != "safetensors"):
+    # the settings that need plain weights, if they are set
+    for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
     folder = local_path(model.path)
     if (folder / "config.json").is_file():

@@ -73,6 +73,7 @@ def verify(
                 if moe is not None and written is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
                     pairs.append(_all_experts(moe, written, plan.layers[number], hidden))
+            # the sums over experts then have the same terms in the same order
             has_same_order = written is None or (
                 not plan.has_channels and written.n_experts == len(plan.retained[number])
             )

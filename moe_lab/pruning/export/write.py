@@ -133,6 +133,7 @@ def _merge_spans(tensors: Sequence[Piece]) -> list[Chunk]:
     chunks: list[Chunk] = []
     for chunk in (chunk for piece in tensors for chunk in piece.chunks):
         last = chunks[-1] if chunks else None
+        # `chunk` begins in the same file where `last` ends
         if isinstance(last, Span) and chunk == Span(last.shard, last.start + last.size, chunk.size):
             chunk = Span(last.shard, last.start, last.size + chunk.size)
             chunks.pop()
