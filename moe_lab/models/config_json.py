@@ -150,8 +150,8 @@ def check_chat_template(
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
-            f"{setting} gives the chat template tools, and that of model={settings.name} knows none: "
-            "expected a model that was trained to call functions"
+            f"{setting} gives the chat template tools, and that of model={settings.name} knows "
+            "none: expected a model that was trained to call functions"
         )
 
 

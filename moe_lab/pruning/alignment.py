@@ -99,9 +99,9 @@ class AlignmentHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds to the sums over valid tokens: for each merged expert,
-        owners included, its squared activations (I,), and for each merged expert but the owner, the
-        products of its activations with those of its owner (I, I)."""
+        """The routed output (T, H). Adds the sums over valid tokens of the squared activations (I,)
+        of each expert in a group, and of the products (I, I) of an owner's activations with the
+        activations of each other member."""
         layer = self.layer
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
