@@ -72,6 +72,7 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
+    # name in model.expected -> name in the result
     names = {"experts": "n_experts", "top_k": "top_k", "width": "width"}
     shape = {name: numbers[field] for field, name in names.items() if field in numbers}
     return shape if {"n_experts", "top_k"} <= shape.keys() else None
@@ -300,8 +301,8 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
     elif "layers" in numbers and (files := stated_files(path, revision, "model")):
         # consolidated files hold the weights a second time
         size = sum(
-            size
-            for name, (size, _) in files.items()
+            file_size
+            for name, (file_size, _) in files.items()
             if is_weights(name) and "consolidated" not in name
         )
         weight_bytes = 1 if quantization_method(config) else numbers["bytes"]

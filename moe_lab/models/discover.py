@@ -150,7 +150,8 @@ class MoELayer:
 
 
 def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm applied to the output of every expert; None for families without one."""
+    """The norm that is applied to the output of every expert; None for families without such a
+    norm."""
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
@@ -268,8 +269,8 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
 
 
 def _shape(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
-    """(channels of each expert, hidden size). Raises `refusal(reason)` for experts that are not
-    stored as `family` says."""
+    """(number of channels of each expert, hidden size). Raises `refusal(reason)` for experts that
+    are not stored as `family` says."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
@@ -315,10 +316,10 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 def _routing_tensors(
     router: nn.Module, block: nn.Module, n_experts: int, refusal: Any
 ) -> tuple[RoutingTensor, ...]:
-    """The tensors of the router and of the block itself, which must all have an axis of experts.
-    Raises `refusal(reason)` for other tensors, and unless exactly one is a weight. The axis is
-    known from the tensor's name, not from its size, because the number of experts may equal the
-    hidden size."""
+    """The tensors of the router and of the block itself, which must all have an axis of experts,
+    and of which exactly one must be the router's weight. Otherwise `refusal(reason)` is raised. The
+    axis is known from the tensor's name, not from its size, because the number of experts may equal
+    the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [

@@ -167,6 +167,7 @@ def cpu_experts(
     followed by a norm."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
+    # in `_all_at_once` products begin at any row, so each row must begin at a multiple of ALIGNMENT
     is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
     compute = _all_at_once if len(hidden) <= SMALL_BATCH and is_aligned else _one_by_one
     return compute(module, hidden, rows, weights)
@@ -207,6 +208,7 @@ def _one_by_one(
     no memory for the outputs of all experts."""
 
     def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+        """The output (n, H) of an expert for its `states` (n, H)."""
         return linear(
             activation(module)(linear(states, module.gate_up_proj[expert])),
             module.down_proj[expert],
@@ -272,6 +274,7 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     UserError unless the output is a bare tensor, RuntimeError if `layer` is not run."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+        """A hook that ends `run()` with the output of the layer."""
         check_output(module, inputs, output)
         raise _Reached(output)
 

@@ -110,6 +110,7 @@ def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, to
         if layer is None or part.expert >= layer.n_experts:
             yield stored_name, None
             continue
+        # the only projection of the tensor; here channels are rows, in the file they may be columns
         weights = layer.projections(part.expert)[part.axes.roles[0]]
         yield stored_name, weights if part.axes.channels == -2 else weights.t()
 
@@ -150,7 +151,8 @@ def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
 
 
 def _entry(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
-    """The entry of a token for the message, such as "id 7, added"."""
+    """The entry of a token for the message, such as "id 7, added"; "missing" if `vocabulary` has no
+    such token."""
     if token not in vocabulary:
         return "missing"
     number, is_added = vocabulary[token]

@@ -45,7 +45,7 @@ from moe_lab.models.transformers_private import (
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) for `settings`. The model is in eval mode with frozen weights, and the
-    tokenizer has a pad token. The number of CPU threads is set, too.
+    tokenizer has a pad token. If model.threads is given, torch's number of CPU threads is set, too.
 
     On CUDA, experts run by grouped_mm. On the CPU they run eagerly, or in fp32 by a faster function
     that gives the same bits (`cpu_experts`). dtype auto is float32 on the CPU and the stored dtype

@@ -80,8 +80,8 @@ class StoredRouting:
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
-    """Bits of the floating-point type that takes most bytes of a checkpoint. Packed numbers are
-    stored as integers and do not count."""
+    """Number of bits of the floating-point type whose tensors take most bytes of a checkpoint.
+    Packed numbers are stored as integers and do not count."""
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.startswith(("F", "BF")):

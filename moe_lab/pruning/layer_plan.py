@@ -66,7 +66,7 @@ class StoredExpert(NamedTuple):
         `read(expert)`: the projection of a source expert (I, H), with channels as rows. It is a
         torch tensor, or an array of numbers or bits. `widen` converts such a projection to numbers
         that can be added: fp64 for fp64, otherwise fp32. `narrow(sum, values)` rounds the sum to
-        the type of `values`. Neither function is called for a copied expert (weight None).
+        the type of `values`. Neither function is called for a member without a weight.
         """
         total: Any = 0
         for expert, weight, channels in self.members:

@@ -86,6 +86,7 @@ class _Loss:
     tokens = 0
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
+        """`layer`: the only layer that is masked, by its part of `plan`."""
         self.model = model
         self.layer = layer
         self.plan = plan

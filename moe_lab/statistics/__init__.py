@@ -124,6 +124,7 @@ def merge_means(parts: Sequence[Statistics]) -> Layers:
     """Layer -> name -> mean over the tokens of all `parts`. Each part has means over its
     header["predicted"] tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
+    # one item per part: layer -> name -> sum over its tokens
     sums = [
         {
             layer: {name: mean * count for name, mean in means.items()}

@@ -83,13 +83,14 @@ class ForwardHook(StatisticsHook):
     ) -> torch.Tensor:
         """The routed output m (T, H). Adds the statistics of this call."""
         layer = self.layer
-        rows = sort_by_expert(index, self.layer.n_experts)
+        rows = sort_by_expert(index, layer.n_experts)
         gates = weights.detach()
         call = ExpertsCall(
             layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden)
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
+            """The output of an expert, which is added to the statistics of `call`."""
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
             f = layer.output(phi, expert_weights)
@@ -248,6 +249,7 @@ class ExpertsCall:
             **self.columns,
             **self.channels.finish(),
             "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0
+            # alpha 0, 1 and 2 of each kind of gate
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
 

@@ -141,6 +141,7 @@ def loss_gradient(
     targets = input_ids.to(states.device)[row, column + 1]
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
+        # the model takes a batch: one row with the selected tokens
         selected = states[row[part], column[part]][None].requires_grad_()
         logits = head(model, selected, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -181,6 +181,7 @@ class SaveTimer:
     pass has saved, and then has its usual effect."""
 
     def __init__(self, out: Path | None) -> None:
+        """Begin as if the pass had just saved, in no time."""
         self.out = out
         self.last_save = time.monotonic()
         self.save_seconds = 0.0

@@ -33,6 +33,7 @@ def check(
     plan = Plan.load(Path(written, "plan.json"))
     layers = routed_layers(skeleton(Path(source)))
     plan.check_model(layers)
+    # weights are not written yet, so these entries have no file, no position and no size
     entries = {
         name: Entry("", dtype, tuple(sides), 0, 0) for name, (dtype, sides) in tensors.items()
     }
@@ -45,6 +46,7 @@ def check(
             for layer in routed_layers(model)
         }
     except UserError as error:
+        # without the path of `written`, which does not stay
         reason = str(error).replace(f"{written}/", "").replace(f"{written}: ", "")
         raise UserError(f"export: nothing could load what would be written: {reason}") from None
     for layer in layers:

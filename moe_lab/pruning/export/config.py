@@ -96,6 +96,7 @@ def describe_export(
     elif edited.get("output_router_logits"):
         # the balancing loss needs layers with equal numbers of experts
         edited["output_router_logits"] = False
+    # all layers have equally many experts of the same width, and none are packed
     if (
         len(counts) == 1
         and len(widths) == 1
@@ -187,6 +188,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import moe_lab.exported_code  # noqa: F401  families that transformers lacks
     from moe_lab.models.discover import moe_layers
 
+    # from a deep copy, so that building the configuration cannot change `config`
     built = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(built)

@@ -176,6 +176,7 @@ class Block:
                 f"export=masked: the plan drops experts of layer {layer}, but its router has "
                 f"{NO_BIAS}"
             )
+        # tensors of a stack name no expert
         experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
         if experts != set(range(self.count)) and (experts or not kinds["stack"]):
             raise UserError(
@@ -243,9 +244,9 @@ def _matrices(
             "experts"
         )
     roles = block_tensor.axes.roles
-    down = block_tensor.axes.channels == -1
-    stacked = (count,) if block_tensor.kind == "stack" else ()
-    if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
+    is_down = block_tensor.axes.channels == -1
+    first_axes = (count,) if block_tensor.kind == "stack" else ()
+    if entry.shape[:-2] != first_axes or entry.shape[-1 if is_down else -2] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {count} experts of {width} channels, and "
             f"{name} has shape {entry.shape}"
