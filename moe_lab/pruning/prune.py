@@ -130,9 +130,9 @@ def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
         layer.experts, form.widths or (), form.constants is not None, form.owners
     )
     with torch.no_grad():
-        for position, expert in enumerate(form.stored):
+        for position, stored in enumerate(form.stored):
             gate_up, down = packed.weights(position)
-            fill({**split(gate_up, GATE_UP), "down": down}, expert, layer)
+            fill({**split(gate_up, GATE_UP), "down": down}, stored, layer)
         if packed.constants is not None:
             packed.constants.copy_(torch.from_numpy(form.constants))
     return packed

@@ -35,6 +35,7 @@ def plan_from_scores(
     from `allocation.allocate`, and for routers that a grouping cannot compare.
     """
     granularity = allocation.granularity_of(scores)
+    # layer -> number of experts to drop, or numbers (E,) of channels to retain
     amounts = allocation.allocate(settings, layers, scores, evidence)
     if granularity == "channel":
         zero_expert = allocation.zero_expert(settings)
@@ -80,9 +81,10 @@ def make_channel_plan(
     """The plan that retains, of each expert, the `keep[layer][expert]` channels of highest score.
 
     `scores`: layer -> (E, I), higher means retain. Of channels with equal scores, the lower number
-    is dropped first. `keep`: layer -> (E,) numbers from 0 to I. `zero_expert`: "keep_null" if an
-    expert without channels stays as a null expert, "drop" if it is dropped with its router row.
-    UserError if all channels would be dropped; other errors are those of `make_plan`.
+    is dropped first. `keep`: layer -> (E,) numbers of channels to retain, from 0 to I.
+    `zero_expert`: "keep_null" if an expert without channels stays as a null expert, "drop" if it is
+    dropped with its router row. UserError if all channels would be dropped; other errors are those
+    of `make_plan`.
     """
     masks: dict[int, Mask] = {}
     for number in sorted(scores):
@@ -181,10 +183,9 @@ def merge_experts(
 
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
-    """Layer -> number of experts, or channels, whose ids decided whether they are retained, because
-    they share their score with both a retained and a dropped expert or channel of their group.
-    Layers without such ties are left out. Arguments are as in `make_plan` and
-    `make_channel_plan`."""
+    """Layer -> number of experts, or channels, in ties: a retained and a dropped expert of a group,
+    or channel of a layer, have the same score, so that ids decided which of them is retained.
+    Layers without ties are left out. Arguments are as in `make_plan` and `make_channel_plan`."""
     counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])

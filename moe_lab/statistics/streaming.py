@@ -164,32 +164,32 @@ def stream_back(
     """
     check_loss(batches)
     first = min(streamed.moe)
-    last = len(streamed.layers)
-    # parts of the pass: `last` layers forward, the loss, and the layers from `first` on backward
+    n_layers = len(streamed.layers)
+    # parts of the pass: `n_layers` layers forward, the loss, the layers from `first` on backward
     layer_pass = LayerPass(
         streamed,
         batches,
         pass_header(streamed.model, batches, hook.kind),
-        2 * last + 1 - first,
+        2 * n_layers + 1 - first,
         out,
     )
     with layer_pass.running():
-        for number in range(layer_pass.done, last):
+        for number in range(layer_pass.done, n_layers):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
                 layer_pass.run(number, None, keep=True)
             # keep the inputs of the layers from `first` on, and the output of this layer
             layer_pass.finish({}, range(min(first, number + 1), number + 2))
         with differentiable(streamed.model):
-            if layer_pass.done == last:
+            if layer_pass.done == n_layers:
                 for index, (ids, valid) in enumerate(batches):
                     layer_pass.save_if_due()
-                    output = layer_pass.states.get(last, index, streamed.device)
+                    output = layer_pass.states.get(n_layers, index, streamed.device)
                     layer_pass.states.put(
-                        -last, index, _gradient_at_head(streamed, ids, valid, output)
+                        -n_layers, index, _gradient_at_head(streamed, ids, valid, output)
                     )
-                layer_pass.finish({}, [*range(first, last), -last])
-            # `done` is last + 1 after the loss, so the first layer here is last - 1
-            for number in range(2 * last - layer_pass.done, first - 1, -1):
+                layer_pass.finish({}, [*range(first, n_layers), -n_layers])
+            # `done` is n_layers + 1 after the loss, so the first layer here is n_layers - 1
+            for number in range(2 * n_layers - layer_pass.done, first - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
                     layer_pass.observer(number, hook) as observer,
