@@ -143,6 +143,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes = grid[ratios.index(ratio)]
         shade = style.colour(line["method"].iloc[0])
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
+        # one entry for the lines of a label in all panels
         key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
         axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
         style.draw_line(axes, key, line["read"], score[line.index])

@@ -43,6 +43,7 @@ def score_setup(study: Study) -> str:
     sizes = study.results["n"]
     if not len(sizes):
         return f"No results; {run_setup(study)}"
+    # a single number if all benchmarks have the same number of items
     items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"

@@ -43,8 +43,8 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of channel scores from a step that scored channels; None when the store lacks
-    the step's file of it.
+    """Concentration of the channel scores in `scores_folder`; None when the store lacks the file of
+    it.
 
     Columns: layer, expert, channels (a share of the expert's channels, those of highest scores) and
     score (share of the sum of the expert's channel scores that these channels hold)."""

@@ -106,7 +106,9 @@ def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
     """Rows of the claims CHANNELS (plans by criteria) and BY_CHANCE (random plans, whose difference
-    is the effect of granularity alone). Only plans without recovery are compared."""
+    is the effect of granularity alone). Only plans without recovery are compared.
+
+    costs: see `claims`."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
     cells = comparison.cells.assign(kept=retained)
     cells = cells[(cells["recovery"] == "none") & (cells["ratio"] > 0)]
@@ -276,7 +278,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         return None
     parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
     text_columns = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
-    numbers = {
+    number_columns = {
         "Pairs": "compared",
         "Difference": "difference",
         "Detectable": "detectable",
@@ -293,7 +295,7 @@ def claim_table(results: Results, name: str) -> Table | None:
         else:
             pruned.append(removed_words.get((model, ratio), names.ratio(ratio)))
     rows_with_texts = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    columns = {**text_columns, **numbers, "Verdict": "verdict"}
+    columns = {**text_columns, **number_columns, "Verdict": "verdict"}
     frame = pd.concat([display_frame(rows_with_texts, columns), parts], axis=1)
     return Table(
         name=name,

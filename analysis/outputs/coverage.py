@@ -65,7 +65,7 @@ def coverage_table(study: Study, name: str) -> Table:
     """Table of `coverage_summary`; the column of items has the numbers of benchmark items that the
     calibration text contains."""
     text_columns = {"Model": "model", "Calibration": "calibration"}
-    numbers = {
+    number_columns = {
         "Experts": "experts",
         "Unseen": "unseen",
         "Rare": "rare",
@@ -82,8 +82,10 @@ def coverage_table(study: Study, name: str) -> Table:
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
         "Rare: less than a tenth of an even load. "
         f"{_explanation_of_items(study)}Based on {pass_setup(study)}",
-        frame=display_frame(summary, text_columns | numbers | {"Items in the text": "items"}),
-        formats=dict.fromkeys(numbers, "{:,.0f}"),
+        frame=display_frame(
+            summary, text_columns | number_columns | {"Items in the text": "items"}
+        ),
+        formats=dict.fromkeys(number_columns, "{:,.0f}"),
     )
 
 

@@ -125,7 +125,7 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
-    channels = (EXPERTS, CHANNELS)
+    shape = (EXPERTS, CHANNELS)  # of sums that have a number per channel
     tokens = 5 * draw_routing(EXPERTS)
     # (experts, exponent of the gate, exponent of the norm); without gate and norm: token counts
     sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
@@ -133,8 +133,8 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
     )
     sums[:, :, 0] = draw_routing(EXPERTS, 3)
     sums[:, 0, 0] = tokens
-    phi = draw_activations(*channels)
-    gated = phi * draw_routing(*channels)
+    phi = draw_activations(*shape)
+    gated = phi * draw_routing(*shape)
     return {
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
@@ -150,18 +150,18 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
         "gate_channel_max": gated,
         "renormalized_channel_square": gated,
         "renormalized_channel_max": gated,
-        "channel_gradient_square": draw_gradients(*channels),
-        "channel_product": phi * draw_gradients(*channels),
-        "channel_product_abs": phi * draw_gradients(*channels),
+        "channel_gradient_square": draw_gradients(*shape),
+        "channel_product": phi * draw_gradients(*shape),
+        "channel_product_abs": phi * draw_gradients(*shape),
         **{
-            f"snip_{part}": draw_weights(*channels) * draw_gradients(*channels)
+            f"snip_{part}": draw_weights(*shape) * draw_gradients(*shape)
             for part in ("down", "gate", "up")
         },
         "abs_sum": draw_weights(EXPERTS),
         "square_sum": draw_weights(EXPERTS),
         "count": np.asarray(9.0),
         **{
-            f"channel_{part}": draw_weights(*channels)
+            f"channel_{part}": draw_weights(*shape)
             for part in ("down_square", "down_abs", "gate_square", "up_square")
         },
         "shift_weighted": draw_activations(EXPERTS) * draw_routing(EXPERTS),
@@ -170,7 +170,7 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
 
 def _draws(seed: int) -> Callable[..., Array]:
     """A function of a shape that returns random numbers from [1, 2); every call draws new
-    numbers."""
+    numbers. Functions with the same `seed` return the same numbers, call by call."""
     generator = np.random.default_rng(seed)
     return lambda *shape: np.asarray(generator.uniform(1, 2, shape))
 

@@ -259,11 +259,11 @@ def strip_figure(
             form = "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}"
             _draw_strip(axes, row, plan[strip].to_numpy(float), form)
         step = -(-len(plan) // NUMBERS)  # at most NUMBERS labels
-        layers = [
+        layer_labels = [
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
         ]
-        style.label_squares(axes, layers, [STRIPS[strip] for strip in columns], above=False)
+        style.label_squares(axes, layer_labels, [STRIPS[strip] for strip in columns], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(

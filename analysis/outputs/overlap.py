@@ -37,15 +37,15 @@ def overlap_table(results: Results, name: str) -> Table:
     }
     shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
     chances = {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
-    numbers = shares | chances
+    number_columns = shares | chances
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
         caption="Triple: share of the lowest experts that is the same under all calibration sets; "
         "pairwise: mean over pairs of sets; Jaccard: intersection over union. (1,0,0) scores all "
         f"experts alike. Based on {pass_setup(results.study)}",
-        frame=display_frame(overlaps.assign(variant=variants), text_columns | numbers),
-        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(numbers, SCORE),
+        frame=display_frame(overlaps.assign(variant=variants), text_columns | number_columns),
+        formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(number_columns, SCORE),
         best=dict.fromkeys(shares, "max"),
         blocks=("Model", "Pruned"),
     )
@@ -176,8 +176,8 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
     }
     for y, (b, alpha) in enumerate(ROWS):
         for x, beta in enumerate(BETAS):
-            value = overlap_of_variant.get((b, alpha, beta), np.nan)
-            if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(value):
+            share = overlap_of_variant.get((b, alpha, beta), np.nan)
+            if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(share):
                 box: Any = {
                     "facecolor": "none",
                     "edgecolor": style.RULE,
@@ -191,8 +191,8 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
                     axes,
                     x,
                     y,
-                    float(value),
-                    f"{value:.2f}",
+                    float(share),
+                    f"{share:.2f}",
                     below=overlap.variant_name(b, alpha, beta),
                 )
     style.label_squares(

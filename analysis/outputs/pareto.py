@@ -179,7 +179,7 @@ def pareto_table(results: Results, name: str) -> Table:
         pd.DataFrame({name: rows[column].where(rows["mean"] == name) for name in averages})
         for column in ("avg", "low", "high")
     )
-    numbers = {
+    number_columns = {
         **{name: (name, SCORE) for name in averages},
         "Parameters kept": ("parameters_kept", "{:.1%}"),
         "Routed kept": ("routed_kept", "{:.1%}"),
@@ -188,7 +188,7 @@ def pareto_table(results: Results, name: str) -> Table:
     }
     columns = {
         **text_columns,
-        **{column: source for column, (source, _) in numbers.items()},
+        **{column: source for column, (source, _) in number_columns.items()},
         "Front": "front",
     }
     return Table(
@@ -199,7 +199,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "per token. Front: the costs by which no cheaper pruned model is as good. "
         f"{score_setup(results.study)}",
         frame=display_frame(rows.join(values), columns),
-        formats={column: form for column, (_, form) in numbers.items()},
+        formats={column: form for column, (_, form) in number_columns.items()},
         blocks=("Model",),
         low=low,
         high=high,

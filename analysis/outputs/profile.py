@@ -97,7 +97,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Criterion": "method",
         "Layer": "layer",
     }
-    numbers = {
+    number_columns = {
         "Token variance": ("variance", "{:.3f}"),
         "Of the unpruned": ("unpruned_share", "{:.0%}"),
         "Router entropy": ("router_entropy", "{:.3f}"),
@@ -106,7 +106,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Experts": ("experts", "{:.0f}"),
     }
     frame = display_frame(
-        rows, text_columns | {column: source for column, (source, _) in numbers.items()}
+        rows, text_columns | {column: source for column, (source, _) in number_columns.items()}
     )
     # a layer without experts has a gap in the column Experts, not 0
     return Table(
@@ -120,9 +120,9 @@ def profile_table(results: Results, name: str) -> Table:
         frame=frame.assign(
             Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
         ),
-        formats={column: form for column, (_, form) in numbers.items()},
+        formats={column: form for column, (_, form) in number_columns.items()},
         blocks=("Model", "Pruned", "Calibration", "Criterion"),
-        optional=tuple(numbers),
+        optional=tuple(number_columns),
     )
 
 

@@ -126,10 +126,11 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
         "Criterion": "method",
         "Calibration": "calibration",
     }
-    numbers = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
-    average = {ranking.mean_name: "score", "Interval over": "over"}
+    number_columns = {"Of unpruned": "share", "Spread": "spread", "Behind": "behind", "p": "p"}
+    average_columns = {ranking.mean_name: "score", "Interval over": "over"}
     return display_frame(
-        rows, {**text_columns, "Rank": "rank", **average, **numbers, "Status": "status"}
+        rows,
+        {**text_columns, "Rank": "rank", **average_columns, **number_columns, "Status": "status"},
     )
 
 

@@ -135,14 +135,14 @@ def rank_test_table(results: Results, name: str) -> Table:
                     answer = "best"  # the best method has no p
                     if pd.notna(p):
                         answer = "yes" if p < LEVEL else "no"
-                    text = (
+                    texts = (
                         comparison.model,
                         pruned_text,
                         calibration,
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(method)),
                     )
-                    rows.append((*text, answer, rank, p, test.difference))
+                    rows.append((*texts, answer, rank, p, test.difference))
                 # a method that lacks a column also lacks one of the column's benchmarks
                 if block_kind == BENCHMARKS:
                     exclusions += [
@@ -150,7 +150,7 @@ def rank_test_table(results: Results, name: str) -> Table:
                         for method in test.incomplete
                     ]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]
-    numbers = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
+    formats = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}
     return Table(
         name=name,
         title="Critical differences of average ranks",
@@ -159,8 +159,8 @@ def rank_test_table(results: Results, name: str) -> Table:
         f"{LEVEL:.0%} level. Seeds and columns are random effects; CD and p to the best are "
         "simultaneous for all pairs of one block (studentised range). "
         f"{score_setup(results.study)}",
-        frame=pd.DataFrame(rows, columns=[*text_columns, *numbers]),
-        formats=numbers,
+        frame=pd.DataFrame(rows, columns=[*text_columns, *formats]),
+        formats=formats,
         best={"Avg Rank": "min"},
         blocks=("Model", "Pruned", "Calibration", "Over"),
         optional=("p to the best",),

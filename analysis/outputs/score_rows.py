@@ -142,6 +142,8 @@ def block_table(
       p-value unless the cell and the base have several seeds, and a table without p-values has no
       such column
     - `costs`: name of a column -> its numbers
+
+    name, title, caption: those of the table; sentences on P and on the scores follow the caption.
     """
     blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
@@ -175,16 +177,16 @@ def block_table(
 def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
     """Concatenate the rows of all parts that are not None, with a new index; None when all parts
     are None."""
-    numbers = [part for part in parts if part is not None]
-    if not numbers:
+    present_parts = [part for part in parts if part is not None]
+    if not present_parts:
         return None
     best: dict[str, str] = {}
-    for part in numbers:
+    for part in present_parts:
         best |= part.best
     return Numbers(
-        frame=pd.concat([part.frame for part in numbers], ignore_index=True),
-        low=pd.concat([part.low for part in numbers], ignore_index=True),
-        high=pd.concat([part.high for part in numbers], ignore_index=True),
+        frame=pd.concat([part.frame for part in present_parts], ignore_index=True),
+        low=pd.concat([part.low for part in present_parts], ignore_index=True),
+        high=pd.concat([part.high for part in present_parts], ignore_index=True),
         best=best,
     )
 
@@ -215,7 +217,8 @@ def numbers_table(
 
 def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
     """A list with one footnote, which names the benchmarks that MEAN lacks: those in `columns` on
-    which no model was evaluated. [] when MEAN lacks no benchmark, or is not in `columns`."""
+    which no model of `blocks` was evaluated. [] when MEAN lacks no benchmark, or is not in
+    `columns`."""
     averages = (*GROUPS, *names.COLUMNS, COMMON, MEAN)
     benchmarks = [name for name in columns if name not in averages]
     benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
@@ -276,11 +279,11 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
         low = low.assign(**{DIFFERENCE: gains["low"]})
         high = high.assign(**{DIFFERENCE: gains["high"]})
     if len(study.costs):
-        values = {
+        cost_columns = {
             name: definition.offset + definition.scale * cost(study, cells, definition.source)
             for name, definition in costs.items()
         }
-        frame = frame.assign(**values)
+        frame = frame.assign(**cost_columns)
     return Numbers(frame, low, high, numbers.best)
 
 

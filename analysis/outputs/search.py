@@ -138,7 +138,7 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     targets = column_targets(comparison, cells, columns) if cells else {}
     if not targets:
         return None
-    settings_of_cells = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
+    rows_of_cells = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
     # add the columns of differences to the columns of scores
@@ -152,10 +152,10 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     )
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(
-        settings_of_cells,
+        rows_of_cells,
         dict(zip(TEXT, ("model", "pruned", "calibration", "criterion", "allocation"), strict=True)),
     )
-    recoveries = settings_of_cells["recovery"].map(
+    recoveries = rows_of_cells["recovery"].map(
         lambda recovery: names.RECOVERIES.get(recovery, recovery)
     )
     text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))

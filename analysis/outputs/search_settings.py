@@ -205,7 +205,7 @@ def _table(
 ) -> Table | None:
     """A table of settings, scores and seconds of searches, a row per cell; None without rows.
 
-    select, columns: see `_rows`."""
+    select, columns: see `_rows`; title: that of the table."""
     rows = stacked(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )

@@ -269,7 +269,7 @@ def memory_table(results: Results, name: str) -> Table:
     A row per model, removed share and number of bytes after pruning.
     """
     memory = results.study.memory
-    numbers = {
+    number_columns = {
         "Before (MiB)": ("before", "{:,.2f}"),
         "After (MiB)": ("after", "{:,.2f}"),
         "Saved": ("saved", "{:.1%}"),
@@ -287,7 +287,7 @@ def memory_table(results: Results, name: str) -> Table:
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
             "differ in it, by rows of routers and by what replaces experts."
         ),
-        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_words"}, numbers),
+        **frame_and_formats(memory, {"Model": "model", "Pruned": "removed_words"}, number_columns),
     )
 
 

@@ -31,7 +31,9 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
     """The figure and the table of a winner map; [] without rows, and for a map of one displayed
-    column, because such a map would repeat the ranking. wins: rows of `winner_map`."""
+    column, because such a map would repeat the ranking.
+
+    wins: rows of `winner_map`; title: that of figure and table."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
     return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
@@ -71,10 +73,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
     """A winner map as a table: for each cell of the map the best methods, the score, the lead over
     the runner-up, and a verdict. wins: rows of `winner_map`."""
     rows = wins.assign(
-        winner=[
-            label(winners, score)
-            for winners, score in zip(wins["winners"], wins["score"], strict=True)
-        ],
+        winner=[label(win["winners"], win["score"]) for win in records(wins)],
         runner_up=wins["runner_up"].map(names.method),
         verdict=[verdict(win) for win in records(wins)],
     )
@@ -87,7 +86,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
         "Runner-up": "runner_up",
         "Verdict": "verdict",
     }
-    numbers = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
+    number_columns = {"Score": "score", "Lead": "lead", "p": "p", "p (Holm)": "p_holm"}
     return Table(
         name=name,
         title=title,
@@ -95,7 +94,7 @@ def winner_table(study: Study, wins: pd.DataFrame, name: str, title: str) -> Tab
             f"{proved_wins(wins)} {_MEANING_OF_P if _has_tests(wins) else _NO_TESTS} "
             f"{score_setup(study)}"
         ),
-        frame=display_frame(rows, text_columns | numbers),
+        frame=display_frame(rows, text_columns | number_columns),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),
         optional=("Lead", "p", "p (Holm)"),

@@ -139,9 +139,11 @@ class _Panel:
         side: Side,
         **look: Any,
     ) -> Text:
-        """Add a text to the figure at `position`, in the alignment of texts on the side `side` of
-        the panel, unless `look` has another. The text is not added to the axes, because texts of
-        the axes count as content of the panel."""
+        """Add a text to the figure at `position`, in the coordinates of `transform`. Its alignment
+        is that of texts on the side `side` of the panel, unless `look` has another.
+
+        The text is not added to the axes, because texts of the axes count as content of the
+        panel."""
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
@@ -206,7 +208,7 @@ class _Panel:
 
     def _draw_power(self, axis: Axis, side: Side) -> None:
         """Write the axis's power of ten, if the formatter gives one, above a y axis or below the
-        right end of an x axis."""
+        right end of an x axis. side: the side of the panel on which tick labels are."""
         power = axis.get_major_formatter().get_offset()
         look = {"fontsize": axis.get_offset_text().get_fontsize()}
         if not power:
@@ -282,8 +284,8 @@ class _Panel:
 
 
 def _point(is_x: bool, along: float, across: float) -> tuple[float, float]:
-    """The point (x, y) with the coordinate `along` on the given axis, x or y, and the coordinate
-    `across` on the other axis."""
+    """The point (x, y) with the coordinate `along` on one axis, which is x if `is_x`, else y, and
+    the coordinate `across` on the other axis."""
     return (along, across) if is_x else (across, along)
 
 
@@ -298,7 +300,7 @@ class _Tick(NamedTuple):
 def _ticks(axis: Axis) -> list[_Tick]:
     """The ticks within the limits of an axis."""
     positions = list(axis.get_majorticklocs())
-    scale = axis.get_transform().transform
+    scale = axis.get_transform().transform  # such as the logarithm
     low, high = scale(np.asarray(axis.get_view_interval(), float))
     shares = (scale(np.asarray(positions, float)) - low) / (high - low)
     shares = 1 - shares if axis.get_inverted() else shares
@@ -327,8 +329,8 @@ def _line_width(line: str) -> float:
 
 
 def _position_below(figure: Figure, measure: Measure) -> float:
-    """Move legends and texts of the figure below its panels; returns the height in inches that they
-    take at the bottom of the figure."""
+    """Move legends and texts of the figure below its panels, the first one lowest; returns the
+    height in inches that they take at the bottom of the figure."""
     height = EDGE
     for legend in figure.legends:
         legend.set_bbox_to_anchor((0.5, height / figure.get_figheight()), figure.transFigure)

@@ -173,8 +173,8 @@ def _data_url(text: str, media: str) -> str:
 def write_files(
     items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
 ) -> list[Path]:
-    """Write tables into OUT/tables, and figures into OUT/figures in one of `names.FIGURE_FORMATS`;
-    returns the paths of the files."""
+    """Write the tables of `items` into the folder tables of `out`, and the figures into its folder
+    figures; returns the paths of the files. figure_format: one of `names.FIGURE_FORMATS`."""
     paths: list[Path] = []
     for item in items:
         if isinstance(item, Figure):

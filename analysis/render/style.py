@@ -260,8 +260,8 @@ def panels(
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
-    """Add a legend below the panels, with at most `most` entries side by side, or fewer when labels
-    are long.
+    """Add a legend of `handles` below the panels, with at most `most` entries side by side, or
+    fewer when labels are long. title: text above the entries; "" for none.
 
     The drawing must have room for three rows of entries; more rows make the drawing higher.
     """
@@ -360,7 +360,8 @@ def draw_square(
     axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
     """Draw a unit square with its corner at (x, y), darker for a higher `share` (0..1), with `text`
-    in its middle and the smaller text `below` under this text."""
+    in its middle and the smaller text `below` under this text. size: font size of `text` in points;
+    None for matplotlib's setting."""
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
     text_style: Any = {
         "ha": "center",

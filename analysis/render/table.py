@@ -145,8 +145,9 @@ def _footnotes_on_direction(table: Table) -> list[str]:
 def best(table: Table) -> pd.DataFrame:
     """Booleans in the shape of the frame: whether a number is the best in its column and block.
 
-    Numbers are compared as printed, so several can be the best. The unpruned model does not
-    compete, and a number without competitors is not the best.
+    Numbers are rounded before they are compared, to two decimals in the format `{:.2f}`, otherwise
+    to three, so several can be the best. The unpruned model does not compete, and a number without
+    competitors is not the best.
     """
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
@@ -343,8 +344,8 @@ def _interval_ends(table: Table) -> dict[str, list[tuple[float, float]]]:
 
 
 def _interval(table: Table, column: str, low: float, high: float) -> str:
-    """The HTML of an interval, with fewer decimals than the numbers of its column; "" if an end is
-    NaN."""
+    """The HTML of an interval, with fewer decimals than the numbers of its column; "" if `low` or
+    `high` is NaN."""
     if math.isnan(low) or math.isnan(high):
         return ""
     short = "{:.2f}" if table.formats[column] == SCORE else "{:.1f}"
