@@ -84,6 +84,7 @@ def agreement_table(results: Results, name: str) -> Table:
                 names.calibration(key["calibration"]),
                 names.capitalised(MEASURES[measure]),
             )
+            # all measures but the ablation are from the pass
             time = seconds["ablation" if measure == "ablation" else "pass"]
             rows.append((*labels, *numbers, time))
     text_columns = ["Model", "Calibration", "Estimate"]
@@ -191,7 +192,10 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]:
-    """Agreement of attributions with ablations, seconds of attributions, and scores by prior."""
+    """Agreement of attributions with ablations, seconds of attributions, and scores by prior.
+
+    The second table is None without plans that differ in the prior alone.
+    """
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
 

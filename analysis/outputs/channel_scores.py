@@ -63,7 +63,10 @@ def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
 )
 @per_model("pruned")
 def channel_scores(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
-    """Concentration of channel scores in experts, and output losses of layers by kept share."""
+    """Concentration of channel scores in experts, and output losses of layers by kept share.
+
+    A figure is None without its data.
+    """
     study = results.study
     return [
         concentration_figure(study, comparison, name),

@@ -101,7 +101,8 @@ def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
     """Decorator: turn a function that yields the blocks of one model into a function of (results,
-    name) that makes a `block_table` of all models in `Results.comparisons`.
+    name) that makes a `block_table` of all models in `Results.comparisons`, or returns None if
+    `block_table` does.
 
     title, columns, caption, costs: see `block_table`."""
 
@@ -354,7 +355,7 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
     """The first, the middle and the last of the distinct `layers`, in ascending order; the first of
-    two middle layers. Fewer layers if there are not three."""
+    two middle layers. Fewer layers if there are not three, [] if there are none."""
     ordered = sorted(set(layers))
     if not ordered:
         return []
@@ -409,7 +410,7 @@ def ratio_block(
 
 def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Label of a method -> the method's cells, sorted by ratio. Methods that were run at fewer than
-    FEWEST_RATIOS ratios are left out."""
+    FEWEST_RATIOS ratios are left out; {} if all are."""
     lines = [
         line
         for _, line in groups(cells, settings.METHOD)

@@ -228,5 +228,8 @@ def _metrics(study: Study) -> str:
 
 @output("unified.table2", needs=BOTH_TASKS)
 def published_task_specific(results: Results, name: str) -> Table | None:
-    """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation."""
+    """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation.
+
+    None as in `task_specific_table`.
+    """
     return task_specific_table(results, name, names.TASK_SPECIFIC)

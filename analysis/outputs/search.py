@@ -187,25 +187,37 @@ def _significant_columns(
     "evoesap.table7", needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)"
 )
 def searched_after_general_text(results: Results, name: str) -> Table | None:
-    """Group averages of searched and uniform allocations that were calibrated on general text."""
+    """Group averages of searched and uniform allocations that were calibrated on general text.
+
+    None without such pairs, or without any of GROUPS.
+    """
     return allocation_table(results, name, GROUPS, "calibrated on general text", general_pairs)
 
 
 @output("evoesap.table8", needs=f"{SEARCHES}, and coding benchmarks")
 def searched_coding(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: coding benchmarks."""
+    """Searched and uniform allocations: coding benchmarks.
+
+    None without pairs, or without any of CODING.
+    """
     return allocation_table(results, name, CODING, "coding")
 
 
 @output("evoesap.table9", needs=f"{SEARCHES}, and WildBench, gsm8k or math500")
 def searched_writing_and_mathematics(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: writing and mathematics."""
+    """Searched and uniform allocations: writing and mathematics.
+
+    None without pairs, or without any of WRITING_AND_MATH.
+    """
     return allocation_table(results, name, WRITING_AND_MATH, "writing and mathematics")
 
 
 @output("evoesap.table10", needs=f"{SEARCHES}, and multiple-choice benchmarks")
 def searched_multiple_choice(results: Results, name: str) -> Table | None:
-    """Searched and uniform allocations: multiple choice."""
+    """Searched and uniform allocations: multiple choice.
+
+    None without pairs, or without multiple-choice benchmarks.
+    """
     return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 

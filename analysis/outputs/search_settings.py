@@ -105,7 +105,8 @@ def cost_table(results: Results, name: str) -> Table:
 def settings_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches with different settings.
 
-    Settings: fitness, samples, generations or candidates.
+    Settings: fitness, samples, generations or candidates. None without two searches of plans that
+    differ in these settings alone, or without any of GROUPS.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
@@ -126,7 +127,10 @@ def settings_table(results: Results, name: str) -> Table | None:
     needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
 )
 def fitness_table(results: Results, name: str) -> Table | None:
-    """EvoESAP's Table 6: searches by speculative decoding and by ESAP."""
+    """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
+
+    None without plans that differ in these two fitnesses alone, or without any of COMPARED.
+    """
     fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
@@ -145,7 +149,7 @@ def fitness_table(results: Results, name: str) -> Table | None:
 def competitor_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 4: searched allocations and the published row of DiEP.
 
-    DiEP is not implemented here.
+    DiEP is not implemented here. None without searched allocations or any of COMPARED.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
