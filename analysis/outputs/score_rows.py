@@ -374,8 +374,8 @@ def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFram
 
 
 def cells_without_recovery(comparison: Comparison, granularity: str = "") -> pd.DataFrame:
-    """Cells with a ratio above 0 that were neither quantised nor fine-tuned, sorted by ratio and
-    criterion.
+    """Pruned cells (a ratio above 0, a criterion other than none) whose recovery is none, sorted by
+    ratio and criterion.
 
     granularity: `channel` or `expert` to select the cells of this granularity; "" for all cells."""
     cells = comparison.cells

@@ -229,10 +229,11 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    The text is the `label` of the winners, on several lines of the smallest font (5.6) if the label
-    is too long for one line. But tied winners with a score other than 0 are named on two lines, at
-    most three of them, with the number of the other winners: `A = B =` and `C +2`; if these lines
-    do not fit, the text is the number of tied winners."""
+    Several winners with a score other than 0 are named on two lines: up to three names, and the
+    number of other winners, as in `A = B =` and `C +2`. If these lines do not fit, the text is the
+    number of winners. In all other cases (one winner, or a tie at score 0) the text is the `label`
+    of the winners. A label that is too long for one line has several lines of the smallest font,
+    5.6 points."""
     letters_in_line = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         methods = [names.method(name) for name in winners[:3]]

@@ -97,9 +97,10 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """Sentences about fields of a calibration set whose texts are of one word, and which a model
-    therefore does not read. Models that leave out the same fields of the same set share a
-    sentence."""
+    """A sentence for each calibration set with one-word fields that a model does not read.
+
+    A field counts if neither the model's chat template reads the field nor the text of the document
+    has its word. Models that leave out the same fields of the same set share a sentence."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]

@@ -185,7 +185,7 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
 
 
 def _set_damaged_aside(earlier_runs: Sequence[Run]) -> None:
-    """Set damaged documents of earlier runs of a study aside, as `gc` and `status` read these
+    """Set aside damaged documents of earlier runs of a study, because `gc` and `status` read these
     documents. Every jobs.json is read, but only the last run.json, as a run.json can list millions
     of steps."""
     for run in earlier_runs:

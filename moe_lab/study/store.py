@@ -274,8 +274,8 @@ class Store:
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
-        """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
-        checked, so damaged steps in folders are included."""
+        """First characters of the id -> KIND/NAME of each finished step, in folders and packs.
+        Nothing is checked, so damaged steps in folders are included."""
         # folders are read first, so that a step that moves to a pack meanwhile is found
         folders = {
             start: f"{path.parent.name}/{path.name}"

@@ -79,8 +79,8 @@ def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
     If `can_share` is true, a question has several answers as long as all its answers together are
     no longer than the question. The remaining answers follow another copy of the question. So the
     answers at most double the tokens that are read for a question, which bounds the memory of the
-    attention mask. Also, windows of a document are not read together as answers to the first token
-    that they have in common, because such a question is too short.
+    attention mask. Windows of a long document have only their first token in common. They are
+    longer than this question, so each window is read alone.
     """
     answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:

@@ -141,7 +141,7 @@ class EvalScope(Harness):
         if benchmark.task == CODE and not policy.allow_pickled_data:
             yield (
                 f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are "
-                "pickled: set allow_pickled_data=true, and only text is read of them"
+                "pickled: set allow_pickled_data=true (only text is unpickled)"
             )
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:

@@ -160,8 +160,8 @@ def _refuse_calls() -> None:
     """Install a seccomp filter for this process and all it starts.
 
     The calls of `_REFUSED_CALLS` fail with EPERM. Making a socket fails with EAFNOSUPPORT, except
-    for a pair of local sockets. The filter replaces the limits of the IPC namespace, which an
-    unprivileged user cannot set.
+    for a pair of local sockets. Calls that make IPC objects are refused because an unprivileged
+    user cannot limit the number of such objects in a namespace.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:

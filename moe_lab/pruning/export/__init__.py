@@ -140,9 +140,13 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Run `check.check` with these arguments: in this process if torch is imported already,
-    otherwise in a child process, so that this process stays small. Raises the child's UserError,
-    and RuntimeError for any other error of the child."""
+    """Check by `check.check` that transformers could load the export in `written`, which has no
+    weights yet.
+
+    `source`: folder of the original model. `shape`: a value of export.shape. `tensors`: name of a
+    tensor of the export -> (type, shape). The check runs in this process if torch is imported
+    already, otherwise in a child process, so that this process stays small. Raises the child's
+    UserError, and RuntimeError for any other error of the child."""
     arguments: dict[str, Any] = {
         "source": str(source),
         "written": str(written),
