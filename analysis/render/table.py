@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -18,6 +19,8 @@ from analysis import names
 SCORE = "{:.3f}"
 RANK = "{:.2f}"
 PERCENT = "{:.0%}"
+_PRECISION = re.compile(r"\.(\d)([f%])")
+"""Digits and unit in a format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +148,8 @@ def _footnotes_on_direction(table: Table) -> list[str]:
 def best(table: Table) -> pd.DataFrame:
     """Booleans in the shape of the frame: whether a number is the best in its column and block.
 
-    Numbers are rounded before they are compared, to two decimals in the format `{:.2f}`, otherwise
-    to three, so several can be the best. The unpruned model does not compete, and a number without
+    Numbers are rounded as their column's format prints them before they are compared, so several
+    can be the best. The unpruned model does not compete, and a number without
     competitors is not the best.
     """
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
@@ -159,7 +162,8 @@ def best(table: Table) -> pd.DataFrame:
     if table.blocks:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
     for column, direction in table.best.items():
-        decimals = 2 if table.formats[column] == "{:.2f}" else 3
+        precision = _PRECISION.search(table.formats[column])
+        decimals = int(precision[1]) + 2 * (precision[2] == "%") if precision else 3
         values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
         is_best = np.zeros(len(values), bool)
         for rows in blocks:

@@ -570,6 +570,23 @@ def test_markdown_marks_the_best_and_gaps(table: Table) -> None:
     assert rendering.GAP_NOTE not in rendering.markdown(complete)
 
 
+@pytest.mark.parametrize(
+    ("number_format", "second", "is_tied"),
+    [
+        ("{:,.1f}", 12.33, True),
+        ("{:,.1f}", 12.4, False),
+        ("{:.0%}", 12.314, True),
+        ("{:g}", 12.33, False),
+    ],
+)
+def test_numbers_that_are_printed_alike_are_all_best(
+    number_format: str, second: float, is_tied: bool
+) -> None:
+    frame = pd.DataFrame({"Seconds": [12.31, second, 1.0]})
+    table = Table("t", "", "", frame, {"Seconds": number_format}, best={"Seconds": "max"})
+    assert list(rendering.best(table)["Seconds"]) == [is_tied, True, False]
+
+
 def test_latex_escapes_and_marks_the_best(table: Table) -> None:
     text = rendering.latex(table)
     for expected in (
