@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import names
+from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
@@ -98,13 +99,15 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
     """(label, ratio) -> cells of one method and gate, whose calibration sets are different numbers
     of tokens of one text. The cells are sorted by this number, the column read.
 
-    label: the method and the text. Cells without a counterpart of another number are left out."""
+    label: the method, the text, and the gate if there are several. Cells without a counterpart of
+    another number are left out."""
     counts = token_counts(study, comparison.model)
     source_of_set = sources(study, comparison.model)
     cells = text_cells(comparison)
     cells = cells.assign(
         read=cells["calibration"].map(counts), source=cells["calibration"].map(source_of_set)
     )
+    gates = settings.gate_and_seed(cells)
     lines = {}
     for key, rows in groups(cells.dropna(subset=["read"]), [*EQUAL_COLUMNS, "source"]):
         if rows["read"].nunique() > 1:
@@ -112,7 +115,7 @@ def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, flo
             # the set with most tokens names the text
             text = names.calibration(str(line["calibration"].iloc[-1]))
             label = f"{names.method(str(key['method']))}, {text}"
-            lines[label, float(key["ratio"])] = line
+            lines[settings.comma_joined(label, gates[line.index[0]]), float(key["ratio"])] = line
     return lines
 
 

@@ -13,6 +13,7 @@ from handmade import SCORES, UNPRUNED, cell, cells_of, comparison_of, first, res
 from analysis import names
 from analysis.load import settings as cell_settings
 from analysis.outputs import (
+    calibration,
     channels,
     layer_budgets,
     recovery,
@@ -618,3 +619,20 @@ def test_the_page_first_shows_intervals_of_narrow_tables(width: int, is_checked:
 def test_html_escapes_names(table: Table) -> None:
     frame = pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]})
     assert "<script>" not in rendering.html(replace(table, frame=frame, low=None))
+
+
+def test_lines_of_calibration_tokens_are_told_apart_by_their_gate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "token_counts", lambda *_: {"small": 10, "large": 20})
+    monkeypatch.setattr(calibration, "sources", lambda *_: {"small": "text", "large": "text"})
+    rows = [(gate, name) for gate in ("raw", "renormalized") for name in ("large", "small")]
+    cells = pd.DataFrame(rows, columns=["gate", "calibration"])
+    cells = cells.assign(model="m", criterion="man", method="man", ratio=0.5)
+    study: Any = SimpleNamespace()
+    comparison: Any = SimpleNamespace(model="m", cells=cells)
+    lines = calibration.lines_by_tokens(study, comparison)
+    assert [(label, list(line["calibration"])) for (label, _), line in lines.items()] == [
+        ("MAN, large, gate raw", ["small", "large"]),
+        ("MAN, large, gate renormalized", ["small", "large"]),
+    ]
