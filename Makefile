@@ -11,7 +11,7 @@
 #
 # STORE        folder of the results
 # ARGS         more settings of the main job
-# TESTS        arguments of pytest: one file, or "-m quick" for the tests of two minutes without network
+# TESTS        arguments of pytest: one file, or "-m quick" for the tests of three minutes without network
 # JOBS         processes of the tests; one more than cores, since some tests wait
 # RUNS         names of the runs of make elsewhere
 # CONSTRAINTS  file of exact versions to install

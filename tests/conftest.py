@@ -56,7 +56,7 @@ FIRST = (
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the
 others."""
 SLOW = ("slow", "root", "cuda")
-"""Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no
+"""Marks of tests that are not run with `-m quick`, which is for before each commit: three minutes, no
 network."""
 QUICK_FAMILIES = (
     "olmoe",
