@@ -56,8 +56,8 @@ FIRST = (
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the
 others."""
 SLOW = ("slow", "root", "cuda")
-"""Marks of tests that are not run with `-m quick`, which is for before each commit: three minutes, no
-network."""
+"""Marks of tests that are not run with `-m quick`, which is for before each commit: three minutes,
+no network."""
 QUICK_FAMILIES = (
     "olmoe",
     "gpt_oss",
