@@ -260,7 +260,7 @@ def method(method_key: str) -> str:
         if published_name
         else (criterion(criterion_name), allocation_name(allocation))
     )
-    return ", ".join(filter(None, (*parts_of_name, RECOVERIES.get(recovery, recovery))))
+    return ", ".join(filter(None, (*parts_of_name, recovery_name(recovery))))
 
 
 def allocation_name(allocation: str) -> str:
@@ -282,6 +282,11 @@ def _split_replacement(allocation: str) -> tuple[str, str]:
     and the replacement, or "" if there is none."""
     match = _REPLACEMENT.search(allocation)
     return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
+
+
+def recovery_name(recovery: str, none: str = "") -> str:
+    """Display name of a recovery; `none` for cells without one."""
+    return RECOVERIES.get(recovery, recovery) or none
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from analysis.load import settings
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
 from analysis.outputs.captions import HEAPR, SLIMMING
-from analysis.outputs.score_rows import Block, score_table
+from analysis.outputs.score_rows import Block, score_table, sorted_in_order
 from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
@@ -59,8 +59,7 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
     order = names.methods_in_order(cells["method"])
-    ordered = cells.assign(position=cells["method"].map(order.index))
-    return ordered.sort_values(["ratio", "position"], kind="stable").drop(columns="position")
+    return sorted_in_order(cells, "method", order, "ratio")
 
 
 @output(

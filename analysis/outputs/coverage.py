@@ -14,6 +14,7 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
+from analysis.outputs.score_rows import sorted_in_order
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
@@ -143,8 +144,7 @@ def coverage_figure(study: Study, name: str) -> Figure:
     experts without a token are crossed."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
-    ordered = coverage.assign(position=coverage["calibration"].map(order.index))
-    ordered = ordered.sort_values(["model", "position"], kind="stable")
+    ordered = sorted_in_order(coverage, "calibration", order, "model")
     panels = list(groups(ordered, ["model", "calibration"]))
     layer_count = max(experts["layer"].nunique() for _, experts in panels)
     # in inches; panels with more than 24 layers have narrower rows

@@ -4,6 +4,7 @@ and a comparison of channels with whole experts (MoE-Slimming, Table 10 and Fig.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -239,8 +240,9 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
     if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.average)
-    pruned = pruned.assign(recovery=pruned["recovery"].map(_recovery_in_words))
-    recoveries = names.in_order(pruned["recovery"], map(_recovery_in_words, names.RECOVERIES))
+    in_words = partial(names.recovery_name, none="not recovered")
+    pruned = pruned.assign(recovery=pruned["recovery"].map(in_words))
+    recoveries = names.in_order(pruned["recovery"], map(in_words, names.RECOVERIES))
     shades = {
         recovery: style.SHADES[number % len(style.SHADES)]
         for number, recovery in enumerate(recoveries)
@@ -295,11 +297,6 @@ def _format_share_axis(axes: Axes) -> None:
     margin = max(0.0, NARROWEST - (high - low)) / 2
     axes.set_xlim(low - margin, high + margin)
     axes.grid(axis="both")
-
-
-def _recovery_in_words(recovery: str) -> str:
-    """Display name of a recovery; `not recovered` for none."""
-    return names.RECOVERIES.get(recovery, recovery) or "not recovered"
 
 
 def _mark(kind: str, shade: str) -> dict[str, Any]:

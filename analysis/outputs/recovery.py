@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from analysis.outputs.score_rows import (
     only_cell,
     ratio_block,
     score_table,
+    sorted_in_order,
     storage_points,
 )
 from analysis.registry import Results, output, per_model
@@ -40,22 +42,12 @@ SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 """Cells with equal values in these columns form one sweep over ratios and recoveries."""
 
 
-def recovery_in_words(recovery: str) -> str:
-    """Display name of a recovery; NO_RECOVERY for none."""
-    return names.RECOVERIES.get(recovery, recovery) or NO_RECOVERY
-
-
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
     """Sweeps with several recoveries; a sweep is a frame of cells that are equal in SWEEP_COLUMNS,
     sorted by ratio and recovery. Cells of ratio 0 are included, the unpruned model is not."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = names.in_order(cells["recovery"], names.RECOVERIES)
-    position = cells["recovery"].map(order.index)
-    cells = (
-        cells.assign(position=position)
-        .sort_values(["ratio", "position"], kind="stable")
-        .drop(columns="position")
-    )
+    cells = sorted_in_order(cells, "recovery", order, "ratio")
     return [sweep for _, sweep in groups(cells, SWEEP_COLUMNS) if sweep["recovery"].nunique() > 1]
 
 
@@ -64,7 +56,7 @@ def labels(comparison: Comparison) -> pd.Series:
     there are several sweeps."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
-    recoveries = cells["recovery"].map(recovery_in_words)
+    recoveries = cells["recovery"].map(partial(names.recovery_name, none=NO_RECOVERY))
     if len(all_sweeps) > 1:
         return cells["method"].map(_method_without_recovery) + ", " + recoveries
     return recoveries

@@ -365,7 +365,15 @@ def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
 def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFrame:
     """Sort cells by `first_columns`, then by criterion in the order of tables."""
     order = names.in_order(cells["criterion"], names.CRITERIA)
-    position = cells["criterion"].map(order.index).astype(int)
+    return sorted_in_order(cells, "criterion", order, *first_columns)
+
+
+def sorted_in_order(
+    cells: pd.DataFrame, column: str, order: Sequence[str], *first_columns: str
+) -> pd.DataFrame:
+    """Sort rows, of cells or of a table about cells, by `first_columns` and then by `column`.
+    `order`: all values of the column, first to last."""
+    position = cells[column].map(order.index).astype(int)
     return (
         cells.assign(position=position)
         .sort_values([*first_columns, "position"], kind="stable")

@@ -183,8 +183,8 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 def lines(text: str) -> list[str]:
     """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", and
     any other line ends with a line end, the last one too."""
-    *ended, last = text.split("\n")
-    return [f"{line}\n" if line.strip() else "" for line in (*ended, *([last] if last else []))]
+    rows = text.removesuffix("\n").split("\n") if text else []
+    return [f"{row}\n" if row.strip() else "" for row in rows]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
