@@ -132,7 +132,8 @@ class Answer:
     ) -> Sample:
         """The row of samples.parquet for this answer and the result named `result`.
 
-        `output` is the output of an answer without a generated text.
+        `outcome`, `extracted`, `output`: fields of Sample. If `output` is None, the field has the
+        generated text.
         """
         digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
@@ -150,7 +151,7 @@ class Answer:
 
 
 def text_items(requests: Iterable[tuple[str, Text]]) -> list[Item]:
-    """An item for each (name, request for a text)."""
+    """One item for each (name of the item, request of the item)."""
     return [Item(name, (request,)) for name, request in requests]
 
 
@@ -207,12 +208,11 @@ harmony format the answer comes after it."""
 
 
 def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
-    """The answer in a text that a model wrote after `prompt`: the part after the thought. None if
-    the thought does not end.
+    """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
+    whole text if there is no thought. None if a thought does not end.
 
-    If there is no thought, the whole text is the answer. In a chat, a closing mark without an
-    opening mark also ends a thought, because the opening mark may have been in the prompt. Marks in
-    quotes are ignored.
+    A thought is enclosed by an opening mark and a closing mark. In a chat the opening mark may be
+    missing, because it may have been in the prompt. Closing marks in quotes are ignored.
     """
     if _is_harmony(text, prompt):
         answer = _HARMONY_ANSWER.search(text)
@@ -220,40 +220,42 @@ def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     for opening, closing in CLOSING_MARKS.items():
         if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
             return _after_thoughts(text, opening, closing)
-    for opening, closing in CLOSING_MARKS.items() if chat else ():
-        end = _end_of(closing, text)
+    if not chat:
+        return text
+    for opening, closing in CLOSING_MARKS.items():
+        end = _end_of_mark(closing, text)
         if end is not None and opening not in text[:end]:
             return _after_thoughts(text, opening, closing)
     return text
 
 
 def may_think(tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat templates mention marks of thoughts."""
+    """Whether a tokenizer's chat templates contain an opening or closing mark of a thought."""
     templates = str(getattr(tokenizer, "chat_template", None))
     return _HARMONY_THOUGHT in templates or any(mark in templates for mark in MARKS)
 
 
 def special_marks(tokenizer: Any, stop: Sequence[str]) -> tuple[tuple[int, str], ...]:
-    """(id, text) of the special tokens that mark thoughts or occur in stop texts. Decoding
-    leaves special tokens out of a text."""
+    """(token id, text) of each special token that is a mark of a thought or a part of a text in
+    `stop`. The text of an answer keeps these special tokens and loses all others."""
     added_tokens: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special_tokens = [
-        (number, token.content) for number, token in added_tokens.items() if token.special
+        (token_id, token.content) for token_id, token in added_tokens.items() if token.special
     ]
     return tuple(
-        (number, mark)
-        for number, mark in special_tokens
-        if mark in MARKS or any(mark in text for text in stop)
+        (token_id, content)
+        for token_id, content in special_tokens
+        if content in MARKS or any(content in text for text in stop)
     )
 
 
 def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
-    """The part of `text` after its first thought, and after every later thought that begins a line;
-    None if a thought does not end."""
+    """The part of `text` after its last thought; None if a thought does not end. The first thought
+    begins in the prompt or in `text`. Each later thought begins at the start of a line."""
     answer = text
     later_opening = re.compile(rf"^[ \t]*{re.escape(opening)}", re.MULTILINE)
     while True:
-        end = _end_of(closing, answer)
+        end = _end_of_mark(closing, answer)
         if end is None:
             return None
         answer = answer[end:]
@@ -262,11 +264,11 @@ def _after_thoughts(text: str, opening: str, closing: str) -> str | None:
         answer = answer[mark.end() :]
 
 
-def _end_of(closing: str, text: str) -> int | None:
-    """The end of the first mark `closing` in `text` that is not in quotes; None if there is no such
-    mark."""
+def _end_of_mark(closing: str, text: str) -> int | None:
+    """The index in `text` at which the first mark `closing` ends; None if there is no mark. A mark
+    between two equal quote characters is ignored, because it is quoted and ends no thought."""
     for mark in re.finditer(re.escape(closing), text):
-        # "" at the beginning or end of the text
+        # each is "" where the text begins or ends at the mark
         character_before = text[mark.start() - 1 : mark.start()]
         character_after = text[mark.end() : mark.end() + 1]
         if character_before != character_after or character_before not in ("'", '"', "`"):
@@ -275,9 +277,9 @@ def _end_of(closing: str, text: str) -> int | None:
 
 
 def _is_harmony(text: str, prompt: str) -> bool:
-    """Whether a `text` that was generated after `prompt` has the harmony format: the prompt ends
-    with an open thought, or the text begins with a channel. Without special tokens and after
-    another prompt, a text that begins with "analysis" must have the header of an answer, too."""
+    """Whether `text`, which was generated after `prompt`, has the harmony format: the prompt ends
+    with an open thought, or the text begins with a channel. After a prompt in another format, a
+    text that begins with "analysis" may be ordinary, so it must have an answer's header, too."""
     if prompt.endswith(_HARMONY_THOUGHT) or text.lstrip().startswith("<|channel|>"):
         return True
     if prompt.rstrip().endswith(_HARMONY):

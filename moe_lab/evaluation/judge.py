@@ -92,13 +92,14 @@ def verdicts(
     """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
-    Raises Unavailable as soon as more than `tolerated` prompts got no score, with the reason of the
-    first of them, and as soon as the endpoint refuses a request. The step can then be run again
-    with another address or key, because neither is part of the step's identity.
+    Raises Unavailable as soon as more than `tolerated` prompts have no score. The message has the
+    reason for the first missing score. Raises Unavailable, too, as soon as the endpoint refuses a
+    request. The step can then be run again with another address or key, because the step's identity
+    has neither the address nor the key.
     """
     unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
-    # closing the client ends the requests that are still being repeated
+    # when the client is closed, its threads stop repeating failed requests
     with _client(judge) as client:
         pool = ThreadPoolExecutor(PARALLEL)
         try:
@@ -109,7 +110,7 @@ def verdicts(
                 verdict = future.result()
                 if verdict.score is None:
                     unscored_verdicts.append(verdict)
-                # if `stop` is set, another verdict raises the refusal of its request
+                # a refused request sets `stop`, and raises an error that is clearer than this one
                 if len(unscored_verdicts) > tolerated and not stop.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to "
@@ -132,7 +133,7 @@ def _client(judge: JudgeConfig) -> openai.OpenAI:
         api_key=_key(judge) or "none",
         timeout=TIMEOUT,
         max_retries=ATTEMPTS - 1,
-        # no proxy to this machine
+        # a judge on this machine is not called through the proxy of the environment
         http_client=openai.DefaultHttpxClient(trust_env=False) if is_local else None,
     )
 
@@ -141,15 +142,15 @@ def _verdict(
     judge: JudgeConfig, cache: Path, client: openai.OpenAI, prompt: str, stop: threading.Event
 ) -> Verdict:
     """The verdict on one prompt, from the cache or else from the endpoint. After a reply without a
-    usable score the request is sent again, UNPARSABLE_ATTEMPTS times in total. If `stop` is set
-    before, no request is sent, and the verdict has no score. When the endpoint refuses the request,
-    sets `stop` and raises Unavailable."""
+    usable score the request is sent again, UNPARSABLE_ATTEMPTS times in total. When the endpoint
+    refuses the request, sets `stop` and raises Unavailable. If another thread has set `stop`, no
+    request is sent, and the verdict has no score."""
     import openai
 
-    settings = judge.identity  # without the address
+    settings = judge.identity  # without judge.url, so that a cached reply holds for every URL
     key = hashlib.sha256(json.dumps([settings, prompt], sort_keys=True).encode()).hexdigest()
     file = cache / key[:2] / f"{key}.json"
-    with suppress(OSError, ValueError):  # a missing or damaged reply is requested below
+    with suppress(OSError, ValueError):  # if the cached reply is missing or damaged, request it
         reply = read_sealed(file, {"reply": str})["reply"]
         return Verdict(score(reply), reply)
     reason = "canceled"
@@ -186,8 +187,8 @@ def _verdict(
 
 
 def _message(body: bytes) -> str:
-    """The judge's message in the `body` of a response. Raises Unparsable for a response without a
-    message, which another program may have sent, and for a message that was broken off."""
+    """The judge's message in the `body` of a response. Raises Unparsable if the response is no chat
+    completion, such as a page from a proxy, or if the message is incomplete."""
     try:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
@@ -195,9 +196,11 @@ def _message(body: bytes) -> str:
         raise Unparsable(f"no chat completion: {body[:80]!r}") from None
     if not isinstance(content, str):
         raise Unparsable(f"a {type(content).__name__} in place of a text")
-    if choice.get("finish_reason") in _BROKEN:
-        raise Unparsable(f"ended by finish_reason={choice['finish_reason']}")
-    if choice.get("finish_reason") == "length" and '"score"' not in content:
+    finish_reason = choice.get("finish_reason")
+    if finish_reason in _BROKEN:
+        raise Unparsable(f"ended by finish_reason={finish_reason}")
+    # a message that was cut off after the score is usable
+    if finish_reason == "length" and '"score"' not in content:
         raise Unparsable("cut off at judge.max_tokens before a score")
     return content
 

@@ -46,8 +46,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of the benchmark's mirror. If there is no mirror, UserError with the command that
-    makes it."""
+    """The folder of the benchmark's mirror. UserError, with the command that makes the mirror, if
+    there is no mirror."""
     path = _folder(benchmark)
     if not (path / MANIFEST).is_file():
         raise UserError(
@@ -58,8 +58,8 @@ def folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads. The names of
-    the files do not count."""
+    """sha256 of the subset, split and content of each file that a benchmark reads. Hashes of the
+    contents are taken from the manifest. The names of the files do not count."""
     entries = sorted(
         _entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"])
     )
@@ -118,8 +118,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a mirror's manifest; {} if there is none. Raises UserError for a manifest that
-    cannot be read."""
+    """The manifest of the mirror `path`: file -> its subset, split, rows, sha256 and source. {} if
+    there is no manifest. Raises UserError for a manifest that cannot be read."""
     file = path / MANIFEST
     try:
         entries: dict[str, dict[str, Any]] = read_json(file, _SHAPE)["files"]
@@ -133,8 +133,8 @@ def manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _entries_read(benchmark: BenchmarkConfig) -> Entries:
-    """The manifest's entries for the files that a benchmark reads: the files of its split, or of
-    all splits if the benchmark shows examples, which other splits may have."""
+    """The manifest's entries for the files that a benchmark reads: the files of benchmark.split. If
+    benchmark.shots is not 0, the files of all splits, because any split may have the examples."""
     return _entries(benchmark, None if benchmark.shots else benchmark.split)
 
 
@@ -188,7 +188,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
 
     `source` is a folder laid out as on the hub, or the file of the evaluated split. If `source` is
     None, the data is downloaded from benchmark.url or, without a URL, from the hub. The manifest is
-    written once all files are copied and the evaluated split has as many rows as expected.
+    written last, after all files are copied and the rows of the evaluated split are counted.
     """
     path = _folder(benchmark)
     path.mkdir(parents=True, exist_ok=True)
@@ -212,8 +212,8 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         name: entry for name, entry in entries.items() if entry["split"] == benchmark.split
     }
     count = _check_row_count(benchmark, evaluated_entries)
-    # Earlier entries of other subsets and splits stay. Earlier entries of the same subset and split
-    # go, since their files may have had other names.
+    # Keep the old manifest's entries, except those of a subset and split that was copied now: the
+    # old files of this split may have had other names.
     for name, entry in manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
             entries.setdefault(name, entry)
@@ -280,9 +280,9 @@ def _copy_file(benchmark: BenchmarkConfig, source: Path | None, path: Path) -> t
 
 
 def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[str, Layout]:
-    """Copy the files of the benchmark's subset to the mirror `path`. They are in the folder
-    `source`, which is laid out as on the hub, or in its subfolder OWNER/NAME. Returns the folder
-    that has the files, and the layout of the files."""
+    """Copy the files of the benchmark's subset to the mirror `path`. The files are read from the
+    folder SOURCE/OWNER/NAME if it exists, else from `source`. The folder must be laid out as on the
+    hub. Returns the folder that was read, and the layout of the files."""
     origin = source / str(benchmark.data)
     if not origin.is_dir():
         origin = source
@@ -297,9 +297,10 @@ def _copy_folder(benchmark: BenchmarkConfig, source: Path, path: Path) -> tuple[
 
 
 def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card: Path) -> Layout:
-    """The files among `names` that belong to the benchmark's subset. Subsets and splits are read
-    from the dataset card or, without a card, from the names of the files. `origin`: where the files
-    are, for the message. UserError if no file belongs to the benchmark's split."""
+    """File -> (subset, split), for each file of `names` that belongs to the benchmark's subset.
+    Subsets and splits are read from the dataset `card` or, without a card, from the file names.
+    UserError if no file belongs to the benchmark's split; the message names the `origin` of the
+    files."""
     patterns = list(_patterns(card, benchmark.subset))
     files = {
         name: (subset, split)
@@ -318,9 +319,10 @@ def _layout(benchmark: BenchmarkConfig, origin: str, names: Iterable[str], card:
 
 
 def _patterns(card: Path, subset: str | None) -> Iterator[tuple[str, str, str]]:
-    """Yield (subset, split, regular expression of paths) for the files of a data set, as its `card`
-    lists them. If `subset` is None, the files of all subsets except the subset `all`, which repeats
-    the others. Without a list, the expressions find files that are named by their split."""
+    """Yield (subset, split, regular expression for the paths of the split's files), as listed in
+    the dataset `card`. If `subset` is None, all subsets are yielded except the subset `all`, which
+    repeats the files of the other subsets. If the card lists no files, the expressions find files
+    that are named after their split."""
     from huggingface_hub import metadata_load
 
     # None without a card, and for a card without metadata

@@ -55,7 +55,8 @@ def answer(
 def grade(
     answers: Sequence[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy
 ) -> list[Result]:
-    """Do as `evaluate`, with `answers` that the model has given before. Needs no model."""
+    """Grade `answers` that a model gave earlier. Writes the same files, returns the same results
+    and raises the same errors as `evaluate`. Needs no model."""
     harness = harness_of(benchmark)
     harness.check(benchmark, policy)
     return _grade(harness, answers, benchmark, out, policy)
@@ -68,12 +69,14 @@ def _grade(
     out: Path,
     policy: Policy,
 ) -> list[Result]:
-    """Grade answers, and write the results to the folder `out`. RuntimeError, unless a limit is
-    set, when more items have no outcome than the harness tolerates, or more items have one than are
-    expected."""
+    """Grade answers, write results and samples to the folder `out`, and return the results.
+
+    Unless a limit is set, RuntimeError if more items are graded than expected, or if more items are
+    missing than the harness tolerates.
+    """
     grades = harness.grade(answers, benchmark, policy)
     for result in grades.results:
-        # none are missing if the expected number is unknown
+        # if the expected number of items is unknown, no item counts as missing
         missing_items = (result["expected"] or result["n"]) - result["n"]
         if benchmark.limit is None and not 0 <= missing_items <= grades.tolerated:
             raise RuntimeError(

@@ -127,7 +127,7 @@ def _reason_of_empty_answer(answer: Answer) -> str | None:
 
 
 def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation of a row, with roles and contents alone."""
+    """The conversation of a row: role and content of each message, and no other field."""
     return [
         {"role": message["role"], "content": message["content"]}
         for message in row["conversation_input"]
@@ -135,8 +135,8 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows with the tag parameters.tag, or all rows if no tag is set; only the first `limit` of
-    them. Raises UserError for a tag that no row has."""
+    """Rows of the data set, at most benchmark.limit. If parameters.tag is set, only the rows with
+    this tag. UserError for a tag that no row has."""
     rows = mirror.rows(benchmark)
     tag = benchmark.parameters.get("tag")
     selected_rows = [row for row in rows if tag is None or row["primary_tag"] == tag]
@@ -147,8 +147,9 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def template(benchmark: BenchmarkConfig) -> str:
-    """The text of the file parameters.template, by default moe_lab's template. UserError for a file
-    that cannot be read, and for placeholders other than `PLACEHOLDERS`."""
+    """The text of the file parameters.template, by default moe_lab's template. UserError if the
+    file cannot be read, or if the text has an unknown placeholder or lacks a placeholder. Only the
+    first of `PLACEHOLDERS` may be missing."""
     path = benchmark.parameters.get("template")
     file = Path(path).expanduser() if path else _DEFAULT_TEMPLATE
     setting = f"benchmark {benchmark.name}: parameters.template={file}"
@@ -156,7 +157,7 @@ def template(benchmark: BenchmarkConfig) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from None
-    # the first placeholder may be missing in the text, so it is always in the set
+    # the first placeholder is optional: with it added, the set must equal PLACEHOLDERS
     placeholders = {PLACEHOLDERS[0], *_PLACEHOLDER.findall(text)}
     if placeholders != set(PLACEHOLDERS):
         raise UserError(

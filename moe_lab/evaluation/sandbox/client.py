@@ -39,8 +39,8 @@ class Outcome:
     """CPU seconds of each call."""
 
     def values(self) -> list[Any]:
-        """The value that each call returned. Raises ValueError when the program sent anything but
-        encoded values."""
+        """The value that each call returned, decoded from `encoded`. Raises ValueError if a text in
+        `encoded` is not an encoded value."""
         return [decode_text(text) for text in self.encoded]
 
 
@@ -65,8 +65,9 @@ class Runner(Child):
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
-        """Start the process. Raises NoNamespaces or RunnerError if it ends before it can run
-        programs."""
+        """Start the process. If the process ends before it can run programs, raises NoNamespaces on
+        a machine that does not allow namespaces, and else RunnerError."""
+        # command line, environment and current folder of the process
         super().__init__(*runner_command(confined=confined), Path("/"))
         try:
             self.call("start")
@@ -141,11 +142,11 @@ class Runners(Pool[Runner]):
         self._confined = confined
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. An unconfined program counts as crashed if two runners end while they
-        run this program.
+        """Run one program. If the runner ends, the program is run once more, on another runner.
 
-        Raises RunnerError when no runner can start, and when two confined runners end. No program
-        can end a confined runner.
+        If the second runner ends, too, an unconfined program counts as crashed. A confined program
+        cannot end its runner, so in this case RunnerError is raised. RunnerError is also raised
+        when no runner can start.
         """
         # Two tries: an earlier unconfined program may have ended the first runner.
         for _ in range(2):
@@ -221,8 +222,9 @@ def load(module: str) -> None:
 
 
 def call(module: str, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
-    """Call a function of an imported module. `limits`: CPU seconds, and bytes of memory beyond
-    those that are mapped now (only on Linux). A hard limit that is lower stays."""
+    """Call a function of an imported module and return its result. `limits`: CPU seconds, and bytes
+    of memory beyond those that this process has mapped now (only on Linux). If the process has a
+    lower hard limit on memory, the hard limit holds."""
     seconds, memory = limits
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if _STATM.exists():
@@ -230,7 +232,7 @@ def call(module: str, function: str, arguments: list[Any], limits: tuple[float, 
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # after these seconds SIGPROF ends the process
     try:
         return getattr(sys.modules[module], function)(*arguments)
     finally:

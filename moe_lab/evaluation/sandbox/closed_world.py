@@ -42,17 +42,21 @@ _ATTRIBUTES = frozenset(
 
 
 def leaves_closed_world(program: str) -> str | None:
-    """A few words that name a part of `program` which could reach outside the program; None if
-    there is no such part, or if `program` is not Python."""
+    """The name of a part of `program` that is not allowed, such as "an import" or "the name open".
+    None if all parts are allowed, or if `program` is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # the program will fail when it is run, which is the right verdict
-    return next(filter(None, map(_forbidden_part, ast.walk(tree))), None)
+    for node in ast.walk(tree):
+        if part := _forbidden_part(node):
+            return part
+    return None
 
 
 def _forbidden_part(node: ast.AST) -> str | None:
-    """The syntax, name or attribute of a node that is not allowed; None if all are allowed."""
+    """What is not allowed in a node, such as "the attribute format"; None if the node is allowed.
+    The children of the node are not checked."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return "an import"
     if isinstance(node, ast.Attribute) and node.attr not in _ATTRIBUTES:

@@ -75,17 +75,17 @@ _python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock dur
 def _call(name: str, *arguments: object) -> None:
     """Call a function of the C library. OSError if it does not return 0."""
     if getattr(_libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{name}: {os.strerror(error_number)}")
 
 
 def _mount(
     source: str, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
     """Mount a file system of the `kind` at `target`; see mount(2) for the arguments."""
-    # None stays None, the null pointer
-    names = [text and text.encode() for text in (source, target, kind)]
-    _call("mount", *names, ctypes.c_ulong(flags), options and options.encode())
+    # an argument of None stays None, which ctypes passes as the null pointer
+    texts = [text and text.encode() for text in (source, target, kind)]
+    _call("mount", *texts, ctypes.c_ulong(flags), options and options.encode())
 
 
 def _visible_paths() -> list[str]:
@@ -127,9 +127,9 @@ def _mounts() -> dict[str, str]:
 
 
 def _replace_root(hidden_folders: Iterable[str]) -> None:
-    """Replace the root by a read-only file system that has only the visible paths, and in which the
-    `hidden_folders` are empty."""
-    # no mount made here appears in another namespace
+    """Replace the root by a read-only file system that has only the paths of `_visible_paths`. The
+    `hidden_folders` in this file system are empty."""
+    # private, so that mounts made here do not appear in other namespaces
     _mount("none", "/", None, _RECURSIVE | _PRIVATE)
     mounts_before = _mounts()
     _mount("tmpfs", _ROOT, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -138,12 +138,13 @@ def _replace_root(hidden_folders: Iterable[str]) -> None:
     for path in hidden_folders:
         if os.path.isdir(_ROOT + path):
             _mount("tmpfs", _ROOT + path, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=4k,mode=755")
-    for number, point in _mounts().items():
-        if number not in mounts_before:  # made above, or part of a recursive bind
-            flags = os.statvfs(point).f_flag & _PRESERVED_FLAGS
-            _mount("none", point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
+    for mount_id, mount_point in _mounts().items():
+        if mount_id not in mounts_before:  # made above, or part of a recursive bind
+            flags = os.statvfs(mount_point).f_flag & _PRESERVED_FLAGS
+            _mount("none", mount_point, None, _REMOUNT | _BIND | _READ_ONLY | flags)
     os.chdir(_ROOT)
-    # puts the old root on top of the new one, from where it is detached
+    # pivot_root makes the current folder the root and mounts the old root over the new root;
+    # umount2 then detaches the old root
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _DETACH)
     os.chdir("/")
@@ -156,19 +157,20 @@ def _drop_capabilities() -> None:
     _call("capset", header, no_capabilities)
 
 
-def _refuse_calls() -> None:
-    """Install a seccomp filter for this process and all it starts.
+def _install_seccomp_filter() -> None:
+    """Refuse system calls of this process and of all processes that it starts.
 
-    The calls of `_REFUSED_CALLS` fail with EPERM. Making a socket fails with EAFNOSUPPORT, except
-    for a pair of local sockets. Calls that make IPC objects are refused because an unprivileged
-    user cannot limit the number of such objects in a namespace.
+    The calls in `_REFUSED_CALLS` fail with EPERM. The call socket fails with EAFNOSUPPORT, as
+    does socketpair unless the sockets are local. Calls that make IPC objects are refused because an
+    unprivileged user cannot limit the number of IPC objects in a namespace.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
         raise OSError(errno.ENOSYS, f"the numbers of system calls on {machine} are not known")
-    abi, refused = _REFUSED_CALLS[machine]
-    sockets, pairs = _SOCKET_CALLS[machine]  # numbers of socket and socketpair
-    # instructions of BPF: (operation, steps to skip if true, steps to skip if false, operand)
+    abi, refused_calls = _REFUSED_CALLS[machine]
+    socket_call, socketpair_call = _SOCKET_CALLS[machine]
+    # Operations and results of BPF. Each of the `steps` below is
+    # (operation, number of steps to skip if true, number of steps to skip if false, operand).
     load = 0x20
     equal = 0x15
     at_least = 0x35
@@ -178,18 +180,18 @@ def _refuse_calls() -> None:
     allow = 0x7FFF0000
     no_family = 0x00050000 | errno.EAFNOSUPPORT
     # offsets in struct seccomp_data, for little-endian machines
-    call = 0
+    call_number = 0
     abi_of_call = 4
     first_argument = 16
     # end the process at a call of another ABI, because that ABI numbers its calls differently
     steps = [(load, 0, 0, abi_of_call), (equal, 1, 0, abi), (result, 0, 0, kill)]
-    steps += [(load, 0, 0, call)]
+    steps += [(load, 0, 0, call_number)]
     # refuse the calls of x32, a second ABI of x86_64 whose numbers begin at 1 << 30
     steps += [(at_least, 0, 1, 1 << 30), (result, 0, 0, refuse)]
-    for number in refused:
+    for number in refused_calls:
         steps += [(equal, 0, 1, number), (result, 0, 0, refuse)]
-    steps += [(equal, 0, 1, sockets), (result, 0, 0, no_family)]
-    steps += [(equal, 0, 3, pairs), (load, 0, 0, first_argument)]
+    steps += [(equal, 0, 1, socket_call), (result, 0, 0, no_family)]
+    steps += [(equal, 0, 3, socketpair_call), (load, 0, 0, first_argument)]
     steps += [(equal, 1, 0, _LOCAL_SOCKETS), (result, 0, 0, no_family)]
     steps.append((result, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
@@ -203,13 +205,13 @@ _KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether an `error` of `enter` means that this machine never confines processes. Other errors
-    may be gone later."""
+    """Whether `error`, which `enter` raised, means that this machine does not allow confinement.
+    Any other error may be temporary."""
     # ENOSPC: the limit on namespaces is reached. Only a limit of 0 is a refusal.
     if error.errno == errno.ENOSPC:
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
-    # without /proc, `_replace_root` cannot know the mounts, whatever the error was
+    # without /proc, `_replace_root` cannot list the mounts, so that `enter` always fails
     return error.errno in _REFUSALS or not _MOUNTS.exists()
 
 
@@ -218,19 +220,20 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
 
     Afterwards the process cannot reach the network, and can make no sockets except local pairs. It
     sees no other processes and no IPC objects of other processes, and cannot change the machine's
-    host name. Its root is read-only, has no /proc, /home or /tmp, and has the `hidden_folders`
-    without their content. The process has no capability and cannot gain a capability. It cannot
-    create memory that outlives its process.
+    host name. Its root is read-only and has no /proc, /home or /tmp; the `hidden_folders` are
+    empty. The process has no capability and cannot gain a capability. It cannot create shared
+    memory that outlives the process.
 
-    The caller continues in a fork, as process 1 of a new process tree; the parent only waits for
-    the fork. Root becomes the user `nobody`, because limits on processes do not apply to root.
-    Raises OSError, with the name of the call that the kernel refused.
+    The function returns only in a forked child, which is process 1 of a new process tree. The
+    parent waits for the child and exits. Root becomes the user `nobody`, because limits on the
+    number of processes do not apply to root. Raises OSError, with the name of the system call that
+    the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
     is_root = os.geteuid() == 0
     user = os.getuid()
     group = os.getgid()
-    # other users may mount file systems only in a user namespace of their own
+    # a user other than root may mount file systems only in a new user namespace
     if not is_root:
         _call("unshare", _NEW_USER)
         # without this line, only a privileged user may write gid_map
@@ -244,7 +247,7 @@ def enter(hidden_folders: Iterable[str] = ()) -> None:
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _refuse_calls()
+    _install_seccomp_filter()
     _drop_capabilities()
     # only a fork is inside the new namespace of processes
     if child := os.fork():
@@ -268,28 +271,29 @@ def fork_process_tree() -> int:
     child in the parent. Raises OSError when the kernel refuses the clone.
 
     One clone takes half the time of a fork whose child changes its namespaces and forks again. The
-    clone bypasses the C library, which caches the id of the thread. The cached id is right in the
-    child if this process has no other thread and is process 1 of its own tree, as it is after
-    `enter`.
+    clone bypasses the C library, so that in the child the library's cached thread id is still the
+    parent's thread id. So call this function only in a process 1 with a single thread, as after
+    `enter`: both thread ids are then 1.
     """
     flags = ctypes.c_long(_NEW_USER | _NEW_PIDS | signal.SIGCHLD)
     # no new stack: the child continues on a copy of this stack, as after a fork
-    nothing = ctypes.c_long(0)
+    zero = ctypes.c_long(0)
     _python.PyOS_BeforeFork()
     child = _python.syscall(
-        ctypes.c_long(_CLONE[os.uname().machine]), flags, nothing, nothing, nothing, nothing
+        ctypes.c_long(_CLONE[os.uname().machine]), flags, zero, zero, zero, zero
     )
     if child == 0:
         try:
             _python.PyOS_AfterFork_Child()
             _drop_capabilities()
-        except BaseException:  # noqa: BLE001 - what the parent does after an error is not for the child
+        except BaseException:  # noqa: BLE001 - the child must not run the parent's handlers of errors
             os._exit(1)
         return 0
-    number = ctypes.get_errno()
+    # errno is read now, because PyOS_AfterFork_Parent may change it
+    error_number = ctypes.get_errno()
     _python.PyOS_AfterFork_Parent()
     if child < 0:
-        raise OSError(number, f"clone: {os.strerror(number)}")
+        raise OSError(error_number, f"clone: {os.strerror(error_number)}")
     return int(child)
 
 

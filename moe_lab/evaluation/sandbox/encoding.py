@@ -35,8 +35,8 @@ class Huge:
     fingerprint: int
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this value, so that graders which compare values item by item find two huge values
-        equal if their hashes are equal."""
+        """Yield this value as the only item. So two huge values with the same hash are also equal
+        for graders that compare values item by item."""
         return iter([self])
 
 
@@ -89,16 +89,20 @@ _SUBCLASSES = {base: type(f"Subclass_{base.__name__}", (base,), {}) for base in 
 
 
 def encode_result(value: Any, parts: int = HUGE) -> Any:
-    """Encode `value` as `encode` does, or its hash if it has more than `parts` parts."""
+    """Encode `value` by `encode`. A value with more than `parts` parts, counted as by
+    `_remaining_budget`, is encoded as a hash."""
     if _remaining_budget(value, parts) < 0:
         return {"kind": "huge", "value": _fingerprint(value)}
     return encode(value)
 
 
 def _remaining_budget(value: Any, budget: int) -> int:
-    """`budget` less the number of parts of `value`; negative as soon as the budget is used up. A
-    value is one part, and one more for each character, byte, full 64 bits of an int, or item; the
-    parts of items, keys and values of a dict are added."""
+    """`budget` minus the number of parts of `value`. Counting stops below 0.
+
+    A value is one part. Each character, each byte and each full 64 bits of an int add one part.
+    Each item of a container adds one part and the item's own parts. Each entry of a dict adds one
+    part and the parts of key and value.
+    """
     if isinstance(value, (str, bytes)):
         return budget - 1 - len(value)
     if isinstance(value, int):
@@ -116,8 +120,9 @@ def _remaining_budget(value: Any, budget: int) -> int:
 
 
 def _fingerprint(value: Any) -> int:
-    """A hash of a value that may contain lists, sets and dicts. Equal values have the same hash, in
-    other processes too if PYTHONHASHSEED is fixed."""
+    """A hash of a value that may contain lists, sets and dicts, for which `hash` raises TypeError.
+    Equal values have the same hash. With the same PYTHONHASHSEED, this also holds for values in
+    different processes."""
     try:
         return hash(value)
     except TypeError:
@@ -130,16 +135,16 @@ def _fingerprint(value: Any) -> int:
         )
     if isinstance(value, (list, tuple)):
         try:
-            # faster than the last line, with the same result if all items can be hashed
+            # faster than `_fingerprint` of each item, with the same result if all have a hash
             return hash((isinstance(value, list), *map(hash, value)))
         except TypeError:
             return hash((isinstance(value, list), *map(_fingerprint, value)))
-    return id(value)  # an object of another type that cannot be hashed
+    return id(value)  # an object that Python cannot hash counts as equal only to itself
 
 
 def encode(value: Any) -> Any:
-    """`value` in a form that json.dumps accepts. RecursionError for a deeply nested value, whose
-    comparison would raise it too."""
+    """`value` in a form that json.dumps accepts. RecursionError for a value that is nested too
+    deeply; comparing such a value would raise RecursionError, too."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -156,15 +161,18 @@ def encode(value: Any) -> Any:
 
 
 def _encode_subclass(base: type, value: Any) -> Any:
-    """Encode a value that equals a value of the type `base`, but has another type."""
+    """Encode a value of another type than `base` that equals a value of the type `base`, such as an
+    instance of a subclass."""
     return {"kind": "like", "value": [base.__name__, _FORMS[base].to_json(value)]}
 
 
 def _encode_other(value: Any) -> Any:
-    """Encode a value whose type is not derived from a base type: as the plain value that it equals,
-    as the items of an iterable, of which HUGE at most are read, or else as opaque. Types of numpy
-    and decimal are recognized by the names of their modules, because importing these would slow
-    every start."""
+    """Encode a value whose type is not derived from a type in `_FORMS`. A numpy scalar,
+    rational number, finite decimal, bytearray or set is encoded as the plain value that it equals.
+    Of any other iterable except a mapping, the first HUGE items are encoded. All other values are
+    opaque."""
+    # Importing numpy and decimal would slow every start. So their types are recognized by the name
+    # of the module.
     if (
         type(value).__module__ == "numpy"
         and getattr(value, "shape", None) == ()
@@ -191,9 +199,9 @@ def _encode_other(value: Any) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` encoded, or a stand-in for it: an Opaque, Huge, Stream, Fraction or
-    instance of a class of `_SUBCLASSES`. For anything that `encode` cannot have made, an error of
-    those that `decode_text` catches, or some value."""
+    """The value that was encoded. A value that cannot be rebuilt is replaced by an Opaque, Huge,
+    Stream, Fraction or instance of a class in `_SUBCLASSES`. If `encoded` was not made by `encode`,
+    raises an error that `decode_text` catches, or returns an arbitrary value."""
     if isinstance(encoded, list):
         return _decode_items(encoded)
     if not isinstance(encoded, dict):
@@ -218,8 +226,8 @@ def decode(encoded: Any) -> Any:
 
 
 def decode_text(text: str) -> Any:
-    """The value whose encoding is the JSON `text`. Raises ValueError for a text, however
-    deeply nested, that `encode` cannot have written."""
+    """The value whose encoding is the JSON `text`. Raises ValueError if `text` is no encoding or
+    is nested too deeply."""
     try:
         return decode(json.loads(text))
     except (

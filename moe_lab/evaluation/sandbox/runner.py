@@ -114,10 +114,10 @@ def main(confined: bool, hidden_folders: list[str]) -> None:
 
 
 def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
-    """Run one program. Returns its `client.Outcome` as a dictionary. SystemExit when no process can
-    be started, or when standard input ends."""
+    """Run one program. Returns the fields of its `client.Outcome` as a dictionary. SystemExit
+    when no process can be started, or when standard input ends."""
     read_end, write_end = os.pipe()
-    with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
+    with suppress(OSError, AttributeError):  # _PIPE exceeds the user's limit, or not Linux
         fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, _PIPE)
     os.set_blocking(read_end, False)
     try:
@@ -137,9 +137,9 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
             seconds = watch.seconds_remaining()
             if seconds <= 0:
                 return watch.reply("timeout")
-            if any(number == 0 for number, _ in poll.poll(1000 * min(_TICK, seconds))):
+            if any(descriptor == 0 for descriptor, _ in poll.poll(1000 * min(_TICK, seconds))):
                 raise SystemExit("the grader has ended")
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError):  # the program has sent nothing new
                 reply = watch.take(os.read(read_end, _PIPE))
         return reply
     finally:
@@ -156,8 +156,9 @@ def _kill(child: int) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """CPU seconds that another process has used; on systems other than Linux, a wall-clock time in
-    seconds. A limit on CPU seconds gives the same verdict on a busy machine as on an idle one."""
+    """CPU seconds that the process with the id `process` has used. Unlike wall-clock time, CPU time
+    does not depend on how busy the machine is. Systems other than Linux do not show the CPU time of
+    a process, so the result is a wall-clock time in seconds."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     # Linux's number of the CPU clock of a process; Python has no clock_getcpuclockid.
