@@ -27,7 +27,8 @@ from moe_lab.results import Result, Sample, Scale
 
 
 def harness_of(benchmark: BenchmarkConfig) -> Harness:
-    """The harness that a benchmark names; importing its module is fast."""
+    """The harness with the name benchmark.harness. The package that the harness calls is not
+    imported."""
     module = importlib.import_module(f"moe_lab.evaluation.harnesses.{benchmark.harness}")
     harness: Harness = module.HARNESS
     return harness
@@ -97,22 +98,24 @@ class Harness(ABC):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The results of the answers; needs no model. `policy`: what grading may run and send."""
+        """The results of the answers, computed without a model. `policy`: what grading may run and
+        send."""
 
     # Data and identity.
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
-        """The version of the package that asks and grades; None for moe_lab itself, and for a
-        package that is not installed."""
+        """Version of the harness's package; None for a harness without a package, and for a package
+        that is not installed."""
         return package_version(self.package) if self.package else None
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """Paths of the data files of a benchmark without a mirror; the last file has the items."""
+        """Paths of the data files of a benchmark without a mirror, the file of the items last. By
+        default there is one file, benchmark.task."""
         return [local_path(benchmark.task).absolute()]
 
     def data_files(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The `paths` of a benchmark, which has no mirror. UserError for a file that does not
-        exist, and if benchmark.task is not set."""
+        """The `paths` of a benchmark without a mirror, after a check. UserError if a file does not
+        exist or benchmark.task is not set."""
         if not benchmark.task:
             raise UserError(
                 f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE"
@@ -120,7 +123,7 @@ class Harness(ABC):
         paths = self.paths(benchmark)
         for path in paths:
             if not path.is_file():
-                # data with tools are files in a folder
+                # the data of a harness with tools are several files in one folder
                 hint = ": name its folder by suite.path=FOLDER" if self.gives_tools else ""
                 raise UserError(
                     f"benchmark {benchmark.name} needs {path}, and there is no such file{hint}"
@@ -128,17 +131,17 @@ class Harness(ABC):
         return paths
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """(files, versions) of a benchmark without a mirror: all files that define the benchmark,
-        the file of its items last; and package -> version, for the packages that code in these
-        files imports."""
+        """(files, versions) for the identity of a benchmark without a mirror. `files` define the
+        benchmark; the last file has the items. `versions` maps a package to its version, for the
+        packages that code in the files imports. By default the files contain no code."""
         return self.data_files(benchmark), {}
 
     def data_digest(self, benchmark: BenchmarkConfig) -> str:
-        """sha256 over the files that define a benchmark, or over the hashes of the files in its
-        mirror.
+        """sha256 over the data of a benchmark: over the hashes of the files in its mirror or, for a
+        benchmark without a mirror, over the files that define the benchmark.
 
-        If the mirror is missing, a text with the name of the data. So costs can be estimated before
-        the mirror is made.
+        If the mirror does not exist, the result is a text with the name of the data. Costs can then
+        be estimated before the mirror is made.
         """
         if benchmark.data is not None:
             from moe_lab.evaluation import mirror
@@ -148,7 +151,7 @@ class Harness(ABC):
             except UserError:  # `missing` reports the error
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
-        # the versions are hashed only if there are any
+        # without versions, only the files are hashed
         digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode() if versions else b"")
         for file in files:
             content = file.read_bytes()
@@ -156,11 +159,12 @@ class Harness(ABC):
         return digest.hexdigest()
 
     def question_identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change an answer. The batch size is among them, because it changes
-        how sums are rounded."""
-        source = ("task", "subset", "split") if benchmark.data is not None else ()
+        """All settings that can change an answer: name -> value. The batch size can change answers,
+        because it changes how sums are rounded."""
+        # without a mirror, `data_digest` covers the file that benchmark.task names
+        mirror_settings = ("task", "subset", "split") if benchmark.data is not None else ()
         names = (
-            *source,
+            *mirror_settings,
             "shots",
             "chat",
             "max_new_tokens",
@@ -177,7 +181,8 @@ class Harness(ABC):
         }
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """All settings that can change a result; the address of a judge is not among them."""
+        """All settings that can change a result: name -> value. The address of a judge is not
+        included, because it changes no result."""
         keys = self.question_parameters + self.grading_parameters
         judge = {"judge": benchmark.judge.identity} if benchmark.judge else {}
         return {
@@ -191,8 +196,8 @@ class Harness(ABC):
     # Checks.
 
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
-        """Raise UserError for wrong settings. Raise Unavailable for requirements that are missing
-        on this machine; another machine may meet them."""
+        """Raise UserError for wrong settings or files. Raise Unavailable for requirements that are
+        missing on this machine. Another machine may meet these requirements."""
         if problems := list(self.wrong(benchmark)):
             raise UserError("; ".join(problems))
         if problems := list(self.missing(benchmark, policy)):
@@ -201,6 +206,7 @@ class Harness(ABC):
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
         machine."""
+        # for a harness that reads only mirrors, `_wrong_settings` reports that there is no mirror
         if benchmark.data is None and self.mirrored is not True:
             yield from user_errors(self.check_data, benchmark)
         name = f"benchmark {benchmark.name}"
@@ -210,10 +216,10 @@ class Harness(ABC):
                 yield str(unknown(f"{name}: metric", metric, self.metrics))
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
-            is_number = isinstance(value, int | float) and value >= 0
+            is_valid_number = isinstance(value, int | float) and value >= 0
             if key not in keys:
                 yield str(unknown(f"{name}: parameter", key, keys))
-            elif key in self.numeric_parameters and not is_number:
+            elif key in self.numeric_parameters and not is_valid_number:
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
 
     def _wrong_settings(self, benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -238,9 +244,9 @@ class Harness(ABC):
             yield f"shots={benchmark.shots}: expected 0"
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Check the files of a benchmark without a mirror. UserError when a file is missing, and
-        when the number of items in JSON lines is not benchmark.expected. Items in other formats are
-        not counted."""
+        """Check the files of a benchmark without a mirror. UserError if a file is missing, or if a
+        .jsonl file of items does not have benchmark.expected items. In other formats, items are not
+        counted."""
         *_, items_file = self.data_files(benchmark)
         if items_file.suffix == ".jsonl":
             lines = items_file.read_bytes().splitlines()
@@ -248,7 +254,7 @@ class Harness(ABC):
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Yield a sentence for each package, mirror, permission, judge or sandbox that is missing
-        on this machine. Without the package nothing else is checked."""
+        on this machine. If the package is missing, nothing else is checked."""
         if self.package and package_version(self.package) is None:
             yield (
                 f"benchmark {benchmark.name} needs the package {self.package}: pip install "
@@ -271,13 +277,15 @@ class Harness(ABC):
         return False
 
     def protection(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which programs run, see `Policy.protection`. Right answers to shipped
-        benchmarks are closed-world programs. UserError or Unavailable if there is no sandbox."""
+        """The sandbox in which the model's programs run, see `Policy.protection`. UserError or
+        Unavailable if there is no sandbox."""
+        # shipped benchmarks can be solved by programs without imports and private attributes
         return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
 
     def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
-        """Whether only closed-world programs run on this machine, because it has no namespaces, and
-        other programs count as wrong. False if no programs run at all."""
+        """Whether the sandbox on this machine is `LIMITED`: programs with imports or private
+        attributes are then not run and count as wrong. False for a benchmark that runs no
+        programs."""
         if not self.runs_programs(benchmark):
             return False
         try:
@@ -292,7 +300,8 @@ def _parameters(benchmark: BenchmarkConfig, keys: Sequence[str]) -> dict[str, An
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:
-    """Raise UserError unless `count`, the items in the benchmark's data, is the expected number."""
+    """Raise UserError unless `count`, the number of items in the benchmark's data, equals
+    benchmark.expected. If benchmark.expected is None, any number is right."""
     if benchmark.expected is not None and count != benchmark.expected:
         raise UserError(
             f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: "
@@ -310,9 +319,9 @@ def mean_result(
     benchmark: BenchmarkConfig,
     scale: Scale = "score",
 ) -> Result:
-    """The result `name`: the mean outcome of the samples of this result. The standard error is the
-    standard deviation (with n - 1) over sqrt(n), or None for a single sample. `samples` may also
-    have samples of other results."""
+    """The result `name`: the mean outcome of the `samples` of this result. Samples of other results
+    are ignored. The standard error is the standard deviation (with n - 1) over sqrt(n), or None for
+    a single sample."""
     outcomes = [sample["outcome"] for sample in samples if sample["benchmark"] == name]
     n = len(outcomes)
     mean = math.fsum(outcomes) / n
@@ -337,8 +346,8 @@ def graded_by_mean(
     protocol: dict[str, Any] | None = None,
     tolerated: int = 0,
 ) -> Graded:
-    """Results that are mean outcomes. `verdict` (answer, metric) returns the outcome of an answer
-    and a text that explains the outcome. `protocol`, `tolerated`: fields of `Graded`."""
+    """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
+    of the answer, text that explains the outcome). `protocol`, `tolerated`: fields of `Graded`."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
@@ -359,9 +368,9 @@ def loss_result(
     """The weighted mean loss over items or, for the scale "perplexity", exp of this mean.
 
     `losses`: the loss of each item, in `unit`; `weights`: the number of tokens, words or bytes of
-    each item. The variance of the mean loss is the sum of (share of the weight * deviation from the
-    mean)^2, and its root is the standard error, or None for a single item. The standard error of a
-    perplexity is that of the mean loss, multiplied by the derivative exp(mean).
+    each item. The variance of the mean loss is the sum over items of (share of the total weight *
+    deviation from the mean)^2. The standard error is the square root of the variance; for a
+    perplexity it is multiplied by exp(mean), the derivative. For a single item it is None.
     """
     total_weight = math.fsum(weights)
     shares = [weight / total_weight for weight in weights]
@@ -402,6 +411,7 @@ class IdentifiedBenchmark(BenchmarkConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
+        """All settings that can change a result: name -> value."""
         return harness_of(self).identity(self)
 
 

@@ -218,85 +218,90 @@ class ServedModel(Engine):
 def served_model(
     checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: str
 ) -> Iterator[ServedModel]:
-    """A context in which a server runs the model in `checkpoint`. The name of the served model
-    begins with `name`.
+    """Run a server with the model in `checkpoint` for the duration of a `with` block. The block
+    gets the model as an engine. The model's name at the server begins with `name`.
 
-    The server reads a view of the checkpoint (`make_view`) with settings of greedy generation,
-    because a server may take the settings of the checkpoint's author as defaults. Raises UserError
-    for a folder that is no checkpoint. Raises Unavailable for a server that ends, serves another
-    model or does not answer within backend.ready_seconds.
+    The server reads a view of the checkpoint (`make_view`), because a server may take sampling
+    settings of the checkpoint's author as defaults. Raises UserError for a folder that is no
+    checkpoint. Raises Unavailable for a server that ends, serves another model or does not answer
+    within backend.ready_seconds.
     """
     from moe_lab.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, model)
     config = read_json(checkpoint / "config.json")
+    # a multimodal model has the fields of its language model in text_config
     max_length = (config.get("text_config") or config).get("max_position_embeddings")
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
         view = Path(scratch, "checkpoint")
         make_view(checkpoint, view, tokenizer)
-        ends = end_tokens(checkpoint, tokenizer)
+        end_ids = end_tokens(checkpoint, tokenizer)
         port = _free_port()
         # so that another server at this port is not mistaken for the started server
         unique_name = f"{name}-{secrets.token_hex(4)}"
         url = f"http://127.0.0.1:{port}/v1"
-        with start_process(command_line(backend, view, port, unique_name)) as process:
-            served = ServedModel(
+        with start_process(command_line(backend, view, port, unique_name)) as server:
+            engine = ServedModel(
                 url=url,
                 name=unique_name,
                 tokenizer=tokenizer,
                 max_length=max_length,
                 template_arguments=model.template_arguments,
                 patience=backend.ready_seconds,
-                exit_reason=partial(_exit_reason, process, _EXIT_SECONDS),
-                ends=ends,
+                exit_reason=partial(_exit_reason, server, _EXIT_SECONDS),
+                ends=end_ids,
             )
-            yield _wait_until_ready(served, process, str(view))
+            yield _wait_until_ready(engine, server, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
-    """Make a folder `view` with links to the checkpoint's files, and with neutral settings of
-    generation and decoding in place of the checkpoint's."""
-    ends = end_tokens(checkpoint, tokenizer)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    tokenization = read_json_if_there(checkpoint / "tokenizer_config.json")
-    neutral_settings = {
+    """Make a folder `view` with links to the checkpoint's files. Two files are written instead of
+    linked: generation_config.json asks for greedy generation without penalties, and
+    tokenizer_config.json leaves spaces in decoded texts as they are."""
+    end_ids = end_tokens(checkpoint, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
+    tokenizer_config = read_json_if_there(checkpoint / "tokenizer_config.json")
+    written_files = {
         "generation_config.json": {
             "do_sample": False,
-            "eos_token_id": ends,
-            "pad_token_id": padding,
+            "eos_token_id": end_ids,
+            "pad_token_id": pad_id,
         },
-        "tokenizer_config.json": {**tokenization, "clean_up_tokenization_spaces": False},
+        "tokenizer_config.json": {**tokenizer_config, "clean_up_tokenization_spaces": False},
     }
     view.mkdir()
-    for file_name, content in neutral_settings.items():
+    for file_name, content in written_files.items():
         (view / file_name).write_text(json.dumps(content))
     for file in checkpoint.iterdir():
-        if file.name not in neutral_settings:
+        if file.name not in written_files:
             (view / file.name).symlink_to(file.resolve())
 
 
 def start_process(line: Sequence[str]) -> Child:
-    """Start a child process. It ends when the returned `Child` is closed or when this process
-    dies."""
+    """Start a server by the command `line`, the program and its arguments. The server ends when the
+    returned `Child` is closed or when this process dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         **os.environ,
         "PATH": search_path(),
         "XDG_CACHE_HOME": str(user_cache()),
     }
+    # server_process runs `line`, and ends the server when this process is gone
     return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
 
 
-def _exit_reason(process: Child, seconds: float = 0.0) -> str | None:
-    """Why the server ended, by its log; None if the server still runs after `seconds`."""
+def _exit_reason(server: Child, seconds: float = 0.0) -> str | None:
+    """Why the server ended: the last lines of its log. None if the server still runs after waiting
+    for `seconds`."""
     with suppress(subprocess.TimeoutExpired):
-        process.process.wait(seconds)
-    return None if process.process.poll() is None else last_lines(process.log())
+        server.process.wait(seconds)
+    return None if server.process.poll() is None else last_lines(server.log())
 
 
 def _free_port() -> int:
-    """A port of `PORTS` that is free now. The server takes the port only after its imports. Until
-    then no outgoing connection can take the port, as those have higher ports."""
+    """A random port of `PORTS` that is free now. The server takes the port later, when its imports
+    are done. Outgoing connections cannot take the port before, because their ports are above
+    `PORTS`."""
     while True:
         port = secrets.choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -304,47 +309,50 @@ def _free_port() -> int:
             return port
 
 
-def _wait_until_ready(served: ServedModel, process: Child, path: str) -> ServedModel:
-    """Wait until the server answers. Returns `served` with the name that the server accepts, which
-    is `served.name` or else `path`, the path of the checkpoint's view. Unavailable for a server
-    that ends, does not answer in time or does not serve the checkpoint."""
-    deadline = time.monotonic() + served.patience
-    while (listed_names := _listed_models(served)) is None:
-        if (reason := _exit_reason(process)) is not None:
+def _wait_until_ready(engine: ServedModel, server: Child, path: str) -> ServedModel:
+    """Wait until the server answers, and return `engine` with the name of the model that the server
+    accepts. This is engine.name or, if the server does not list engine.name, the `path` of the
+    checkpoint's view. Raises Unavailable if the server ends, does not answer in time or does not
+    serve the checkpoint."""
+    deadline = time.monotonic() + engine.patience
+    while (listed_names := _listed_models(engine)) is None:
+        if (reason := _exit_reason(server)) is not None:
             raise Unavailable(f"the server ended before it was ready: {reason}")
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"the server did not answer at {served.url} within "
-                f"backend.ready_seconds={served.patience:g}; its last output: "
-                f"{last_lines(process.log())}"
+                f"the server did not answer at {engine.url} within "
+                f"backend.ready_seconds={engine.patience:g}; its last output: "
+                f"{last_lines(server.log())}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name from its command line; `transformers serve` lists other models
     # and takes the checkpoint's path.
-    if served.name not in listed_names:
-        served = replace(served, name=path)
+    if engine.name not in listed_names:
+        engine = replace(engine, name=path)
     try:
-        # the answer to a request shows that the server accepts the name
-        with served.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
-            served.complete(client, "Hello", 1, ())
+        # only an answer to a request shows that the server accepts the name
+        with engine.client(max(_ANSWER_SECONDS, deadline - time.monotonic())) as client:
+            engine.complete(client, "Hello", 1, ())
     except UserError as error:
         raise Unavailable(
             f"the server does not serve the checkpoint ({error}); it lists "
             f"{', '.join(listed_names) or 'no model'}"
         ) from None
-    if (reason := _exit_reason(process)) is not None:
-        raise Unavailable(f"the server ended ({reason}), and another one answers at {served.url}")
-    return served
+    # a server that somebody else started may have taken the port and answered
+    if (reason := _exit_reason(server)) is not None:
+        raise Unavailable(f"the server ended ({reason}), and another one answers at {engine.url}")
+    return engine
 
 
-def _listed_models(served: ServedModel) -> list[str] | None:
-    """Names of the models that the server lists; [] if its answer has no list; None while the
-    server does not answer or is still loading."""
+def _listed_models(engine: ServedModel) -> list[str] | None:
+    """Names of the models that the server of `engine` lists: [] if the server answers without a
+    list, None while the server does not answer or is still loading."""
     try:
-        with served.client(_ANSWER_SECONDS) as client:
+        with engine.client(_ANSWER_SECONDS) as client:
             return [model.id for model in client.models.list()]
     except openai.APIConnectionError:
         return None
+    # The client does not check the form of an answer. If there is no list, any of these is raised.
     except (openai.APIError, AttributeError, TypeError, ValueError) as error:
         # HTTP 503: the server is still loading
         return None if getattr(error, "status_code", None) == 503 else []

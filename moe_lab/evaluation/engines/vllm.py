@@ -50,8 +50,8 @@ ENVIRONMENT = {
 
 
 class VllmModel(Engine):
-    """A causal language model that a separate process of vLLM has loaded from one checkpoint. The
-    model is under the plan of the last `set_plan`."""
+    """A causal language model that a separate process of vLLM has loaded from one checkpoint.
+    Experts that the plan of the last `set_plan` drops are masked."""
 
     batches = 16  # vLLM makes its own batches of all prompts of a call
 
@@ -68,16 +68,16 @@ class VllmModel(Engine):
         self.patience = backend.ready_seconds
         self.has_mask = False
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
-        line = command(
+        argv = command(
             "moe_lab.serving.vllm_engine",
             python=interpreter("vllm", backend.python, "backend=vllm"),
         )
         self._child = Child(
-            line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(user_cache())}
+            argv, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(user_cache())}
         )
         self.process = self._child.process
         try:
-            with self._reply_seconds(0.0) as limit:
+            with self._reply_limit(0.0) as limit:
                 arguments = {
                     "dtype": _dtype(checkpoint, model),
                     "trust_remote_code": model.trust_remote_code,
@@ -88,7 +88,7 @@ class VllmModel(Engine):
                     "open", limit, folder=str(checkpoint), arguments=arguments
                 )
                 self.max_length = self.metadata["max_length"]
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt
             self.close()
             raise
 
@@ -97,12 +97,13 @@ class VllmModel(Engine):
         self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
-        """Mask the experts that `plan` drops; None removes the mask. UserError for a plan that
-        prunes channels. Unavailable if masks have no effect on this engine."""
+        """Mask the experts that `plan` drops; None removes the mask. Raises UserError for a plan
+        that prunes channels. Raises Unavailable if a mask does not change what vLLM computes."""
         if plan is not None and plan.has_channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
+        # without a plan there is only an earlier mask to remove
         if plan is not None or self.has_mask:
-            with self._reply_seconds(0.0) as limit:
+            with self._reply_limit(0.0) as limit:
                 self._child.call(
                     "set_plan",
                     limit,
@@ -111,25 +112,26 @@ class VllmModel(Engine):
             self.has_mask = plan is not None
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
-        """Yield the items that a method of `vllm_engine.Engine` yields. Each item may take
-        `seconds` plus backend.ready_seconds. `arguments`: the arguments of the method.
+        """Yield the items that a method of `vllm_engine.Engine` yields, called with `arguments` in
+        vLLM's process. Each item may take `seconds` plus backend.ready_seconds.
 
-        Raises Unavailable when the engine fails, ends, or sends nothing for too long. After such a
-        failure the engine is closed, because other requests are still under way.
+        Raises Unavailable when the process fails, ends, or sends nothing for too long. The process
+        is then closed, because vLLM would go on with the texts that it has not finished.
         """
         try:
-            with self._reply_seconds(seconds) as limit:
+            with self._reply_limit(seconds) as limit:
                 for reply in self._child.replies(method, limit, **arguments):
-                    if "item" in reply:  # the last reply has none
+                    if "item" in reply:  # the last reply only says that all items were sent
                         yield reply["item"]
         except Unavailable:
             self.close()
             raise
 
     @contextmanager
-    def _reply_seconds(self, seconds: float) -> Iterator[float]:
-        """A context in which errors of vLLM's process become Unavailable. Its value is the number
-        of seconds that a reply may take: `seconds` plus backend.ready_seconds."""
+    def _reply_limit(self, seconds: float) -> Iterator[float]:
+        """A context for one request to vLLM's process. Its `as` variable is the number of seconds
+        that a reply may take: `seconds` plus backend.ready_seconds. Errors of the process become
+        Unavailable."""
         limit = self.patience + seconds
         try:
             yield limit
@@ -152,8 +154,9 @@ class VllmModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`; vLLM makes the batches itself. Replies come in any order: each
-        has the number of a prompt, the new tokens and their summed log-likelihood."""
+        """Do as `Engine.generate`, but vLLM makes the batches itself. Each reply has the index of a
+        prompt, the new tokens after the prompt and the sum of their log-likelihoods. Texts that are
+        complete first come first."""
         replies = self.items(
             "generate",
             TOKEN_SECONDS * generation.max_tokens,
@@ -163,23 +166,24 @@ class VllmModel(Engine):
             ends=self.ends,
         )
         texts: dict[int, GeneratedText] = {}
-        for number, tokens, nats in replies:
-            check_finite(nats, "log-likelihood")
-            texts[number] = generated_text(
-                self.tokenizer, prompts[number].tokens, tokens, generation, self.ends
+        for index, new_tokens, log_likelihood in replies:
+            check_finite(log_likelihood, "log-likelihood")
+            texts[index] = generated_text(
+                self.tokenizer, prompts[index].tokens, new_tokens, generation, self.ends
             )
-        return [texts[number] for number in range(len(prompts))]
+        return [texts[index] for index in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Do as `Engine.score`; vLLM makes the batches itself, so `batch_size` is not used. Each
-        reply begins with the number of its row."""
+        """Do as `Engine.score`, but vLLM makes the batches itself: `batch_size` is not used. Each
+        reply is (index of a row, log-likelihood, whether each token was the likeliest)."""
         replies = self.items(
             "log_likelihoods",
             TOKEN_SECONDS * max(len(row.tokens) for row in rows),
             rows=[row.tokens for row in rows],
             starts=[row.start for row in rows],
         )
-        return [(nats, is_likeliest) for _, nats, is_likeliest in sorted(replies)]
+        # sorted by the index of the row
+        return [(likelihood, is_likeliest) for _, likelihood, is_likeliest in sorted(replies)]
 
 
 class OpenEngine:
@@ -195,10 +199,12 @@ class OpenEngine:
     def open(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None
     ) -> VllmModel:
-        """The model in `checkpoint`, with `plan` as its mask. The open engine is used again if it
-        has the same settings; otherwise it is closed and a new engine starts. Raises Unavailable
-        for an engine that does not start; later calls with its settings do not try again. The
-        template arguments and the date of prompts need no new engine."""
+        """An engine with the model in `checkpoint`, masked by `plan`. The open engine is returned
+        if its settings are the same. Otherwise the open engine is closed and a new one starts.
+
+        Raises Unavailable if the new engine does not start. Later calls with the same settings then
+        raise the same error without a new attempt.
+        """
         settings = [
             str(checkpoint),
             asdict(backend),
@@ -220,21 +226,23 @@ class OpenEngine:
                 raise
             self.engine = engine
             self._key = key
+        # these two settings change only prompts, so they need no new engine
         engine.template_arguments = model.template_arguments
         engine.tokenizer.date = model.date
         engine.set_plan(plan)
         return engine
 
     def close(self) -> None:
-        """End the process of vLLM, so that a model can be loaded here into the freed memory."""
+        """End the process of vLLM. This frees its memory, for example for a model that this process
+        loads."""
         if self.engine:
             self.engine.close()
         self.engine = None
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
-    """The name of the dtype, such as bfloat16, in which backend=hf would load the model. It is
-    given to vLLM because vLLM would by default load fp32 weights in half precision."""
+    """Name of the dtype, such as bfloat16, in which backend=hf would load the model. vLLM gets this
+    name because by default vLLM loads fp32 weights in half precision."""
     from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
@@ -245,12 +253,12 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 def _parallel_arguments(
     checkpoint: Path, model: ModelConfig, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
-    """vLLM's arguments for dividing a model among as many GPUs of this process as possible. {} for
-    a single GPU, for the CPU, and if backend.arguments (`arguments`) already divide the model."""
+    """vLLM's argument that divides a model among as many GPUs of this process as possible. {} for
+    a single GPU, for the CPU, and if `arguments` (backend.arguments) already divide the model."""
     if model.device == "cpu" or any(name.endswith("parallel_size") for name in arguments):
         return {}
-    gpus = max(1, len(visible_gpus()))
+    gpu_count = max(1, len(visible_gpus()))
     # the numbers of GPUs among which vLLM can divide this model
     counts = tensor_parallel(read_json(checkpoint / "config.json", {}))
-    count = max(count for count in counts if count <= gpus)
+    count = max(count for count in counts if count <= gpu_count)
     return {"tensor_parallel_size": count} if count > 1 else {}

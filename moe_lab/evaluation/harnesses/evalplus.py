@@ -39,22 +39,22 @@ class EvalPlus(Harness):
     two_phases = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each problem. The model completes the prompt of the problem or, if
-        benchmark.chat, writes a program in a chat.
+        """An item for each problem.
 
-        The reference of a completion is the problem's canonical solution; an answer in a chat has
-        no reference.
+        Without benchmark.chat, the model completes the problem's prompt, and the canonical solution
+        is the reference. With benchmark.chat, a message asks for a whole program. A chat has no
+        reference, because the canonical solution is only the text after the prompt.
         """
         max_tokens = benchmark.max_new_tokens
         stop = self.stops(benchmark)
         items = []
         for task, problem in self.problems(benchmark).items():
-            text = problem["prompt"].strip()
+            prompt = problem["prompt"].strip()
             if benchmark.chat:
-                message = {"role": "user", "content": f"{_INSTRUCTION}\n```python\n{text}\n```"}
+                message = {"role": "user", "content": f"{_INSTRUCTION}\n```python\n{prompt}\n```"}
                 request = Text([message], max_tokens)
             else:
-                request = Text(f"{text}\n", max_tokens, stop, problem["canonical_solution"])
+                request = Text(f"{prompt}\n", max_tokens, stop, problem["canonical_solution"])
             items.append(Item(task, (request,)))
         return items
 
@@ -69,14 +69,15 @@ class EvalPlus(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Grade programs on the base tests and on all (plus) tests. A program passes plus only if
-        it has passed base.
+        """Grade programs. A program passes the metric base if it passes EvalPlus's base tests, and
+        the metric plus if it passes all tests, the base tests included.
 
-        EvalPlus's sanitizer extracts the programs from answers to published problems. For the
-        shipped problems it is not used, because the shipped models write nothing but code. An
-        unfinished thought counts as an empty program. In a limited sandbox, a program that leaves
-        the closed world is not run and gets the status refused. UserError when programs may not be
-        run, RuntimeError for a canonical solution that does not run.
+        EvalPlus's sanitizer extracts the programs from answers to published problems. Shipped
+        problems need no sanitizer, because the shipped models write nothing but code. An answer
+        with an unfinished thought counts as an empty program. In a `LIMITED` sandbox, a program
+        with imports or other forbidden parts (`leaves_closed_world`) gets the status refused
+        instead of being run. UserError if programs may not be run, RuntimeError for a canonical
+        solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus
 
@@ -117,20 +118,21 @@ class EvalPlus(Harness):
         )
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
+        """True, because every answer is a program."""
         return True
 
     def problems(self, benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:
-        """Task id -> problem, up to the benchmark's limit."""
+        """Task id -> problem, for the first benchmark.limit problems."""
         rows = mirror.read_rows(self.data_file(benchmark))
         problems = {row["task_id"]: row for row in rows}
         return dict(list(problems.items())[: benchmark.limit])
 
     def data_file(self, benchmark: BenchmarkConfig) -> Path:
-        """The file of the benchmark's problems. In a mirror it is the file that EvalPlus
-        released."""
+        """The file of the benchmark's problems. If the benchmark has a mirror, this is the file
+        that EvalPlus released."""
         if benchmark.data is None:
             return self.data_files(benchmark)[-1]
-        # the mirror has one subset, whose split is one file
+        # the mirror has one subset, with one file for the split
         (splits,) = mirror.subsets(benchmark).values()
         (file,) = splits[str(benchmark.split)]
         return file
@@ -140,8 +142,9 @@ HARNESS = EvalPlus()
 
 
 def _program(answer: Answer, problem: Mapping[str, Any], *, chat: bool) -> str:
-    """The program in an answer: in a chat, a fenced block of the answer; otherwise the prompt with
-    its completion, in which a tab becomes four spaces. "" if the answer's thought does not end."""
+    """The complete program of an answer; "" if the answer's thought does not end. In a chat, the
+    program is a fenced block of the answer. Otherwise it is the prompt and the completion after it,
+    with four spaces for each tab of the completion."""
     text = answer.reply.text
     if text is None:
         return ""
@@ -163,9 +166,9 @@ def fenced_program(text: str, entry_point: str) -> str:
 
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
-    """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval.
-    UserError if only some ids are Mbpp/N."""
-    names = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
-    if len(names) != 1:
+    """The data set by whose rules EvalPlus grades the problems: mbpp if their ids are Mbpp/N,
+    otherwise humaneval. UserError if only some ids are Mbpp/N."""
+    datasets = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
+    if len(datasets) != 1:
         raise UserError("task_id: a data file has either only ids Mbpp/N or none")
-    return names.pop()
+    return datasets.pop()

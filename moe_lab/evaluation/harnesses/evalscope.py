@@ -57,8 +57,9 @@ class EvalScope(Harness):
     lists_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """Items with EvalScope's prompts: conversations for a chat template or, if benchmark.chat
-        is false, the texts of their messages.
+        """Items with EvalScope's prompts. With benchmark.chat, a prompt is a conversation for the
+        chat template; otherwise it is the texts of the conversation's messages, joined by blank
+        lines.
 
         There are no stop texts, because EvalScope reads complete answers.
         """
@@ -73,15 +74,16 @@ class EvalScope(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Results of EvalScope for the answers without their thoughts. A thought that does not end
-        counts as an empty answer.
+        """Grade the answers by EvalScope, without the thoughts before them. A thought that does not
+        end counts as an empty answer.
 
-        An answer that EvalScope could not compare has the outcome 0. Raises RuntimeError when there
-        are more than 1 % of them.
+        An answer that EvalScope could not compare with the right answer has the outcome 0. Raises
+        RuntimeError if EvalScope could not compare more than 1 % of the answers.
         """
         is_code = self.runs_programs(benchmark)
         texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
         reply = _call_worker(benchmark, policy, "grade", texts=texts)
+        # item -> the item's name and what `evalscope_worker._verdict` returns for the answer
         samples = {sample["item"]: sample for sample in reply["samples"]}
         unscored_items = [item for item, sample in samples.items() if sample["outcome"] is None]
         if len(unscored_items) > UNSCORED_AT_MOST * len(samples):
@@ -112,8 +114,8 @@ class EvalScope(Harness):
             return None
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.wrong`, and check the task, its number of examples and the days of
-        problems."""
+        """Do as `Harness.wrong`, and check the task, its number of examples, and the two contest
+        dates between which problems are selected."""
         yield from super().wrong(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
@@ -126,6 +128,7 @@ class EvalScope(Harness):
                 f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows "
                 f"{numbers} examples"
             )
+        # start_date and end_date, which only one task has
         for key in self.question_parameters if benchmark.task == CODE else ():
             value = str(benchmark.parameters.get(key))
             try:
@@ -134,8 +137,8 @@ class EvalScope(Harness):
                 yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing`, and check the interpreter with EvalScope and the permission to
-        read pickled tests."""
+        """Do as `Harness.missing`, and check that the interpreter has EvalScope and that pickled
+        tests may be read."""
         yield from super().missing(benchmark, policy)
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
         if benchmark.task == CODE and not policy.allow_pickled_data:
@@ -145,6 +148,7 @@ class EvalScope(Harness):
             )
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
+        """Whether the answers of the benchmark's task are programs."""
         return benchmark.task == CODE
 
 
@@ -159,12 +163,14 @@ def _python(benchmark: BenchmarkConfig) -> str:
 def _call_worker(
     benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any
 ) -> Any:
-    """Start EvalScope's process and return the result of a method of `evalscope_worker`. `policy`:
-    see `_code_settings`. UserError for unusable data, RuntimeError if the process fails."""
+    """Call a function of `evalscope_worker` in a new process with EvalScope, and return its result.
+    `method` is the name of the function, `policy` as in `_code_settings`. UserError for data that
+    EvalScope cannot use, RuntimeError if the process fails."""
     dataset_args: dict[str, Any] = {
         "few_shot_num": benchmark.shots,
         "eval_split": benchmark.split,
     }
+    # for OWN_SUBSETS, EvalScope's own list of subsets stays
     if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as scratch:
@@ -191,7 +197,8 @@ def _call_worker(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The complete environment of EvalScope's process, whose home and caches are in `folder`."""
+    """All environment variables of EvalScope's process. The process has its home and its caches in
+    `folder`."""
     caches = ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")
     return {
         **{name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
@@ -206,9 +213,9 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
-    """Make a data set in `folder` whose files are links to the benchmark's files, and return
-    `folder`. Links are used because EvalScope may delete files in a folder that it reads."""
-    # the metadata that name the files of each subset and split
+    """Make a data set of links to the benchmark's files in `folder`, and return `folder`. EvalScope
+    may delete files in the folder that it reads, and then deletes only links."""
+    # lines of the data set's card, which names the files of each subset and split
     card = ["---", "configs:"]
     for subset, by_split in mirror.subsets(benchmark).items():
         card += [f"- config_name: {subset}", "  data_files:"]
@@ -222,10 +229,10 @@ def _link_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 
 def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """The argument `code` of `evalscope_worker.load`. `policy` is None for questions, for which no
-    program runs and no pickle is read."""
+    """The argument `code` of `evalscope_worker.load`. `policy` is None if only questions are
+    listed: then no program runs and no pickle is read."""
     parameters = benchmark.parameters
-    # a limit of 0 or null is the default of `evalscope_code.Programs`
+    # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
     is_confined = policy is None or policy.protection() == NAMESPACES
     return {

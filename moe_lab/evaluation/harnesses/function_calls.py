@@ -61,7 +61,8 @@ class FunctionCalls(Harness):
     reads_path = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each question, whose functions are the tools that the model may call."""
+        """An item for each question. The question's functions become tools that the model may
+        call."""
         questions = self.questions(benchmark)[: benchmark.limit]
         max_tokens = benchmark.max_new_tokens
         return text_items(
@@ -75,8 +76,8 @@ class FunctionCalls(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Results of the answers. An outcome is 1 if all calls of the answer are right, else 0; the
-        extracted text of its sample says what is wrong."""
+        """Grade the answers. The outcome of an answer is 1 if all its calls are right, else 0. The
+        field `extracted` of a sample says what is wrong with the answer, or "right"."""
         questions = {question.name: question for question in self.questions(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -87,14 +88,15 @@ class FunctionCalls(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file of right answers, if there is one, and the file of questions in the same
-        folder."""
+        """The file of right answers and the file of questions, which are in the same folder.
+        Without parameters.answers, only the file of questions."""
         (questions,) = super().paths(benchmark)
         answers = benchmark.parameters.get("answers")
         return [questions.parent / str(answers), questions] if answers else [questions]
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
-        """Do as `Harness.check_data`, and read all questions with their right answers."""
+        """Do as `Harness.check_data`, and check the format of all questions and right answers.
+        UserError if parameters.answers is not set."""
         if "answers" not in benchmark.parameters:
             raise UserError(
                 f"benchmark {benchmark.name}: parameters.answers is not set: expected the file of "
@@ -103,8 +105,8 @@ class FunctionCalls(Harness):
         check_count(benchmark, len(self.questions(benchmark)))
 
     def questions(self, benchmark: BenchmarkConfig) -> list[Question]:
-        """The questions with their right answers. Raises UserError for files that do not fit the
-        format or each other."""
+        """The questions with their right answers. Raises UserError for a file in another format,
+        and if questions and right answers have different ids."""
         *answer_files, question_file = self.data_files(benchmark)
         rows = _rows(question_file, "question", _QUESTION)
         right_calls: dict[str, Any] = {}
@@ -125,7 +127,8 @@ HARNESS = FunctionCalls()
 def _check_ids(
     file: Path, ids: Collection[str], other_ids: Collection[str], other_file: Path
 ) -> None:
-    """Raise UserError for an id of `other_file` that is not among the `ids` of `file`."""
+    """Raise UserError for an id in `other_ids`, the ids of `other_file`, that is not in `ids`, the
+    ids of `file`."""
     for name in other_ids:
         if name not in ids:
             raise UserError(
@@ -135,9 +138,9 @@ def _check_ids(
 
 
 def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -> Question:
-    """The question in a `row` of the file of questions, with the calls of its right answer.
-    UserError, whose message begins with `source`, for several turns, for unknown types and for a
-    right answer that fits no function."""
+    """The question of a `row`, a line of the file of questions. `right_calls`: the calls of its
+    right answer. UserError for several turns, for unknown types and for calls that fit no function.
+    `source`: the beginning of the error's message."""
     if len(row["question"]) != 1:
         raise UserError(
             f"{source} has {len(row['question'])} turns: expected one, as others need calls to be "
@@ -151,9 +154,9 @@ def _question(row: Mapping[str, Any], right_calls: Sequence[Any], source: str) -
 
 
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
-    """Id -> object of a line, for a file of JSON lines. `kind`: question or answer; `shape`: the
-    expected form of a line. UserError for a line of another form, for equal ids and for a file
-    without lines."""
+    """Id -> JSON object, for each line of a file of JSON lines. `kind`: question or answer;
+    `shape`: the form of a line, as for `fits`. UserError for a line of another form, for an id that
+    occurs twice and for a file without lines."""
     rows: dict[str, Any] = {}
     for source, row in records(file, "task"):
         if not fits(row, shape):
@@ -169,8 +172,9 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
 
 
 def _check_types(properties: Mapping[str, Any], source: str) -> None:
-    """Raise UserError for a parameter whose type is not in `TYPES`. `properties`: name -> JSON
-    schema of the parameters of a function, or of the inner parameters of a parameter."""
+    """Raise UserError for a parameter whose type is not in `TYPES`, and for inner parameters and
+    items of lists with such a type. `properties`: name of a parameter -> its JSON schema. `source`:
+    the beginning of the error's message."""
     for name, schema in properties.items():
         declared_type = str(schema.get("type")) if isinstance(schema, Mapping) else "missing"
         check_known(f"{source}: type of {name}", declared_type, TYPES)
@@ -189,7 +193,8 @@ def _check_answer(question: Question, source: str) -> None:
         ((name, allowed_values),) = call.items()
         check_known(f"{source}: function", name, names)
         for argument, values in allowed_values.items():
-            # the allowed values, and in place of an allowed list its elements: objects may be there
+            # An object gives a list of allowed values for each of its keys. It may be an allowed
+            # value or an element of an allowed list.
             entries: list[Any] = []
             for value in values:
                 entries += value if isinstance(value, list) else [value]

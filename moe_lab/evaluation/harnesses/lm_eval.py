@@ -23,7 +23,7 @@ class LmEval(Harness):
     shows_examples = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """Do as `items` of the adapter, which imports lm-eval."""
+        """The items of lm-eval's task or group of tasks, see `adapters/lm_eval.py`."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.items(benchmark)
@@ -31,26 +31,28 @@ class LmEval(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Do as `grade` of the adapter; no program runs, so `policy` is not used."""
+        """Grade the answers as lm-eval does, see `adapters/lm_eval.py`. No program runs, so
+        `policy` is not used."""
         from moe_lab.evaluation.adapters import lm_eval
 
         return lm_eval.grade(answers, benchmark)
 
     def paths(self, benchmark: BenchmarkConfig) -> list[Path]:
-        """The file of a task, and the file of its items with the same name; or only the file of the
-        items, if parameters.definition defines the task."""
+        """The file that defines the task, and the file of the task's items: the same name with the
+        suffix .jsonl. If parameters.definition defines the task, only the file of the items."""
         (path,) = super().paths(benchmark)
         if "definition" in benchmark.parameters:
             return [path]
         return [path, path.with_suffix(".jsonl")]
 
     def hashed_files(self, benchmark: BenchmarkConfig) -> tuple[list[Path], dict[str, str]]:
-        """Do as `Harness.hashed_files`: the `definition_files` of the task, and its items."""
-        *task_files, items = self.data_files(benchmark)
+        """Do as `Harness.hashed_files`. The files are the file that defines the task, all files
+        that it uses (`definition_files`), and the file of the items."""
+        *task_files, items_file = self.data_files(benchmark)
         if not task_files:
-            return [items], {}
+            return [items_file], {}
         files, versions = definition_files(*task_files)
-        return [*files, items], versions
+        return [*files, items_file], versions
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
         """Do as `Harness.check_data`, and check the definition of the task."""
@@ -64,8 +66,10 @@ class LmEval(Harness):
             )
 
     def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.wrong`, and refuse a chat in which likelihoods are computed."""
+        """Do as `Harness.wrong`, and refuse a chat template for a task that computes
+        likelihoods."""
         yield from super().wrong(benchmark)
+        # data: a task of lm-eval itself; max_new_tokens=0: a task that only computes likelihoods
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
                 f"benchmark {benchmark.name}: chat=true with max_new_tokens=0: expected "
@@ -76,7 +80,7 @@ class LmEval(Harness):
     def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Do as `Harness.missing`, and check that the installed lm-eval has the task."""
         yield from super().missing(benchmark, policy)
-        # called for its errors
+        # `task_folder` raises UserError if lm-eval, which must be installed, does not have the task
         if benchmark.data is not None and self.version(benchmark) is not None:
             yield from user_errors(task_folder, benchmark)
 

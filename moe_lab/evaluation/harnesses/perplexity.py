@@ -16,10 +16,10 @@ from moe_lab.results import Sample, Scale
 
 
 class Perplexity(Harness):
-    """The likelihood of a text in windows of `parameters.length` tokens, the last of which may be
+    """The likelihood of a text, in windows of `parameters.length` tokens. The last window may be
     shorter.
 
-    The default length is 2048, or the most tokens that the model can read, if that is less.
+    The default length is 2048 tokens, or as many as the model can read if these are fewer.
     """
 
     metrics = ("perplexity", "bits_per_byte", "loss")
@@ -31,9 +31,8 @@ class Perplexity(Harness):
     counts_items = False
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """One item, which is the whole text. Rows of a mirror are joined by blank lines. Papers
-        join WikiText in the same way, and so does `calibration.joined`. The benchmark's limit is
-        the number of windows."""
+        """One item: the whole text. Rows of a mirror are joined by blank lines, as papers do with
+        WikiText. benchmark.limit is the largest number of windows."""
         if benchmark.data is None:
             text = _text(self.data_files(benchmark)[-1])
         else:
@@ -45,13 +44,16 @@ class Perplexity(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """The results. The loss is the mean over all predicted tokens, in nats per token. The
-        perplexity is exp(loss). The bits per byte are loss * tokens / bytes / ln 2.
+        """The results, with each window as a sample. All tokens of a window but the first are
+        predicted.
 
-        All tokens of a window but the first are predicted. Each window is a sample.
+        The loss is the mean over all predicted tokens, in nats per token. The perplexity is
+        exp(loss). The bits per byte are loss * tokens / bytes / ln 2, with the numbers of tokens
+        and bytes of the text.
         """
         (answer,) = answers
         text = answer.prompt
+        # predicted tokens of each window
         counts = [window.tokens for window in answer.reply.windows]
         nats_per_token = [-window.nats / window.tokens for window in answer.reply.windows]
         # factor from nats per token to bits per byte
@@ -77,10 +79,12 @@ class Perplexity(Harness):
         return Graded(results, samples, protocol)
 
     def check_data(self, benchmark: BenchmarkConfig) -> None:
+        """Raise UserError if the file is missing or cannot be read as a text."""
         _text(self.data_files(benchmark)[-1])
 
 
 def _text(file: Path) -> str:
+    """The file's text. Errors name suite.path, the setting that names the file."""
     return whole_text(file, "suite.path")
 
 

@@ -37,8 +37,8 @@ class Stories(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Results of the stories: the outcome of a story is the share of the rules of its checklist
-        that the story follows."""
+        """Grade the stories. A story's checklist has rules, and the story's outcome is the share of
+        these rules that the story follows."""
         rows = self._rows(benchmark)
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
@@ -48,8 +48,8 @@ class Stories(Harness):
         return graded_by_mean(answers, benchmark, verdict)
 
     def _rows(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """Id -> row of the data file, for the first `limit` rows. UserError for a row without an
-        id, a prompt or a rule."""
+        """Id -> row of the data file, for the first benchmark.limit rows. UserError for a row
+        without an id, without a prompt or without a rule."""
         file = self.data_files(benchmark)[-1]
         rows = mirror.read_rows(file)[: benchmark.limit]
         for row in rows:

@@ -41,8 +41,8 @@ class WildBench(Harness):
     judged = True
 
     def items(self, benchmark: BenchmarkConfig) -> list[Item]:
-        """An item for each conversation. The answer to a conversation that is too long is empty, as
-        in HELM."""
+        """An item for each conversation. A conversation that is too long for the model gets an
+        empty answer, as in HELM."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
             (row["session_id"], Text(_messages(row), max_tokens, skip_long=True))
@@ -52,16 +52,17 @@ class WildBench(Harness):
     def grade(
         self, answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy
     ) -> Graded:
-        """Results of the answers. An outcome is the judge's score, rescaled to [0, 1]. An empty
-        answer has the score 1 of 10 without a request.
+        """Grade the answers by a judge. An outcome is the judge's score, 1 to 10, rescaled to
+        [0, 1]. An empty answer gets the score 1 without a request to the judge.
 
-        The judge does not see the thought before an answer. Items without a score are omitted and
-        named in the protocol. Raises Unavailable when more than 1 % of the items have no score.
+        The judge does not see the thought before an answer. Items to which the judge gave no score
+        are left out of the results and listed in the protocol. Raises Unavailable if these are more
+        than 1 % of the items.
         """
         assert benchmark.judge is not None
         rows = {row["session_id"]: row for row in _rows(benchmark)}
         judge_template = template(benchmark)
-        prompts: dict[str, str] = {}
+        judge_prompts: dict[str, str] = {}
         verdict_of_item: dict[str, Verdict] = {}
         for answer in answers:
             if reason := _reason_of_empty_answer(answer):
@@ -69,15 +70,15 @@ class WildBench(Harness):
                 continue
             row = rows[answer.item]
             text = replace_surrogates(answer.reply.text or "")
-            prompts[answer.item] = question(
+            judge_prompts[answer.item] = question(
                 judge_template, row["conversation_input"], text, row["checklist"]
             )
         count_without_request = len(verdict_of_item)
         tolerated = math.floor(TOLERATED * len(answers))
         judge_verdicts = verdicts(
-            benchmark.judge, cache_folder("judge"), list(prompts.values()), tolerated
+            benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), tolerated
         )
-        verdict_of_item.update(zip(prompts, judge_verdicts, strict=True))
+        verdict_of_item.update(zip(judge_prompts, judge_verdicts, strict=True))
         scores = {
             item: verdict.score
             for item, verdict in verdict_of_item.items()
@@ -95,7 +96,7 @@ class WildBench(Harness):
                 for item, verdict in verdict_of_item.items()
                 if item not in scores
             },
-            "judge_prompt": next(iter(prompts.values()), None),
+            "judge_prompt": next(iter(judge_prompts.values()), None),
         }
         scored_answers = [answer for answer in answers if answer.item in scores]
         return graded_by_mean(scored_answers, benchmark, outcome_and_reply, protocol, tolerated)
