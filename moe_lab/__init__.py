@@ -46,9 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`moe_lab.Plan`, imported at the first use."""
-    if name != "Plan":  # imported late, as it imports numpy
+    """The class `Plan` for `moe_lab.Plan`. AttributeError for any other name."""
+    if name != "Plan":
         raise AttributeError(f"module moe_lab has no attribute {name}")
+    # imported at the first use, because moe_lab.pruning.plan imports numpy, which takes time
     from moe_lab.pruning.plan import Plan
 
     return Plan
@@ -73,7 +74,9 @@ class ModelStatistics:
     provenance. See `models.identity`."""
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
-        return self  # pandas deep-copies the attributes of a data frame, and the arrays are large
+        """These statistics themselves. pandas deep-copies `attrs` of a data frame, which for large
+        statistics would take much time and memory."""
+        return self
 
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
@@ -82,14 +85,14 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
 
     `path`: a folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a shipped model.
     `settings`: fields of `moe_lab.config.ModelConfig`, such as dtype="bfloat16", device="cuda" or
-    revision. Raises UserError, with one sentence, when the model cannot be loaded.
+    revision. Raises UserError when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import valid
     from moe_lab.models.load import load_model
     from moe_lab.paths import PREFIX, as_name
 
-    # of the hub id AUTHOR/NAME, of a folder, or of pocket:NAME
+    # NAME in pocket:NAME, in the hub id AUTHOR/NAME, or in FOLDER/NAME
     last_part = path.rstrip("/").rpartition("/")[2]
     name = as_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest
@@ -109,21 +112,22 @@ def calibrate(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> ModelStatistics:
-    """The statistics that `criteria` need. These are sums over the tokens of a text, and for some
-    criteria sums over the weights.
+    """Gather the statistics of a model that `criteria` need: sums over the tokens of a text, and
+    for some criteria sums over the model's weights.
 
-    Most criteria of whole experts need one forward pass; heapr and others also need a backward
-    pass. The model is not changed, and its weights are read from memory.
+    Most criteria that score whole experts need one forward pass. Some criteria, such as heapr, also
+    need a backward pass. The model must be in memory; it is not changed.
 
-    `text`: a file, a hub id, or a list of documents. `replacement`: the replacement of dropped
-    experts that `plan` will get, since some replacements need further statistics. `settings`:
-    fields of `moe_lab.config.CalibrationConfig`. Defaults: tokens=32_768 in rows of length=512 (or
-    the tokenizer's limit if this is lower), packing="chunk" (one stream).
+    `text`: path of a file, hub id of a data set, or list of documents. `replacement`: the value of
+    the argument `replacement` of `plan`; some replacements of dropped experts need more statistics.
+    `settings`: fields of `moe_lab.config.CalibrationConfig`. Defaults: tokens=32_768, length=512
+    tokens per row (or the tokenizer's limit if the limit is lower), packing="chunk" (documents are
+    joined into one stream).
 
-    Raises UserError for a criterion that does not exist, settings that cannot work, a text that is
-    too short or has tokens without an embedding, and a model without routed experts. Without
-    `any_tokenizer`, raises UserError for a tokenizer whose vocabulary or added tokens differ from
-    the checkpoint from which the model was loaded.
+    Raises UserError for an unknown criterion, invalid settings, a text that is too short or has
+    tokens without an embedding, and a model without routed experts. Raises UserError if the
+    vocabulary or the added tokens of `tokenizer` differ from those in the model's checkpoint; with
+    `any_tokenizer`, this is not checked.
     """
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
@@ -131,7 +135,7 @@ def calibrate(
     from moe_lab.models.identity import check_tokenizer, model_digests
     from moe_lab.statistics import merge_passes
 
-    # the passes that are needed, each once and in order
+    # names of passes, each name once; a dictionary keeps their order
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     needs |= dict.fromkeys(grouping.needs(replacement))
     facts = model_facts(model)
@@ -140,7 +144,7 @@ def calibrate(
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _eval_mode(model):
         sums = {str(need): _run_pass(need, model, calibration.rows) for need in needs}
-    # every layer has an entry, also if no pass was needed
+    # every layer needs an entry in the result, also for criteria that need no pass
     empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = merge_passes([empty_layers, *sums.values()])
     digests = {name: compute() for name, compute in model_digests(model)}
@@ -150,8 +154,9 @@ def calibrate(
 def _calibration(
     tokenizer: Any, text: Any, seed: int, settings: Mapping[str, Any], caller: str
 ) -> Any:
-    """The batches of a text, with the defaults of `calibrate`. `settings`: fields of
-    CalibrationConfig. `caller`: name of the public function, for messages."""
+    """The object `Calibration` of a text: the batches of token ids in `rows`, and a report in
+    `report`. `settings`: fields of CalibrationConfig; fields that are not set get the defaults of
+    `calibrate`. `caller`: name of the public function that error messages mention."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import valid
@@ -171,7 +176,8 @@ def _calibration(
 
 @contextmanager
 def _eval_mode(model: Any) -> Iterator[None]:
-    """A context in which the model is in eval mode. Its end restores the mode."""
+    """A context in which the model is in eval mode. At the end of the context, the model gets back
+    the mode (train or eval) that it had before."""
     is_training = model.training
     model.eval()
     try:
@@ -182,12 +188,13 @@ def _eval_mode(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
-    """A context with the path of a text. A list of documents is written to a temporary file in JSON
-    lines."""
+    """A context that yields a path. If `text` is a path or a hub id, this is `text`. If `text` is a
+    list of documents, it is a temporary file of JSON lines with these documents."""
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
-    # imported here to keep the import of moe_lab small for processes that run programs of models
+    # imported here so that `import moe_lab` is fast; each program that a model wrote is run in a
+    # new process, which imports moe_lab
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -199,8 +206,9 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 
 def _run_pass(name: str, model: Any, batches: Any) -> dict[int, dict[str, Any]]:
-    """Run the pass `name` and return its sums: layer -> name of a sum -> numpy array. The pass
-    reads `batches`, or only the weights of the model."""
+    """Run the pass `name` over a model, and return the sums that the pass computes: layer -> name
+    of a sum -> numpy array. The last three passes of the table read only weights; the others run
+    the model on `batches`, pairs of token ids and validity masks (B, S)."""
     from moe_lab.statistics.damage import DamageHook, SimilarityHook
     from moe_lab.statistics.forward import ForwardHook
     from moe_lab.statistics.gradients import GradientHook, WeightGradientHook, gather_gradients
@@ -235,12 +243,13 @@ def score(
     """Score the experts or the channels of a model by a criterion. Experts or channels with lower
     scores are removed first.
 
-    Returns a data frame with the columns layer, expert and score (fp64), one row per expert. For a
-    criterion of channels, there is also a column channel, and one row per channel. The attribute
-    `attrs` of the data frame has the statistics, which `plan` reads.
+    Returns a data frame with the columns layer, expert and score (fp64), one row per expert. If the
+    criterion scores channels, the data frame also has a column channel, and one row per channel.
+    `attrs["statistics"]` of the data frame is `statistics`, for `plan`.
 
-    `gate`: the weight by which expert outputs are multiplied. `seed`: seed of random criteria.
-    `parameters`: parameters of the criterion. Raises UserError for an unknown criterion or
+    `gate`: name of the gate value by which the criterion weights expert outputs; "model" is the
+    gate value that the model itself uses. `seed`: seed of criteria that draw random numbers.
+    `parameters`: parameters of the criterion. Raises UserError for an unknown criterion, gate or
     parameter, and for statistics without the sums that the criterion needs.
     """
     import numpy as np
@@ -267,6 +276,7 @@ def score(
     )
     frames = []
     for layer, values in table.items():  # values: (E,), or (E, I) for channels
+        # row 0: expert of each score; row 1, only for channels: channel of each score
         ids = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), ids, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
@@ -276,9 +286,11 @@ def score(
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> scores (E,), or (E, I) for channels, from a data frame. Its rows may be in any
-    order, and its numbers may be strings, like keys of JSON objects. `layers`: layer -> facts.
-    UserError unless there is exactly one row for each expert, or for each channel."""
+    """Layer -> scores (E,), or (E, I) for channels, from a data frame with the columns layer,
+    expert, (channel,) score. The rows may be in any order. The values may be numbers as text, which
+    they are after a round trip through JSON. `layers`: layer -> facts, of which n_experts and width
+    are read. UserError unless the data frame has exactly one row for each expert, or each
+    channel."""
     import numpy as np
     import pandas as pd
 
@@ -303,6 +315,7 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     for layer, facts in layers.items():
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(id_columns)]]
         rows = numbers[numbers["layer"] == layer].sort_values(id_columns)
+        # the sorted ids of the rows must be all ids of this shape, each once
         if not np.array_equal(
             rows[id_columns].to_numpy().T, np.indices(shape).reshape(len(shape), -1)
         ):
@@ -331,15 +344,15 @@ def plan(
 ) -> Plan:
     """The plan that removes the share `ratio` of the routed experts, or of their channels.
 
-    `scores`: a data frame of `score`, or your own with the columns layer, expert, (channel,) score,
-    and one row per expert or channel, numbered from 0. Lower scores are removed first.
-    `allocation`: how the budget is shared among layers and experts; allocations that search need a
-    study. `statistics`: statistics of the model, if `scores` is not from `score`. Other arguments:
-    parameters of the allocation, and fields of `moe_lab.config.AllocationConfig`.
+    `scores`: a data frame of `score`, or your own data frame with the columns layer, expert,
+    (channel,) score, and one row per expert or channel. Ids start at 0. Low scores are removed
+    first. `allocation`: name of the rule that divides the budget among layers and experts; rules
+    that run the model work only in a study. `statistics`: needed if `scores` is not from `score`.
+    Other arguments: parameters of the allocation, and fields of `moe_lab.config.AllocationConfig`.
 
     A plan with replacement m_smoe or ream must be aligned by `align` before it is used. Warns when
-    rounding changes the removed share, and when scores are equal at the cut. UserError for a ratio
-    that is not feasible, and for scores without exactly one row per expert or channel of the model.
+    rounding changes the removed share, and when a removed and a retained score are equal. UserError
+    for an infeasible ratio, and unless `scores` has exactly one row per expert or channel.
     """
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
@@ -383,8 +396,9 @@ def plan(
 def _allocation_identity(
     fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
 ) -> dict[str, Any]:
-    """The identity of an allocation, which is part of a plan's provenance. `fields`: fields of
-    AllocationConfig. UserError for fields that are not valid for scores of this granularity."""
+    """All settings of an allocation that affect the plan: name of the setting -> value. `fields`:
+    fields of AllocationConfig that are not the default. `granularity`: what the scores are for.
+    UserError for fields that are invalid, or that do not apply to this granularity."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid
@@ -407,16 +421,17 @@ def align(
     any_tokenizer: bool = False,
     **settings: Any,
 ) -> Plan:
-    """The plan `plan` with matched channels: for each merged expert, which of its channels is added
-    to which channel of its owner. Plans of some replacements cannot be used before this.
+    """A copy of `plan` that also states, for each expert that is merged into another expert (the
+    owner), which channel of the expert is added to which channel of the owner. A plan with
+    replacement m_smoe or ream can be used only after this.
 
     Without a text, channels are matched by weights, as in M-SMoE (arXiv 2310.01334). With a text,
-    they are matched by weights and by activations on the text, as in REAM (arXiv 2604.04356). The
-    model is not changed.
+    channels are matched by weights and by activations on the text, as in REAM (arXiv 2604.04356).
+    The model is not changed.
 
-    `text`, `any_tokenizer` and `settings`: as in `calibrate`. `any_model`: as in `mask`. Raises
-    UserError when the plan does not fit the model or merges no experts, for a text without a
-    tokenizer, and for settings without a text.
+    `text`, `seed`, `any_tokenizer` and `settings`: as in `calibrate`. `any_model`: as in `mask`.
+    Raises UserError when the plan does not fit the model, when the plan merges no experts, for a
+    text without a tokenizer, and for settings without a text.
     """
     from moe_lab.errors import UserError
     from moe_lab.models.discover import moe_layers
@@ -454,12 +469,12 @@ def mask(model: Any, plan: Plan, *, any_model: bool = False) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute. The weights of
     the model are not changed.
 
-    A plan has a digest of the weights for which it was made. If the weights were loaded from a
-    checkpoint, the plan also has the fingerprint of the checkpoint. Raises UserError for a plan of
-    another model, or when the weights were changed after the plan was made. With `any_model=True`,
-    only layers and counts must agree. For a plan without digests, only layers and counts are
-    compared, with a warning. See `moe_lab.pruning.mask.mask` for how exactly results agree, and for
-    further errors.
+    Raises UserError for a plan that was made for another model, or before the weights of this model
+    were changed. The plan's digest of the weights decides, or its fingerprint (a hash of the files)
+    of the checkpoint. With `any_model=True`, digests are not compared: the plan only needs the
+    model's layers, with as many experts and channels. For a plan without digests, the same holds,
+    with a warning. `moe_lab.pruning.mask.mask` says how exactly results agree, and lists further
+    errors.
     """
     from moe_lab.pruning.mask import mask as mask_model
 
@@ -478,7 +493,8 @@ def prune(model: Any, plan: Plan, *, any_model: bool = False) -> Any:
 
 
 def _check_origin(plan: Plan, model: Any, any_model: bool) -> None:
-    """Raise UserError for a plan of another model. With `any_model`, nothing is checked."""
+    """Raise UserError for a plan that was made for another model, by the digests in the plan's
+    provenance. With `any_model`, nothing is checked."""
     from moe_lab.models.identity import model_digests
 
     if not any_model:
@@ -495,9 +511,10 @@ def export(
 ) -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`. Returns `out`.
 
-    `source`: as `path` in `load`. `shape`: natural (only what is retained), masked (the shape of
-    the original, with zeros) or padded; see `moe_lab.pruning.export`. `any_model`: as in `mask`,
-    but the fingerprint of the checkpoint is compared. Needs at most about 50 MB of memory.
+    `source`: as `path` in `load`. `shape`: natural (only retained experts and channels), masked
+    (the original shape, with zeros for what is removed) or padded; see `moe_lab.pruning.export`.
+    Without `any_model`, raises UserError when the plan was made for a checkpoint with another
+    fingerprint. Needs at most about 50 MB of memory.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder

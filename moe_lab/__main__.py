@@ -40,16 +40,16 @@ of Hydra. `compose` reads the other flags and hydra.searchpath."""
 
 
 def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
-    """Print a sentence about an error, with secrets masked, and exit with `code`."""
+    """Print the error message `sentence`, with secrets masked, and exit with `code`."""
     print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
     sys.exit(code)
 
 
 @contextmanager
 def _errors_as_sentences() -> Iterator[None]:
-    """A context in which expected errors print a sentence and exit with a code, without a stack
-    trace. Expected are UserError, errors of Hydra's and Ctrl-C. An OSError is expected only if the
-    command line sets folders of Hydra, which then may be wrong."""
+    """A context that ends the process with one sentence and an exit code, without a stack trace,
+    for UserError, errors of Hydra and OmegaConf, and Ctrl-C. The same for an OSError, if the
+    command line has settings of Hydra. Other errors are raised as usual."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -62,6 +62,7 @@ def _errors_as_sentences() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         give_up(explain(error))
     except OSError as error:
+        # without settings of Hydra, such as hydra.run.dir=DIR, the cause is not a mistyped folder
         if isinstance(error, BrokenPipeError) or not any(
             word.startswith("hydra.") for word in sys.argv
         ):
@@ -76,8 +77,9 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the study that the command line describes, and exit with its code. hydra.main runs
-    command lines with words for Hydra. Without arguments, print START."""
+    """Run the study that the command line describes, and exit with the exit code of the study. If
+    an argument is for Hydra (HYDRA_WORD), such as -m or --help, hydra.main runs the command line.
+    Without arguments, print the text START."""
     words = sys.argv[1:]
     if not words:
         print(START)
@@ -88,7 +90,8 @@ def main() -> None:
 
 
 def _run_study(words: Sequence[str]) -> int:
-    """Compose the settings of a command line, and run the study. Returns the study's exit code."""
+    """Compose the settings of a study from the arguments `words` of a command line, and run the
+    study. Returns the exit code of the study."""
     from moe_lab.compose import CONFIG, compose, hydra_context
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
@@ -104,8 +107,9 @@ def _run_study(words: Sequence[str]) -> int:
 
 
 def _run_hydra(words: Sequence[str]) -> int:
-    """Run hydra.main on the words of a command line, and return the highest exit code of its jobs.
-    The settings of each job of a multirun are composed again, by `compose`."""
+    """Run hydra.main on the arguments `words` of a command line, and return the highest exit code
+    of the jobs. There is one job, or several in a multirun (-m). For each job, hydra.main only
+    selects the overrides; `compose` makes the settings of the study from these overrides."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -118,7 +122,8 @@ def _run_hydra(words: Sequence[str]) -> int:
     models: Models | None = None  # loaded models, for all jobs of a multirun
 
     def job(_: object) -> float:
-        """Run the study of one job, and return the value of `objective` for Hydra's sweeper."""
+        """Run the study of one job, and return the value of the setting `objective`, which a
+        sweeper of Hydra optimises. hydra.main passes its configuration, which is not used."""
         from moe_lab.study.objective import objective_value
         from moe_lab.study.run import check_and_run
         from moe_lab.study.steps import files
@@ -130,7 +135,8 @@ def _run_hydra(words: Sequence[str]) -> int:
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
             # folder of the command
             os.chdir(hydra_config.runtime.cwd)
-            # the search path decides which files the other settings can name
+            # overrides of this job; of those for Hydra itself only hydra.searchpath, the folders
+            # with further configuration files
             settings = [
                 *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
                 *hydra_config.overrides.task,

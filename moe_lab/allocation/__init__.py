@@ -71,8 +71,9 @@ class Allocation:
 
     @property
     def source(self) -> str:
-        """Digests of the source of the allocation's functions, if a plugin defines them; "" for an
-        allocation of moe_lab. The identity of plans contains them."""
+        """Digests of the source code of `functions`, separated by spaces, if a plugin defines the
+        functions; "" for an allocation of moe_lab. Digests are part of the identity of a plan, so
+        that a plan is made again when a plugin's source changes."""
         return " ".join(
             sorted({source_of(function) for function in self.functions.values() if function})
         )
@@ -147,8 +148,9 @@ class IdentifiedAllocation(AllocationConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings that change the plan, with the source of a plugin's functions, and a digest
-        of the file's content in place of its path."""
+        """Name of a setting -> value, for the settings that affect the plan. `path` has the digest
+        of the file's content as its value. The additional key `source` has the digests of a
+        plugin's source code."""
         fields = {**identity_fields(self), "source": get(self.name).source}
         if self.path is not None:
             content = json.dumps(list_file.read(self.path), sort_keys=True)
@@ -160,12 +162,12 @@ ZeroExpert = Literal["keep_null", "drop"]
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
-    """Raise UserError unless the allocation exists and supports the `granularity` that the
-    criterion scores, every field and parameter that is set applies to the allocation, and every
-    value is valid."""
+    """Raise UserError unless the allocation exists and supports `granularity`, every field and
+    parameter in `settings` applies to the allocation, and every value is valid. `granularity`: what
+    the criterion scores."""
     allocation = get(settings.name)
     if granularity not in allocation.functions:
-        unit = next(iter(allocation.functions))
+        unit = next(iter(allocation.functions))  # the only granularity that is supported
         names = sorted(
             name for name, other in ALLOCATIONS.items() if granularity in other.functions
         )
@@ -196,8 +198,10 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the evidence that `settings` need besides the scores, without repetition. First
-    "by", if allocation.by names another criterion; then the steps that measure the evidence."""
+    """Names of the evidence that an allocation with `settings` (fields of AllocationConfig) needs
+    besides the scores, each name once. A name is that of the step that measures the evidence. The
+    name "by" comes first: it stands for the scores of the second criterion that allocation.by
+    names, if any."""
     other_scores = ("by",) if settings.get("by") else ()
     steps = [
         *grouping.needs(settings.get("replacement", "none")),
@@ -209,8 +213,8 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
-    """Raise UserError unless `sums` names all kinds of sums that the settings of an allocation
-    need."""
+    """Raise UserError unless all evidence that an allocation with `settings` needs is available.
+    `sums`: names of the passes whose sums are available, such as "statistics"."""
     if missing := [kind for kind in needs(settings) if kind not in sums]:
         raise UserError(
             f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
@@ -220,14 +224,15 @@ def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
-    """Treatment of experts that retain no channel: the parameter zero_expert, or else the default
-    of the allocation. With "keep_null" the router still selects such an expert, whose output is 0.
-    With "drop" the expert and its row of the router are removed."""
+    """How experts that retain no channel are treated: "keep_null" (the router can still select the
+    expert, whose output is 0) or "drop" (the expert and its row of the router are removed). This is
+    the parameter zero_expert, or the allocation's default if the parameter is not set."""
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
 def _check_channel_settings(settings: AllocationConfig) -> None:
-    """Raise UserError for settings that only make sense for whole experts."""
+    """Raise UserError if `settings`, for a criterion that scores channels, has values that only
+    apply to whole experts."""
     for name, default in (("multiple_of", 1), ("replacement", "none"), ("by", None)):
         value = getattr(settings, name)
         if value != default:
@@ -244,8 +249,9 @@ def _check_channel_settings(settings: AllocationConfig) -> None:
 
 
 def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
-    """Raise UserError for an unknown replacement. Also raise UserError for a replacement if
-    allocation.path is a plan, or if the allocation runs the model to decide."""
+    """Raise UserError for an unknown value of allocation.replacement. Raise UserError for any value
+    except "none" in two cases: the file allocation.path is a plan, which has its own replacements,
+    or the plan is made by a step that runs the model, and not by the step "plan"."""
     replacement = settings.replacement
     check_known("allocation.replacement", replacement, grouping.REPLACEMENTS)
     if replacement == "none":
@@ -266,8 +272,9 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
 def _parameters(
     settings: AllocationConfig, allocation: Allocation, granularity: Granularity
 ) -> Any:
-    """A new dataclass with one field for each parameter that is allowed under `settings` and
-    `granularity`. Every field is None by default."""
+    """A new dataclass class, by which pydantic validates allocation.parameters. It has one field
+    for each parameter that is allowed with the other `settings` at `granularity`. The default of
+    every field is None."""
     function = allocation.functions[granularity]
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
@@ -293,13 +300,14 @@ def allocate(
     scores: Mapping[int, Any],
     evidence: Evidence | None = None,
 ) -> dict[int, Any]:
-    """Layer -> number of experts to remove, or numbers of channels that the layer's experts retain
-    (E,) int64. Scores of experts ask for the first, and scores of channels for the second.
+    """For scores of experts: layer -> number of experts to remove. For scores of channels:
+    layer -> number of channels that each expert retains, (E,) int64.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> scores of experts (E,),
-    or of channels (E, I). `evidence`: each name in `needs(settings)` -> layer -> arrays by name,
-    but "by" -> layer -> scores (E,). Channels are rounded to whole blocks if parameters.align is
-    set. UserError for infeasible settings, naming the nearest feasible ratio.
+    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts. `scores`:
+    layer -> scores of experts (E,), or of channels (E, I). `evidence`: each name in
+    `needs(settings)` -> layer -> arrays by name; the name "by" -> layer -> scores (E,). Numbers of
+    channels are rounded to whole blocks if parameters.align is set. UserError for infeasible
+    settings, with the nearest feasible ratio.
     """
     granularity = granularity_of(scores)
     function = _function(settings, granularity)
@@ -325,8 +333,8 @@ def allocate(
 
 
 def granularity_of(scores: Mapping[int, Any]) -> Granularity:
-    """The granularity "expert" if each layer has scores of experts (E,), "channel" if it has scores
-    of channels (E, I)."""
+    """The granularity of scores: "expert" if each layer has one score per expert (E,), "channel" if
+    each layer has one score per channel (E, I)."""
     return "channel" if numpy.ndim(next(iter(scores.values()))) == 2 else "expert"
 
 
@@ -337,13 +345,13 @@ def _budgets(
     inputs: Mapping[str, Any],
     ratio: float,
 ) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,) at `ratio`.
+    """Layer -> number of channels that each expert retains (E,) at `ratio`, as `function` decides.
+    If parameters.align is set, the numbers are rounded to whole blocks.
 
-    `function` decides, and the numbers are rounded to whole blocks if parameters.align is set.
-    `function` is given infinite scores for protected experts, so that all their channels are
-    retained. `inputs`: the fields of `Channels` except the ratio. RatioTooLarge when the protected
-    experts have more channels than are to be retained; other errors are those of `_check_channels`
-    and `coverage.align`.
+    `inputs`: the fields of `Channels` except the ratio. `function` gets infinite scores for
+    protected experts, so that all channels of protected experts are retained. RatioTooLarge when
+    protected experts have more channels than the ratio allows to retain. Other errors are those of
+    `_check_channels` and `coverage.align`.
     """
     _check_channels(ratio, settings, layers)
     ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
@@ -360,9 +368,9 @@ def _budgets(
 
 
 def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
-    """Raise UserError when the ratio, multiple_of or the block is infeasible in `layers`, as far as
-    this is known without scores. `layers`: layer -> facts. For channels, blocks are checked only in
-    layers that also have the fact `width`."""
+    """Raise UserError when the ratio, multiple_of or the block size is infeasible for a model. Only
+    what is independent of the scores is checked. `settings`: as in `allocate`. `layers`:
+    layer -> facts. A block size is checked only in layers with the fact `width`."""
     if granularity == "channel":
         with_width = {layer: facts for layer, facts in layers.items() if "width" in facts}
         or_suggest_ratio(
@@ -373,19 +381,22 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when channels cannot be allocated at `ratio`, whatever the scores: for a
-    ratio outside [0, 1), and for an alignment that does not fit the `layers` (layer -> facts)."""
+    """Raise UserError when channels cannot be allocated at `ratio` with any scores: for a ratio
+    outside [0, 1), and for a block size or min_channels that does not fit the widths in `layers`
+    (layer -> facts)."""
     check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
         coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
-    """Raise UserError when experts cannot be allocated at `ratio`, whatever the scores: if the
-    limits of the `layers` (layer -> facts) or the groups to merge allow no such number."""
+    """Raise UserError when experts cannot be allocated at `ratio` with any scores. The reason is
+    a ratio outside [0, 1), the limits on the number of experts that a layer retains, or groups of
+    merged experts that are too small for all experts. `layers`: layer -> facts."""
     layer_limits = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
-        # these remove the same share in every layer, the others a number of all layers together
+        # these allocations remove the same share of every layer; all other allocations divide a
+        # total number of removed experts among the layers
         shapes.same_share(layer_limits, ratio)
     else:
         budget(layer_limits, ratio)
@@ -396,9 +407,9 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
-    """The function that decides the allocation, with its keyword parameters bound. UserError when
-    the allocation does not support `granularity`, or when a step other than the plan step
-    decides."""
+    """The function that computes the allocation at `granularity`, with the parameters in `settings`
+    bound as keyword arguments. UserError when the allocation does not support `granularity`, or
+    when a step other than "plan" makes the plan."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:

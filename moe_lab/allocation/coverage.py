@@ -59,25 +59,26 @@ def coverage(
 ) -> Budgets:
     """Layer -> number of channels that each expert retains (E,).
 
-    First `inter` gives each layer its budget:
+    `inter` is the rule that divides the channels to retain among layers:
 
-    coverage    by CBA over the pooled channels of each layer; target: the smoothed layer loss that
-                `layer_prior` names
-    uniform     the same share for every layer
-    u_shaped    a U over the depth, with `beta` and `floor`
-    loss_based  in proportion to the smoothed layer loss
+    coverage    CBA (`cover`); a layer is one group; targets: layer losses after `layer_smoothing`
+    uniform     the same share of every layer
+    u_shaped    a U-shaped curve over the depth, with `beta` and `floor`
+    loss_based  in proportion to the layer losses after `layer_smoothing`
 
-    Then `intra` divides the budget of each layer among its experts:
+    `layer_prior` names the layer loss; "none" stands for equal losses. `intra` is the rule that
+    divides the budget of a layer among the experts of the layer:
 
-    coverage      by CBA; target: the smoothed `prior`
-    proportional  in proportion to the smoothed `prior`
-    uniform       evenly
-    ranking       by the best channels of the layer
+    coverage      CBA; an expert is one group; targets: `prior` after `expert_smoothing`
+    proportional  in proportion to `prior` after `expert_smoothing`
+    uniform       equal numbers
+    ranking       the channels of highest score in the layer
 
-    `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
+    MoE-Slimming's Tables 7 and 15 vary `layer_smoothing`.
     """
     scores = problem.scores
-    shares = numpy.ones(len(scores))  # equal for uniform, and for layer_prior none
+    # (L,): relative share of each layer; all equal for inter=uniform and layer_prior=none
+    shares = numpy.ones(len(scores))
     if inter in BY_LOSS and layer_prior != "none":
         shares = smooth(layer_losses(problem.evidence, scores.keys(), layer_prior), layer_smoothing)
     elif inter == "u_shaped":
@@ -91,7 +92,7 @@ def coverage(
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
         experts = problem.unprotected(layer)
         if not len(experts):
-            continue  # every expert keeps its full width
+            continue  # protected experts retain all channels
         targets = None
         if intra in BY_PRIOR:
             priors = expert_prior(prior, problem.evidence, layer, len(values))
@@ -102,23 +103,25 @@ def coverage(
 
 
 def _divide_layer(intra: str, scores: Array, targets: Array | None, budget: int) -> Budget:
-    """Channels that each expert of one layer retains (E,); they sum to `budget`. `scores`: (E, I).
-    `targets`: smoothed priors (E,); None for a value of `intra` that uses no priors."""
+    """Number of channels that each expert of one layer retains (E,), by the rule `intra` of
+    `coverage`. The numbers sum to `budget`. `scores`: (E, I). `targets`: smoothed priors of the
+    experts (E,), or None if the rule uses no priors."""
     if intra == "ranking":
         return count_highest(scores, budget)
     if targets is None:
         targets = numpy.ones(len(scores))
     if intra == "coverage":
         return cover(list(scores), targets, budget)
-    # proportional to the priors, or uniform
+    # intra=proportional; also intra=uniform, for which all targets are 1
     return apportion(targets, budget, 0, scores.shape[1])
 
 
 def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
-    """Layer -> number of channels that the layer retains. All channels of protected experts are
-    retained. CBA divides the rest of the budget among the pooled other channels of each layer, with
-    the targets `shares` (L,)."""
-    budgets = problem.fixed  # a new array
+    """Layer -> number of channels that the layer retains. Protected experts retain all channels.
+    CBA divides the rest of the budget among layers: the group of a layer has the channels of all
+    its unprotected experts. `shares` (L,): targets of the layers."""
+    budgets = problem.fixed  # a new array at each access, so that it may be changed
+    # whether a layer has unprotected experts
     has_room = problem.sizes > problem.fixed
     if has_room.any():
         pools = []
@@ -131,15 +134,15 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the steps that measure the evidence for allocation=coverage with `parameters`,
-    sorted."""
+    """Sorted names of the steps that must measure evidence before allocation=coverage with
+    `parameters` can be computed."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
         steps.update(loss_needs(parameters))
     if parameters.get("intra", "coverage") in BY_PRIOR:
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:  # all but "none"
-            step, _name, _read = PRIORS[prior]
+            step, _name, _to_prior = PRIORS[prior]
             steps.add(step)
     return tuple(sorted(steps))
 
@@ -149,17 +152,19 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
-    """Number of channels that each of G groups retains (G,), if CBA divides `budget` channels among
-    the groups. `groups`: the scores of each group (n_g,). `prior`: the targets phi >= 0 (G,).
+    """Number of channels that each of G groups retains (G,), when CBA (Coverage-Maximized Budget
+    Allocation) divides `budget` channels among the groups. `groups`: for each group, the scores of
+    its channels (n_g,). `prior`: the target phi_g >= 0 of each group (G,).
 
-    S_g is the sum of the scores of group g, and S_g(n) that of its n highest scores. CBA raises a
-    level alpha from 0. Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n). So the
-    channels of all groups are sorted by S_g(n) / (S_g phi_g), and the first `budget` channels are
-    retained. Of channels
-    with equal values, the channel of the group with the larger phi comes first, and for equal phi
-    the channel of the earlier group. The channels of groups with phi = 0 come after all others, and
-    channels with scores <= 0 come last of all.
+    S_g is the sum of all scores of group g. S_g(n) is the sum of the n highest scores of group g.
+    CBA raises a level alpha from 0: group g, which has n channels so far, gets the next one as soon
+    as alpha phi_g S_g > S_g(n). The same channels result if all channels are sorted by their
+    threshold S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of equal
+    thresholds, the one of the group with the larger phi_g comes first; for equal phi_g, the one of
+    the earlier group. Channels of groups with phi_g = 0 come after channels of all other groups.
+    Channels with scores <= 0 come last.
     """
+    # groups with larger targets first: the stable sort below then prefers them in ties
     order = numpy.argsort(-prior, kind="stable")
     thresholds = [_thresholds(groups[group], prior[group]) for group in order]
     group_ids = numpy.repeat(order, [len(threshold) for threshold in thresholds])
@@ -169,28 +174,32 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
 
 
 def _thresholds(scores: Array, prior: float) -> Array:
-    """For each channel of a group (n,), by descending score, the alpha above which it is retained:
-    infinity for scores <= 0. `prior`: the target phi of the group."""
+    """Thresholds (n,) of the channels of one group, in descending order of score. A channel is
+    retained when the level alpha of `cover` is above its threshold. The threshold is infinite for
+    scores <= 0. `prior`: the target phi_g of the group."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
         return numpy.full(len(scores), numpy.inf)
     share = (sums - descending) / sums[-1]  # S_g(n) / S_g before channel n+1
+    # for phi_g = 0, finite but above the thresholds of all groups with phi_g > 0
     threshold = share / prior if prior > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
 
 
 def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor that all experts share.
+    """The prior of each expert of `layer` (E,), >= 0. Only the ratios between experts have a
+    meaning.
 
-    docs/allocations.md has the formulas. The prior of an expert with a negative attribution, which
-    opposes the other experts, is 0. UserError when the evidence is missing.
+    docs/allocations.md has the formulas. An expert with a negative attribution, whose output
+    opposes the outputs of the other experts, has the prior 0. UserError when the evidence lacks the
+    measurement.
     """
     if prior == "none":
         return numpy.ones(n_experts)
-    need, name, read = PRIORS[prior]
-    positive: Array = numpy.maximum(read(measurement(evidence, need, layer, name)), 0)
+    step, name, to_prior = PRIORS[prior]
+    positive: Array = numpy.maximum(to_prior(measurement(evidence, step, layer, name)), 0)
     return positive
 
 
@@ -221,52 +230,55 @@ class Alignment:
 
     @property
     def fewest(self) -> int:
-        """The smallest number of channels that an expert can retain, except 0."""
+        """The smallest number of channels above 0 that an expert can retain."""
         return self.block if self.min_channels is None else self.min_channels
 
 
 def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
-    """The alignment that parameters.align of `settings`, the fields of AllocationConfig, describes;
-    None if it is not set. UserError for invalid values."""
+    """The setting parameters.align as an `Alignment`, or None if the setting is not set.
+    `settings`: fields of AllocationConfig. UserError for invalid values."""
     value = settings["parameters"].get("align")
     return None if value is None else valid(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
-    """Raise UserError when experts are narrower than a block or min_channels. Raise RatioTooSmall
-    when whole blocks hold fewer channels than `ratio` retains. `layers`: layer -> facts, of which
-    n_experts and width are read. A width need not be a multiple of the block."""
+    """Raise UserError when experts have fewer channels than one block, or fewer than min_channels.
+    Raise RatioTooSmall when `ratio` retains more channels than the whole blocks of all experts
+    have: a width that is not a multiple of the block size leaves a rest outside the blocks.
+    `layers`: layer -> facts, of which n_experts and width are read."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
-    for name, least in (("block", block), ("min_channels", alignment.fewest)):
-        if least > width:
+    for name, minimum in (("block", block), ("min_channels", alignment.fewest)):
+        if minimum > width:
             raise UserError(
-                f"allocation.parameters.align.{name}={least}: experts have {width} channels, the "
+                f"allocation.parameters.align.{name}={minimum}: experts have {width} channels, the "
                 "most it can be"
             )
     channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
-    in_blocks = sum(
+    capacity = sum(
         facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values()
     )
-    if int(channels * (1 - ratio)) > in_blocks:
+    if int(channels * (1 - ratio)) > capacity:
         raise RatioTooSmall(
             f"keeps {int(channels * (1 - ratio))} of {channels} channels, and whole blocks of "
-            f"allocation.parameters.align.block={block} hold only {in_blocks}"
+            f"allocation.parameters.align.block={block} hold only {capacity}"
         )
 
 
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
-    """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
+    """The `budgets`, rounded to whole blocks: layer -> number of channels of each expert (E,).
+    `scores`: layer -> scores of channels (E, I).
 
-    Every budget is rounded down; a budget below `min_channels` becomes 0. The channels that
-    rounding takes from a layer make leftover blocks. These are dealt to the experts whose budget is
-    not 0, one block per expert and round, until no block is left or every such expert is full. The
-    paper deals one round. `order` says which experts come first in a round:
+    Every budget is rounded down; a budget below `min_channels` becomes 0. The channels that a layer
+    loses by rounding make leftover blocks. The leftover blocks are dealt in rounds to the experts
+    of the layer whose budget is not 0. Each of these experts gets one block per round, until no
+    block is left or every expert is full. The paper deals only one round. `alignment.order` says
+    which experts come first in a round:
 
     remainder (l-r-c)  the experts that lost most channels by rounding
     scores (l-r-s)     the experts that lost the largest sum of scores by rounding
 
-    RatioTooLarge when a layer that had channels would retain none.
+    RatioTooLarge when a layer whose budgets are not all 0 would retain no channel.
     """
     aligned = {}
     for layer, budget in budgets.items():
@@ -281,23 +293,26 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 
 
 def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget:
-    """The budgets (E,) of one layer, rounded to whole blocks as `align` says. `scores`: (E, I)."""
+    """The budgets (E,) of one layer, rounded to whole blocks as in `align`. `scores`: scores of the
+    channels (E, I)."""
     block = alignment.block
     is_retained = (budgets >= alignment.fewest) & (budgets > 0)
     rounded = numpy.where(is_retained, budgets // block * block, 0)
-    # what each expert loses by rounding: a number of channels, or the sum of their scores
+    # (E,): what each expert loses by rounding, first as a number of channels
     losses: NDArray[Any] = budgets - rounded
     leftover = int(losses.sum()) // block
     if alignment.order == "scores":
+        # then as the sum of the scores of the lost channels
         descending = -numpy.sort(-scores, axis=1)
         rank = numpy.arange(scores.shape[1])
         is_lost = (rank >= rounded[:, None]) & (rank < budgets[:, None])
         losses = (descending * is_lost).sum(axis=1)
-    # blocks that each expert can get
+    # (E,): number of leftover blocks that each expert can get
     room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
     order = numpy.argsort(-losses, kind="stable")
     added = numpy.zeros_like(room)
     while leftover > 0:
+        # the experts of this round: in order, with room, no more than there are blocks
         experts = order[(added < room)[order]][:leftover]
         if not experts.size:
             break

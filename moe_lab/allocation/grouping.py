@@ -51,30 +51,33 @@ class Grouping:
 
 
 def logit_distances(sums: Sums) -> Array:
-    """1 - cos of the router's logits z_i and z_j over all tokens, from sum_t z z^T."""
+    """Distances (E, E) of experts: 1 - cos(z_i, z_j), where z_i has the router's logits of expert i
+    for all tokens. `router_gram` has the inner products of z_i and z_j."""
     return 1 - _cosine(numpy.asarray(sums["router_gram"], dtype=float))
 
 
 def output_distances(sums: Sums) -> Array:
-    """Euclidean distance of the experts' mean outputs over all tokens."""
-    # sums instead of means only scale all distances by one factor
+    """Distances (E, E) of experts: Euclidean, between the sums of the experts' outputs over all
+    tokens. Those are the distances between mean outputs, times the number of tokens."""
     return _euclidean(numpy.asarray(sums["dense_output_sum"], dtype=float))
 
 
 def routed_output_distances(sums: Sums) -> Array:
-    """Euclidean distance of the experts' mean outputs, each over the tokens routed to it."""
+    """Distances (E, E) of experts: Euclidean, between the experts' mean outputs. The mean output of
+    an expert is over the tokens that are routed to this expert."""
     from moe_lab.statistics import mean_output
 
     return _euclidean(mean_output(sums))
 
 
 def output_and_logit_distances(sums: Sums) -> Array:
-    """The distance 1 - (s + r) / 2 of REAM's code, from two similarities of experts in [0, 1].
+    """Distances (E, E) of experts: 1 - (s + r) / 2, as in REAM's code. s and r are similarities of
+    two experts, in [0, 1].
 
-    s = (cos + 1) / 2   cos is that of the two experts' gated outputs, summed over all tokens:
-                        sum_t p_j f_j with p = softmax(logits)
-    r = 1 - d / max d   d = sqrt(2 - 2 cos) is the Euclidean distance of the two experts' columns of
-                        router logits over all tokens, after normalisation
+    s = (cos(u_i, u_j) + 1) / 2   u_i = sum_t p_ti f_i(x_t) is the sum of the gated outputs of
+                                  expert i over all tokens, with p_t = softmax(router logits)
+    r = 1 - d_ij / max d          d_ij = sqrt(2 - 2 cos(z_i, z_j)) is the Euclidean distance of
+                                  z_i / |z_i| and z_j / |z_j|, with z_i as in `logit_distances`
     """
     distances = numpy.sqrt(numpy.maximum(2 * logit_distances(sums), 0))
     logit_similarity = 1 - distances / max(float(distances.max()), numpy.finfo(float).tiny)
@@ -85,14 +88,16 @@ def output_and_logit_distances(sums: Sums) -> Array:
 
 
 def weight_distances(sums: Sums) -> Array:
-    """Euclidean distance of the experts' weights in gate_proj and up_proj."""
+    """Distances (E, E) of experts: Euclidean, between the experts' weights in gate_proj and
+    up_proj."""
     distances: Array = numpy.sqrt(numpy.asarray(sums["weight_distance_square"], dtype=float))
     return distances
 
 
 def nearest(distances: Array, retained: Sequence[int]) -> Groups:
-    """Groups in which each dropped expert joins the nearest retained expert. Of equally near
-    experts, it joins the expert with the lower id."""
+    """One group per retained expert: each dropped expert joins the group of the retained expert at
+    the smallest distance. Of retained experts at equal distance, it joins the expert with the lower
+    id. `distances`: (E, E). `retained`: ids, in any order."""
     groups = {owner: [owner] for owner in sorted(retained)}
     owners = list(groups)
     for expert in range(len(distances)):
@@ -102,8 +107,9 @@ def nearest(distances: Array, retained: Sequence[int]) -> Groups:
 
 
 def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
-    """Hierarchical clusters by average linkage, as many as `retained` has ids. Only the number of
-    these ids matters. If it is that of all experts, each expert is alone."""
+    """Hierarchical clusters of experts by average linkage, as many clusters as retained experts.
+    Only the number of ids in `retained` matters. If all experts are retained, each expert is a
+    cluster. `distances`: (E, E)."""
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 
@@ -119,10 +125,11 @@ def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
 def by_salience(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
-    """Groups that the retained experts fill in turn. `retained`: ids by descending score. Each
-    retained expert takes the nearest experts that no group has yet, until its group has
-    `group_size` members or no expert is free. Of equally near experts, the lower id comes first.
-    UserError when the groups cannot hold all experts."""
+    """One group per retained expert. The groups are filled one after another, in the order of
+    `retained` (ids by descending score). The group of a retained expert gets the nearest dropped
+    experts that are in no group yet, until the group has `group_size` members or no expert is left.
+    Of experts at equal distance, the lower id comes first. UserError when the groups cannot hold
+    all experts. `distances`: (E, E)."""
     check_capacity(len(distances), len(retained), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in retained]
     groups = []
@@ -172,24 +179,24 @@ reads."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
-    """Names of the passes whose sums the replacement reads. UserError for an unknown
-    replacement."""
+    """Names of the passes whose sums are read by `replacement`, a value of allocation.replacement.
+    UserError for an unknown replacement."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]
 
 
 def parameters(replacement: str) -> dict[str, Any]:
-    """Parameter of the replacement -> its type; {} for a replacement without parameters."""
+    """Name -> type, for each parameter of `replacement`, a value of allocation.replacement."""
     return keywords(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
 
 
 def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
-    """Raise UserError when the groups of a layer that retains `retained` of its `count` experts
-    cannot hold all `count` experts. `protected`: number of retained experts whose groups have no
-    other members."""
+    """Raise UserError when the groups of a layer cannot hold all experts of the layer. Numbers of
+    experts: `count` in the layer, `retained` (one group each), and `protected`, which are retained
+    but never merged with another expert. `settings`: fields of AllocationConfig."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    # Only the groups of by_salience have a limited size. Nothing is merged if no expert is dropped,
-    # and `groups` refuses a layer that retains only protected experts.
+    # Only by_salience limits the size of groups. Without dropped experts, there is nothing to
+    # merge. For a layer that retains only protected experts, `groups` raises another error.
     if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
         check_capacity(
             count - protected,
@@ -205,12 +212,13 @@ def groups(
     retained: Sequence[int],
     protected: Sequence[int] = (),
 ) -> Groups:
-    """One group per retained expert, by the method settings["replacement"]. The groups, and the
-    ids in each group, are sorted.
+    """Groups of the experts of one layer, by the method settings["replacement"]: one group per
+    retained expert. The ids in each group are sorted, and the groups are sorted by their first ids.
 
     Each protected expert is alone in its group. `settings`: fields of AllocationConfig. `sums`: the
-    sums of the layer. `scores`: (E,), from the criterion. UserError when all retained experts are
-    protected but other experts are dropped, and when the router gives no logits to compare.
+    sums of the layer. `scores`: the criterion's scores (E,). `retained`, `protected`: ids of
+    experts. UserError when all retained experts are protected but other experts are dropped.
+    UserError when the method compares router logits but the router computes none.
     """
     name = settings["replacement"]
     grouping = GROUPINGS[name]
@@ -218,6 +226,7 @@ def groups(
     all_groups = [[expert] for expert in protected]
     if not unprotected:
         return all_groups
+    # the method merges dropped experts only into unprotected experts, here by descending score
     owners = sorted(
         (expert for expert in retained if expert not in protected),
         key=lambda expert: -scores[expert],
@@ -236,7 +245,7 @@ def groups(
             "none: expected hc_smoe, which compares outputs"
         )
     distances = grouping.distances(sums)[numpy.ix_(unprotected, unprotected)]
-    # the grouping sees only unprotected experts, by their positions among these
+    # `distances` has only unprotected experts, so an expert is given by its index in `unprotected`
     positions = [unprotected.index(expert) for expert in owners]
     clusters = grouping.cluster(
         distances, positions, **accepted(grouping.cluster, settings["parameters"])
@@ -249,11 +258,14 @@ def groups(
 def member_weights(
     name: str, groups: Groups, sums: Sums, scores: Array, retained: Sequence[int]
 ) -> dict[int, dict[int, float]]:
-    """Owner of each group of one layer -> {member: weight}, for the grouping `name`; the weights of
-    a group sum to 1. They are in proportion to the routed tokens in `sums` or to `scores` (E,), as
-    the grouping says, and equal if all of these are 0. If the grouping only retains the router rows
-    of retained experts, the owner is the retained member of the group. Otherwise the owner is the
-    member of largest weight, and of equal weights the lowest id."""
+    """Id of the owner -> {id of the member: weight}, for each group of experts of one layer. The
+    weights of a group sum to 1. `name`: the replacement, which determines weights and owner.
+
+    Weights are in proportion to the members' numbers of routed tokens (in `sums`), or to `scores`
+    (E,) with negative scores as 0. If these numbers are all 0, the weights are equal. The owner is
+    the only member in `retained` if router rows of other members are removed. Otherwise the owner
+    is the member with the largest weight; of equal weights, the member with the lowest id.
+    """
     grouping = GROUPINGS[name]
     values = numpy.asarray(
         sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float
@@ -263,6 +275,7 @@ def member_weights(
         group_values = values[group]
         total = group_values.sum()
         weights = group_values / total if total > 0 else numpy.full(len(group), 1 / len(group))
+        # argmax selects the owner; `group` is sorted, so the lowest id wins ties
         priority = numpy.isin(group, retained) if grouping.rows == "retained" else group_values
         owner = group[int(priority.argmax())]
         merged[owner] = {
@@ -272,13 +285,14 @@ def member_weights(
 
 
 def _cosine(gram: Array) -> Array:
-    """(E, E) cosines of vectors, from their inner products (E, E); 0 for a vector of zeros."""
+    """Cosines (E, E) of E vectors. `gram`: the inner products of the vectors (E, E). The cosine
+    with a vector of zeros is 0."""
     norms = numpy.sqrt(numpy.maximum(numpy.diag(gram), numpy.finfo(float).tiny))
     return gram / norms[:, None] / norms
 
 
 def _euclidean(features: Array) -> Array:
-    """(E, E) Euclidean distances of the rows of `features` (E, H)."""
+    """Euclidean distances (E, E) between the rows of `features` (E, H)."""
     from scipy.spatial.distance import pdist, squareform
 
     distances: Array = squareform(pdist(features))

@@ -19,8 +19,8 @@ digits."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of the file at `path`, which is a schedule or a plan. UserError when the file is
-    missing, damaged, or neither a schedule nor a plan."""
+    """The content of the JSON file at `path`: a schedule or a plan, see `is_plan`. UserError when
+    the file is missing, damaged, or neither a schedule nor a plan."""
     try:
         content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -29,6 +29,7 @@ def read(path: str) -> dict[str, Any]:
         raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
     if isinstance(content, dict) and is_plan(content):
         return content
+    # a schedule: layer number as text -> number of experts
     if content and fits(content, {str: int}) and all(map(str.isdecimal, content)):
         return content
     raise UserError(
@@ -38,17 +39,17 @@ def read(path: str) -> dict[str, Any]:
 
 
 def is_plan(content: Mapping[str, Any]) -> bool:
-    """Whether `content` is a plan and not a schedule. A plan needs no criterion, because it is used
-    unchanged."""
+    """Whether `content`, the content of a JSON file, is a plan. If not, it is a schedule: layer ->
+    number of experts to remove."""
     return "schema" in content and fits(
         content, {"layers": {str: {"experts": int, "retained": list}}}
     )
 
 
 def read_as(path: str | None, granularity: str) -> dict[str, Any]:
-    """The content of the file at `path`, which must list what the criterion scores: experts for the
-    `granularity` "expert", channels for "channel". UserError when it does not, or when `path` is
-    None. Other errors are those of `read`."""
+    """The content of the file at `path`: a schedule or a plan. UserError when `path` is None, and
+    when the file lists channels for granularity="expert", or experts for granularity="channel".
+    Other errors are those of `read`."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -65,8 +66,9 @@ def read_as(path: str | None, granularity: str) -> dict[str, Any]:
 
 
 def removals(problem: Experts) -> dict[int, int]:
-    """Layer -> number of experts to remove, from the file problem.path. UserError when the
-    file does not fit the layers, their routers or the ratio."""
+    """Layer -> number of experts to remove, from the schedule or plan in the file problem.path.
+    UserError when the numbers do not fit the model's layers, the limits of a layer, or the ratio
+    problem.ratio."""
     content = read_as(problem.path, "expert")
     if is_plan(content):  # reduce the plan to a schedule
         content = {
@@ -92,8 +94,8 @@ def removals(problem: Experts) -> dict[int, int]:
 
 def budgets(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), from the plan in the file
-    problem.path; 0 for an expert that the plan removes. UserError when the plan does not fit the
-    layers or the ratio."""
+    problem.path. The number is 0 for an expert that the plan removes. UserError when the plan does
+    not fit the model's layers or the ratio problem.ratio."""
     layers = _layer_values(read_as(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
@@ -105,8 +107,9 @@ def budgets(problem: Channels) -> Budgets:
                 f"{layer.get('width')}, expected {count} of {width}: the plan is for another model"
             )
         retained[number] = numpy.zeros(count, dtype=numpy.int64)
+        # "retained" has ids of experts; "channels" has a mask for each of these experts
         retained[number][layer["retained"]] = [
-            int(mask, 16).bit_count()  # a mask has one bit per channel, in hex digits
+            int(mask, 16).bit_count()  # hex digits, one bit per channel, 1 if it is retained
             for mask in layer["channels"]
         ]
     total = sum(int(counts.sum()) for counts in retained.values())
@@ -115,8 +118,9 @@ def budgets(problem: Channels) -> Budgets:
 
 
 def _layer_values(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
-    """Layer number -> its value in `content`, whose keys are numbers as text; in the order of
-    `expected`. UserError unless `content` has exactly the layers of `expected`."""
+    """Layer number -> value of the layer in `content`, whose keys are layer numbers as text. The
+    result has the order of the keys of `expected`, which are layer numbers. UserError unless
+    `content` has exactly these layers."""
     numbered = {int(layer): value for layer, value in content.items()}
     if set(numbered) != set(expected):
         raise UserError(

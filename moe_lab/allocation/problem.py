@@ -26,8 +26,8 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:
-    """Keyword-only argument of `function` -> type; these arguments are the parameters that users
-    set."""
+    """Name -> type, for each keyword-only argument of `function`. These arguments are parameters
+    that users set."""
     hints = get_type_hints(function, include_extras=True)
     arguments = inspect.signature(function).parameters.values()
     return {
@@ -38,7 +38,8 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of `parameters` whose names are keyword-only arguments of `function`."""
+    """The items of `parameters` (name -> value) whose names are keyword-only arguments of
+    `function`."""
     return {name: value for name, value in parameters.items() if name in keywords(function)}
 
 
@@ -54,11 +55,13 @@ class RatioTooSmall(UserError):
 
 
 def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
-    """The result of `decide(ratio)`. If `decide` raises RatioTooLarge or RatioTooSmall: UserError
-    with the nearest feasible ratio of whole thousandths, if there is one."""
+    """The result of `decide(ratio)`. If `decide` raises RatioTooLarge, raise a UserError that
+    suggests the largest feasible ratio below `ratio`. If `decide` raises RatioTooSmall, the error
+    suggests the smallest feasible ratio above `ratio`. Only ratios with at most three decimals are
+    tried. If none of them is feasible, the error says so."""
 
-    def refusal(thousandths: int) -> UserError | None:
-        """The error of `decide` at a ratio in thousandths; None if that ratio is feasible."""
+    def error_at(thousandths: int) -> UserError | None:
+        """The error of `decide` at the ratio thousandths / 1000; None if this ratio is feasible."""
         try:
             decide(thousandths / 1000)
         except (RatioTooLarge, RatioTooSmall) as error:
@@ -71,20 +74,21 @@ def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
     except RatioTooLarge as error:
         reason = error
         extreme = "largest"
-        # only smaller ratios: rounding to blocks may make a larger ratio feasible
+        # ratios above `ratio` are not tried, although rounding to blocks may make one feasible
         smaller = range(ceil(1000 * ratio) if ratio < 1 else 1000)
-        # bisect finds the first ratio that is too large
+        # the ratio before the first one that is too large
         nearest = (
-            bisect_left(smaller, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
+            bisect_left(smaller, True, key=lambda n: isinstance(error_at(n), RatioTooLarge)) - 1
         )
     except RatioTooSmall as error:
         reason = error
         extreme = "smallest"
         larger = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
+        # the first ratio that is not too small
         nearest = larger.start + bisect_left(
-            larger, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall)
+            larger, True, key=lambda n: not isinstance(error_at(n), RatioTooSmall)
         )
-    if 0 <= nearest < 1000 and refusal(nearest) is None:
+    if 0 <= nearest < 1000 and error_at(nearest) is None:
         raise UserError(
             f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {extreme} feasible ratio"
         )
@@ -114,8 +118,9 @@ class Experts(Problem):
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of experts to remove. Each layer retains experts in proportion to its
-        entry of `shares` (L,) times its number of experts, as far as its limits allow."""
+        """Layer -> number of experts to remove. The number of experts that a layer retains is
+        proportional to shares[layer] * count[layer], as far as the limits of the layer allow.
+        `shares` (L,): a weight per layer. `count`: number of experts per layer."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         retained = apportion(
@@ -134,12 +139,12 @@ class Channels(Problem):
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
-        """Number of channels of each layer, E * I (L,)."""
+        """Number of channels of each layer (L,): experts times channels per expert."""
         return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
 
     @property
     def fixed(self) -> NDArray[numpy.int64]:
-        """Number of channels that the protected experts of each layer have together (L,)."""
+        """Number of channels of all protected experts of each layer (L,)."""
         counts = [
             len(self.protected.get(layer, ())) * scores.shape[1]
             for layer, scores in self.scores.items()
@@ -147,24 +152,26 @@ class Channels(Problem):
         return numpy.array(counts, dtype=numpy.int64)
 
     def unprotected(self, layer: int) -> NDArray[numpy.int64]:
-        """Ids of the experts of a layer that are not protected, ascending."""
+        """Ids of the unprotected experts of a layer, ascending."""
         return numpy.setdiff1d(numpy.arange(len(self.scores[layer])), self.protected.get(layer, ()))
 
     @property
     def keep(self) -> int:
-        """Total number of channels to retain: int(all channels * (1 - ratio))."""
+        """Number of channels to retain in all layers together: the number of channels times
+        1 - ratio, rounded down."""
         return round_down(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of channels that the layer retains; the numbers sum to `keep`. They are
-        in proportion to `shares` (L,) times the layers' numbers of channels, but a layer retains at
-        least all channels of its protected experts."""
+        """Layer -> number of channels that the layer retains. The numbers sum to `keep`. They are
+        proportional to shares[layer] * sizes[layer], but a layer retains at least all channels of
+        its protected experts. `shares` (L,): a weight per layer."""
         retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> number of channels that each expert retains (E,). Each layer retains its
-        channels of highest score, as many as `layer_budgets` gives it for `shares` (L,)."""
+        """Layer -> number of channels that each expert retains (E,). A layer retains the channels
+        of highest score among all its experts. `layer_budgets(shares)` says how many channels.
+        `shares` (L,): a weight per layer."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
@@ -172,28 +179,30 @@ class Channels(Problem):
 
 
 def count_highest(scores: Array, keep: int) -> Budget:
-    """For each expert (E,), how many of the `keep` highest of all `scores` (E, I) it has. Of equal
-    scores, the later one counts as higher."""
+    """For each expert (E,), the number of its channels that are among the `keep` channels with the
+    highest of all `scores` (E, I). Of equal scores, the score with the higher index counts as
+    higher."""
     counts: Budget = flag_highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
     return counts
 
 
 def flag_highest(scores: Array, keep: int) -> Budget:
-    """Flags (n,): 1 for the `keep` highest of `scores` (n,), 0 for the others. Of equal scores, the
-    later one counts as higher."""
+    """Flags (n,): 1 for the `keep` highest of `scores` (n,), 0 for all other scores. Of equal
+    scores, the score with the higher index counts as higher."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
     flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
     return flags
 
 
 def round_down(value: float) -> int:
-    """int(value), tolerating the rounding error of 1 - ratio: 1000 * (1 - 0.9) is 100, not 99."""
+    """`value`, rounded down to an integer. A value just below an integer because of a rounding
+    error, such as 1000 * (1 - 0.9), gives that integer (100, not 99)."""
     return int(value + 1e-6)
 
 
 def measurement(evidence: Evidence, need: str, layer: int, name: str) -> Array:
-    """The array `name` that the step `need` measured for `layer`, fp64. UserError when the array is
-    missing."""
+    """The array `name` (fp64) that the step `need` measured for `layer`. UserError when `evidence`
+    does not have the array."""
     arrays = evidence.get(need, {}).get(layer, {})
     if name not in arrays:
         raise UserError(
@@ -206,20 +215,20 @@ def measurement(evidence: Evidence, need: str, layer: int, name: str) -> Array:
 def apportion(
     weights: ArrayLike, total: int, low: ArrayLike, high: ArrayLike, step: ArrayLike = 1
 ) -> NDArray[numpy.int64]:
-    """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a
-    multiple of `step`.
+    """Divide `total` into n whole numbers, which are about proportional to `weights` (n,) > 0.
 
-    `weights` (n,) > 0. `low`, `high` and `step` are one number each, or one per weight, with
-    sum(low) <= total <= sum(high). The level is chosen such that the shares `level * weights`,
-    clipped to [low, high], sum to `total`. Each share is rounded down to low plus a multiple of
-    `step`. Then the shares with the largest remainders get one step more; of equal remainders, the
-    first. When steps differ, the sum may be below `total` by less than the largest step.
+    Number i is low[i] plus a multiple of step[i], and at most high[i]. `low`, `high` and `step` are
+    scalars or (n,), with sum(low) <= total <= sum(high). First, `level` is chosen such that the
+    shares level * weights, clipped to [low, high], sum to `total`. Each share is rounded down to
+    low plus a multiple of step. Then the shares with the largest remainders get one more step; of
+    equal remainders, the share of lower index comes first. When steps differ, the numbers may sum
+    to less than `total`, by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (
         numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step)
     )
-    # the sum of the clipped shares is piecewise linear in the level, with these corners
+    # the sum of the clipped shares is piecewise linear in the level, and bends at these levels
     levels = numpy.sort(numpy.concatenate([least / weight, most / weight]))
     totals = [numpy.clip(level * weight, least, most).sum() for level in levels]
     share = numpy.clip(numpy.interp(total, totals, levels) * weight, least, most)
@@ -256,40 +265,42 @@ class Limits:
 
     @property
     def smallest(self) -> int:
-        """The smallest feasible number of retained experts; above `count` when no number is
+        """The smallest feasible number of retained experts. It is above `count` if no number is
         feasible."""
         return self.step * ceil(self.fewest / self.step)
 
     @property
     def largest(self) -> int:
-        """The largest multiple of `step` that is not above `count`."""
+        """The largest feasible number of retained experts: the largest multiple of `step` up to
+        `count`."""
         return self.step * (self.count // self.step)
 
     def retained_at(self, ratio: float) -> int:
-        """Number of retained experts when int(count * ratio) are removed, which is the papers'
-        rule. The number is rounded up to a multiple of `step`, perhaps above `count`."""
+        """Number of experts that the layer retains at `ratio`: count - int(count * ratio), which is
+        the papers' rule, rounded up to a multiple of `step`. The result may be above `count`."""
         return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """Layer -> its limits. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group, perhaps
-    protected). UserError when a layer has fewer experts than its router needs, or cannot retain any
+    """Layer -> limits on the number of experts that the layer retains. `layers`: layer -> facts, of
+    which n_experts, top_k, n_group, topk_group and, if present, protected are read. UserError when
+    a layer has fewer experts than its router needs, or when no number of retained experts is a
     multiple of `multiple_of`."""
     layer_limits = {}
     for layer, facts in layers.items():
         count = int(facts["n_experts"])
         top_k = int(facts["top_k"])
         n_group = int(facts["n_group"])
-        protected_counts = Counter(  # number of the group -> its protected experts
+        protected_counts = Counter(  # group -> number of protected experts in the group
             expert * n_group // count for expert in facts.get("protected", ())
         )
-        # all groups retain equally many, so the group with most protected experts decides
+        # all groups retain equally many experts, so the group with most protected experts decides
         fewest = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
         if fewest_experts(facts) > count:
             raise UserError(
                 f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"
             )
-        # a multiple of the number of groups can be retained evenly
+        # with a multiple of n_group, every group retains equally many experts
         limit = layer_limits[layer] = Limits(
             count, top_k, n_group, lcm(multiple_of, n_group), fewest
         )
@@ -303,9 +314,9 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
-    """Total number of experts to remove at `ratio`: the sum over layers of what allocation=uniform
-    removes. `layers`: layer -> limits. RatioTooLarge or RatioTooSmall when the layers together
-    cannot lose that many experts."""
+    """Number of experts to remove at `ratio` in all layers together. It is equal to the number that
+    allocation=uniform removes. `layers`: layer -> limits. RatioTooLarge or RatioTooSmall when the
+    limits do not allow to remove that many experts."""
     check_ratio(ratio)
     removed = sum(limit.count - limit.retained_at(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())
@@ -317,7 +328,7 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
         )
     if removed < least:
         raise RatioTooSmall(
-            # a layer that rounds up to more experts than it has counts as a negative removal
+            # negative if multiple_of rounds retained experts up to more than a layer has
             f"removes {max(removed, 0)} experts, but allocation.multiple_of requires {least} "
             "at least"
         )
@@ -325,7 +336,7 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
 
 
 def check_ratio(ratio: float) -> None:
-    """Raise RatioTooLarge or RatioTooSmall when `ratio` is not in [0, 1)."""
+    """Raise RatioTooSmall when `ratio` is below 0, RatioTooLarge when it is not below 1."""
     if ratio < 0:
         raise RatioTooSmall("expected a number in [0, 1)")
     if not ratio < 1:

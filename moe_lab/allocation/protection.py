@@ -20,21 +20,21 @@ DIVISOR = 10
 
 
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
-    """Layer -> ids of its super experts (2507.23279, equation 8), for layers that have any.
+    """Layer -> ids of its super experts (arXiv 2507.23279, equation 8), for layers that have any.
 
-    `largest`: layer -> (E,), for each expert the largest absolute value in its outputs for all
-    tokens. An expert is super if three conditions hold. This value is strictly above the 99.5th
-    percentile of the values of all experts in all layers (with linear interpolation). The value is
-    strictly above a tenth of the greatest of these values. The number of the expert's layer is
-    below `end`. The paper has a fourth condition, that massive activations form in the layer, but
-    gives no numeric rule for it.
+    `largest`: layer -> (E,), the peak of each expert: the largest absolute value in the expert's
+    outputs for all tokens. An expert is a super expert if three conditions hold: its peak is
+    strictly above the 99.5th percentile of the peaks of all experts in all layers (with linear
+    interpolation), its peak is strictly above a tenth of the largest peak, and its layer number is
+    below `end`. The paper also requires that massive activations form in the layer, but gives no
+    numeric rule for this.
     """
-    values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
-    pooled = numpy.concatenate(list(values.values()))
+    peaks = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
+    pooled = numpy.concatenate(list(peaks.values()))
     threshold = max(float(numpy.percentile(pooled, PERCENTILE)), float(pooled.max()) / DIVISOR)
     super_ids = {
         layer: numpy.flatnonzero(row > threshold).tolist()
-        for layer, row in values.items()
+        for layer, row in peaks.items()
         if layer < end
     }
     return {layer: experts for layer, experts in super_ids.items() if experts}
