@@ -79,21 +79,22 @@ def collect_answers(
     benchmark: BenchmarkConfig,
     cache: ResultCache | None = None,
 ) -> list[Answer]:
-    """The engine's answer to every item, in order, computed in batches of `benchmark.batch_size`.
-    Results in `cache` are not computed again.
+    """The engine's answers to the items, in the order of the items. Results in `cache` are not
+    computed again.
 
-    UserError for a prompt that leaves too little room, and for a text to be scored that is too long
-    or has no token; it is raised before the engine computes anything. FloatingPointError for a
-    likelihood that is no finite number.
+    UserError for a prompt that leaves too few tokens for its answer, and for a text to score that
+    is too long or has no token. These errors are raised before the engine computes anything.
+    FloatingPointError for a likelihood that is not finite.
     """
     cache = cache or ResultCache()
     encoder = _Encoder(engine, benchmark)
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
+    # keys of `prompts` and of `texts`: indices of queries
     prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, cache)
     likelihoods: dict[Row, Likelihood] = {}
-    # an engine may read a right answer with its prompt: such an answer is not scored again
+    # an engine may score the right answer to a prompt while it generates a text
     for number, prompt in prompts.items():
         likelihood = texts[number].likelihood
         if prompt.answer and likelihood:
@@ -116,10 +117,11 @@ def collect_answers(
 
 
 def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
-    """The prompt for the next message of a conversation, in which the model may call `tools`.
+    """Render a conversation as a prompt for the model's next message. The model may call `tools`.
 
-    If the last message is the assistant's, the model continues it. Raises UserError without a chat
-    template, and for a template that refuses the conversation, ignores the tools or omits words.
+    If the last message is the assistant's, the model continues this message. UserError without a
+    chat template, and for a template that refuses the conversation, ignores the tools or omits
+    words of the messages.
     """
     if not engine.tokenizer.chat_template:
         raise UserError(
@@ -155,11 +157,11 @@ class _Encoder:
         self.first_token: int | None = (
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         )
-        """The token that is put before a text of which every token is predicted."""
+        """The token that precedes a text if the first token of the text is predicted too."""
         self._first_text = None if self.first_token is None else tokenizer.decode(self.first_token)
         self._appended = appended_tokens(tokenizer)
-        """Tokens that the tokenizer appends to every text. They are dropped, because the model must
-        continue the text or answer it."""
+        """Tokens that the tokenizer appends to every text, such as an end token. `_tokens` drops
+        them, because the model must continue the text."""
         if self._appended:
             warnings.warn(
                 f"the model's tokenizer appends {tokenizer.decode(self._appended)!r} to every "
@@ -168,13 +170,12 @@ class _Encoder:
             )
 
     def query(self, request: Request) -> _Query:
-        """A request with its rendered prompt, its tokens and the rows to score."""
+        """Render the prompt of a request, encode the prompt, and make the rows to score."""
         if isinstance(request, Document):
             tokens = self._tokens(request.text)
             return _Query(request, request.text, tokens, self._windows(request, tokens))
-        prompt, tools = (
-            (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
-        )
+        prompt = request.context if isinstance(request, Pair) else request.prompt
+        tools = () if isinstance(request, Pair) else request.tools
         text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
@@ -190,63 +191,63 @@ class _Encoder:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`. The tokenizer's leading special tokens are added, unless the text
-        already has them or is a rendered chat. Trailing special tokens are cut off."""
+        begins with them or is a rendered chat. Trailing special tokens are dropped."""
         if self.benchmark.chat or (self._first_text and text.startswith(self._first_text)):
             return _encode_text(self.engine.tokenizer, text, add_special=False)
         tokens = _encode_text(self.engine.tokenizer, text, add_special=True)
         return tokens[: len(tokens) - len(self._appended)]
 
     def _add_reference(self, query: _Query, reference: str) -> None:
-        """Add to `query` the row of its prompt with a reference. Nothing is added if the prompt has
-        no token, the reference adds no token, or the model cannot read the whole row. As in
-        lm-eval, white space at the end of the prompt counts as part of the reference."""
+        """Add the row of the prompt and the reference to `query`. Nothing is added if the prompt or
+        the reference has no token, or if the row is longer than `max_length`. As in lm-eval, white
+        space at the end of the prompt counts as part of the reference."""
         prompt = query.prompt.rstrip()
         text = query.prompt + reference
         start = len(self._tokens(prompt))
-        row = self._tokens(text)
-        if 0 < start < len(row) <= (self.max_length or len(row)):
-            query.rows = [Row(row, start)]
+        tokens = self._tokens(text)
+        if 0 < start < len(tokens) <= (self.max_length or len(tokens)):
+            query.rows = [Row(tokens, start)]
             query.reference_bytes = len(text[len(prompt) :].encode("utf-8", "surrogatepass"))
 
     def _pair_row(self, context: str, continuation: str) -> Row:
-        """The row of a context and its continuation, divided as in lm-eval. An empty context is
-        replaced by `first_token` or, without one, by the first token of the continuation. UserError
-        if the context or the continuation has no token. A continuation without tokens would have
-        the likelihood 1, the largest of all."""
+        """The row of a context and its continuation. As in lm-eval, white space at the end of the
+        context counts as part of the continuation. An empty context is replaced by `first_token`,
+        or by the first token of the continuation if `first_token` is None. UserError if the context
+        or the continuation has no token: no tokens would have the likelihood 1, the largest."""
         if context:
-            row = self._tokens(context + continuation)
+            tokens = self._tokens(context + continuation)
             start = len(self._tokens(context.rstrip()))
         else:
-            row = _encode_text(self.engine.tokenizer, continuation, add_special=False)
+            tokens = _encode_text(self.engine.tokenizer, continuation, add_special=False)
             start = 1
-            if self.first_token is not None and row[:1] != (self.first_token,):
-                row = (self.first_token, *row)
-        if not 0 < start < len(row):
+            if self.first_token is not None and tokens[:1] != (self.first_token,):
+                tokens = (self.first_token, *tokens)
+        if not 0 < start < len(tokens):
             raise UserError(
                 f"{self.name}: the {'answer' if start else 'question'} has no token of its own in "
                 f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer "
                 "that adds tokens"
             )
-        return Row(row, start)
+        return Row(tokens, start)
 
     def check_pairs(self, queries: Sequence[_Query]) -> None:
-        """Raise UserError if a context and its continuation have more tokens than the model can
-        read and predict. The last token of a row is predicted, not read."""
+        """Raise UserError if the row of a context and its continuation has more than `max_length` +
+        1 tokens. The last token of a row is predicted, and need not be read."""
         rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
         longest = max((len(row.tokens) for row in rows), default=0)
         if self.max_length is not None and longest > self.max_length + 1:
-            limit = "model" if self.max_length == self.engine.max_length else "max_length"
+            setting = "model" if self.max_length == self.engine.max_length else "max_length"
             raise UserError(
                 f"{self.name}: a question with its answer has {longest} tokens, and "
-                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, "
-                "to read it whole"
+                f"{self.max_length} are read: expected a {setting} of {longest - 1} tokens or "
+                "more, to read it whole"
             )
 
     def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
-        """The rows of a document, one for each window: `_rolling_windows` for a document that is
-        predicted `from_nothing`, else windows without overlap. For the latter, UserError if they
-        are longer than the model reads or shorter than two tokens, and for a document with fewer
-        than two tokens."""
+        """The rows of a document, one for each window. A document that is predicted `from_nothing`
+        has `_rolling_windows`. Other documents have windows without overlap. For these documents,
+        UserError if `document.length` is less than two tokens or more than the model reads, and if
+        the text has fewer than two tokens."""
         limit = self.max_length
         if document.from_nothing:
             return _rolling_windows(
@@ -258,6 +259,7 @@ class _Encoder:
             raise UserError(
                 f"{self.name}: length={length}: expected 2 to {limit or 'any number of'} tokens"
             )
+        # without overlap, the first token of a window is not predicted
         windows = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
         rows = [Row(window, 1) for window in windows if len(window) > 1][: document.windows]
         if not rows:
@@ -267,13 +269,15 @@ class _Encoder:
         return rows
 
     def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
-        """Index of a query -> its prompt, for the requested texts that fit into `max_length`.
+        """Index of a query -> its prompt, for each `Text` whose prompt and answer together fit into
+        `max_length`.
 
-        Raises UserError for a prompt that leaves too little room, unless its request has
-        `skip_long` and another prompt fits.
+        UserError for a prompt that does not fit, unless its request has `skip_long` and another
+        prompt fits.
         """
         prompts: dict[int, Prompt] = {}
-        long_texts: list[tuple[int, Text]] = []
+        # (tokens of the prompt, request) of prompts that do not fit
+        long_prompts: list[tuple[int, Text]] = []
         for number, query in enumerate(queries):
             if isinstance(query.request, Text):
                 length = len(query.tokens)
@@ -281,19 +285,21 @@ class _Encoder:
                     answer = query.rows[0] if query.rows else None
                     prompts[number] = Prompt(query.prompt, query.tokens, answer)
                 else:
-                    long_texts.append((length, query.request))
-        refusals = [
-            (length, text) for length, text in long_texts if not (text.skip_long and prompts)
+                    long_prompts.append((length, query.request))
+        refused_prompts = [
+            (length, request)
+            for length, request in long_prompts
+            if not (request.skip_long and prompts)
         ]
-        if self.max_length is not None and refusals:
-            length, text = max(refusals, key=lambda entry: entry[0] + entry[1].max_tokens)
+        if self.max_length is not None and refused_prompts:
+            length, request = max(refused_prompts, key=lambda entry: entry[0] + entry[1].max_tokens)
             remaining_tokens = self.max_length - length
             hint = "expected a model, or a max_length, of more"
             if remaining_tokens > 0:
                 hint = f"expected max_new_tokens={remaining_tokens} or less"
             raise UserError(
-                f"a prompt of {length} tokens and max_new_tokens={text.max_tokens} do not fit the "
-                f"{'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
+                f"a prompt of {length} tokens and max_new_tokens={request.max_tokens} do not fit "
+                f"the {'model' if self.max_length == self.engine.max_length else 'benchmark'}'s "
                 f"{self.max_length} tokens: {hint}"
             )
         return prompts
@@ -302,15 +308,16 @@ class _Encoder:
 # cached, since all plans of a model get the same questions, one plan after the other
 @lru_cache(maxsize=1 << 13)
 def _encode_text(tokenizer: Any, text: str, add_special: bool) -> tuple[int, ...]:
-    """Token ids of `text`, with the tokenizer's own special tokens if `add_special`."""
+    """Token ids of `text`. `add_special`: whether the tokenizer adds its special tokens."""
     return tuple(tokenizer([text], add_special_tokens=add_special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
-    """Rows of at most `length` + 1 tokens, which together predict each of `tokens` but the first
-    once, as in lm-eval. Each row but the last predicts `length` tokens. The last row predicts the
-    remaining tokens, and begins with as many earlier tokens as there is room for."""
+    """Rows that together predict each of `tokens` once, except the first token, as in lm-eval. A
+    row has at most `length` + 1 tokens. Each row except the last predicts `length` tokens. The last
+    row predicts the remaining tokens, after as many earlier tokens as fit into the row."""
     last = len(tokens) - 1
+    # index of the last token of each row
     ends = [*range(length, last, length), last] if last > 0 else []
     rows = []
     for previous_end, end in pairwise([0, *ends]):
@@ -329,39 +336,40 @@ def _generate(
     benchmark: BenchmarkConfig,
     cache: ResultCache,
 ) -> dict[int, GeneratedText]:
-    """Index of a query -> its text. Equal prompts with equal settings are continued once. Of the
-    prompts with the same settings, the longest come first."""
+    """Index of a query -> the text that is generated after its prompt. Only one text is generated
+    for equal prompts with the same settings. Among prompts with the same settings, the longest come
+    first."""
     # A stop text must not end a thought. So the engine gets no stop texts for a model that may
-    # think, and `cut` applies them to its answers.
+    # think; `cut` applies the stop texts to the model's answers.
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
     # settings -> prompt -> indices of the queries with this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
-    for number, prompt in prompts.items():
-        request = queries[number].request
-        marks = queries[number].marks
+    for index, prompt in prompts.items():
+        request = queries[index].request
+        marks = queries[index].marks
         assert isinstance(request, Text)
         stop = () if is_thinker else request.stop
-        generation = GenerationSettings(
+        settings = GenerationSettings(
             request.max_tokens, stop, benchmark.chat, benchmark.batch_size, marks
         )
-        groups.setdefault(generation, {}).setdefault(prompt, []).append(number)
+        groups.setdefault(settings, {}).setdefault(prompt, []).append(index)
     texts: dict[int, GeneratedText] = {}
-    for generation, numbers_of in groups.items():
-        order = sorted(
-            numbers_of, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
+    for settings, indices_of in groups.items():
+        ordered_prompts = sorted(
+            indices_of, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text)
         )
-        for batch in _slices(order, generation.batch_size * engine.batches):
+        for batch in _slices(ordered_prompts, settings.batch_size * engine.batches):
             progress.update(len(texts), len(prompts), "requests")
-            batch_texts = _generate_batch(engine, batch, generation, cache)
+            batch_texts = _generate_batch(engine, batch, settings, cache)
             for prompt, text in zip(batch, batch_texts, strict=True):
-                texts |= dict.fromkeys(numbers_of[prompt], text)
+                texts |= dict.fromkeys(indices_of[prompt], text)
     return texts
 
 
 def _generate_batch(
     engine: Engine, batch: Sequence[Prompt], generation: GenerationSettings, cache: ResultCache
 ) -> list[GeneratedText]:
-    """The text after each prompt, from the cache or else from the engine."""
+    """The generated text after each prompt, from the cache or else from the engine."""
 
     def compute() -> list[Any]:
         texts = engine.generate(batch, generation)
@@ -371,13 +379,14 @@ def _generate_batch(
                 check_finite(nats, "log-likelihood")
         return [[text.text, text.ended, text.likelihood] for text in texts]
 
-    prompt_keys = [  # what identifies each prompt in the key of the cache
+    prompt_keys = [  # identify the prompts in the key of the cache
         [prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]]
         for prompt in batch
     ]
     results = cache.result(
         [generation.max_tokens, generation.stop, generation.marks, prompt_keys], compute
     )
+    # JSON in the cache has lists in place of pairs
     return [
         GeneratedText(text, ended, likelihood and tuple(likelihood))
         for text, ended, likelihood in results
@@ -387,9 +396,9 @@ def _generate_batch(
 def _score(
     engine: Engine, rows: Set[Row], batch_size: int, cache: ResultCache
 ) -> dict[Row, Likelihood]:
-    """Row -> its likelihood, from the cache or else from the engine."""
+    """Row -> likelihood of the row, from the cache or else from the engine."""
     likelihoods: dict[Row, Likelihood] = {}
-    for batch in _slices(_rows_by_question(rows), batch_size * BATCHES_PER_CALL):
+    for batch in _slices(_sorted_by_question(rows), batch_size * BATCHES_PER_CALL):
         progress.update(len(likelihoods), len(rows), "requests")
         key = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in batch]]
         results = cache.result(key, partial(_finite_scores, engine, batch, batch_size))
@@ -400,17 +409,18 @@ def _score(
 
 
 def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
-    """The engine's likelihood of each row. FloatingPointError if one is not finite."""
+    """The engine's likelihood of each row. FloatingPointError for one that is not finite."""
     likelihoods = engine.score(rows, batch_size)
     for nats, _ in likelihoods:
         check_finite(nats, "log-likelihood")
     return likelihoods
 
 
-def _rows_by_question(rows: Iterable[Row]) -> list[Row]:
-    """The rows sorted by question, that is, by the tokens before the start of a row. So rows with
-    the same question get into the same batch. The question with the longest row comes first."""
-    # question -> tokens of its longest row
+def _sorted_by_question(rows: Iterable[Row]) -> list[Row]:
+    """The rows sorted by question, so that rows with the same question get into the same batch. The
+    question of a row is the tokens before `row.start`. The question with the longest row comes
+    first."""
+    # question -> number of tokens of its longest row
     lengths: dict[tuple[int, ...], int] = {}
     for row in rows:
         question = row.tokens[: row.start]
@@ -422,7 +432,7 @@ def _rows_by_question(rows: Iterable[Row]) -> list[Row]:
 
 
 def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Consecutive slices of `size` values; the last may be shorter."""
+    """Yield consecutive slices of `size` values; the last slice may be shorter."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 
@@ -433,9 +443,9 @@ def _slices(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 def _reply(
     query: _Query, text: GeneratedText | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool
 ) -> Reply:
-    """The reply to a request. For a `Text` it has the thought and the answer in the generated
-    `text`, which is None if the prompt was too long, and the loss on the reference in bits per
-    byte. For other requests it has the likelihoods of their rows."""
+    """The reply to the request of `query`. The reply to a `Text` has the thought and the answer in
+    the generated `text`, and the loss on the reference in bits per byte; `text` is None if the
+    prompt was too long. The reply to another request has the likelihoods of the query's rows."""
     if not isinstance(query.request, Text):
         windows = []
         for row in query.rows:
@@ -450,7 +460,8 @@ def _reply(
         return Reply(ended="too_long", loss=loss)
     thought_and_answer = cut(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if thought_and_answer != text.text else text.ended
-    # Special tokens of stop texts are still in a thought, or where a stop text is incomplete.
+    # Generated texts contain the special tokens that are in stop texts, so that `cut` can find the
+    # stop texts. Special tokens that `cut` has left are removed, except for marks of thoughts.
     for _, mark in query.marks:
         if mark not in MARKS:
             thought_and_answer = thought_and_answer.replace(mark, "")
@@ -460,8 +471,10 @@ def _reply(
 
 
 def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
-    """The generated `text` up to the first stop text in its answer. A thought before the answer is
-    not searched. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_in`."""
+    """The generated `text`, cut at the first stop text in its answer. Stop texts in the thought are
+    ignored. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_in`."""
     answer = answer_in(text, prompt, chat=chat) or ""
-    end = min((answer.index(mark) for mark in stop if mark in answer), default=len(answer))
+    end = min(
+        (answer.index(stop_text) for stop_text in stop if stop_text in answer), default=len(answer)
+    )
     return text[: len(text) - len(answer) + end]

@@ -166,9 +166,9 @@ _NEUTRAL_VALUES = {
 def _limit_and_stop(
     settings: Mapping[str, Any], task: str, benchmark: BenchmarkConfig
 ) -> tuple[int, tuple[str, ...]]:
-    """The largest number of tokens and the stop texts in `settings`, a task's generation_kwargs,
-    read as lm-eval reads them. `task`: its name. UserError for settings that greedy generation does
-    not follow, and for a limit or stop texts of another form."""
+    """The largest number of new tokens, and the stop texts, by lm-eval's rules. `settings`: the
+    task's generation_kwargs; `task`: name of the task. UserError for settings that change greedy
+    generation, and for a limit or stop texts of a wrong type."""
     settings = {name: value for name, value in settings.items() if value is not None}
     field = f"benchmark {benchmark.name}: {task}: generation_kwargs"
     # without do_sample, lm-eval samples at temperatures above 0
@@ -179,7 +179,7 @@ def _limit_and_stop(
         )
     for name, value in settings.items():
         check_known(field, name, ("until", *_LIMITS, *_SAMPLING, *_NEUTRAL_VALUES))
-        # a setting without a neutral value may have any value
+        # settings without a neutral value, such as top_p, may have any value
         if value != _NEUTRAL_VALUES.get(name, value):
             raise UserError(
                 f"{field}.{name}={value}: only greedy generation is done, expected "
@@ -187,7 +187,7 @@ def _limit_and_stop(
             )
     # 256 is lm-eval's default
     max_tokens = next((settings[name] for name in _LIMITS if name in settings), 256)
-    # a number, or a number in a text
+    # an int, or digits in a str
     if not str(max_tokens).isdigit() or int(max_tokens) < 1:
         raise UserError(
             f"{field}.max_gen_toks={max_tokens}: expected a number of tokens, 1 or more"
@@ -196,22 +196,22 @@ def _limit_and_stop(
     texts = [until] if isinstance(until, str) else until
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{field}.until={until}: expected a text, or a list of texts")
-    # as in lm-eval, an empty stop text ends nothing
+    # lm-eval ignores empty stop texts too
     return int(max_tokens), tuple(text for text in texts if text)
 
 
 def _graded_rows(
     questions_by_task: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]
 ) -> list[_Row]:
-    """lm-eval's metrics of each answer, in the order of tasks, then filters, then questions. An
-    answer whose thought does not end has 0.0 in each metric in which higher is better. `answers`:
-    name of a question -> its answer."""
+    """A row with lm-eval's metrics for each filter of a task and each question. Rows are sorted by
+    task, then by filter, then by question. An answer with an unfinished thought gets 0.0 in each
+    metric in which higher is better. `answers`: name of a question -> answer to the question."""
     rows = []
     for questions in questions_by_task:
         for question in questions:
             replies = answers[question.name].replies
             for request, reply in zip(question.requests, replies, strict=True):
-                response: Any = reply.nats
+                response: Any = reply.nats  # for a loglikelihood_rolling request
                 if request.request_type == "generate_until":
                     response = reply.text or ""
                 elif request.request_type == "loglikelihood":
@@ -220,35 +220,36 @@ def _graded_rows(
                 request.filtered_resps = {}
         first_question = questions[0]
         first_question.task.apply_filters()
-        # filtered_resps: name of a filter -> what it leaves of the responses
-        for name, question in product(first_question.requests[0].filtered_resps, questions):
+        # filtered_resps: name of a filter -> the response after the filter
+        filter_names = first_question.requests[0].filtered_resps
+        for filter_name, question in product(filter_names, questions):
             answer = answers[question.name]
-            extracted = [request.filtered_resps[name] for request in question.requests]
+            extracted = [request.filtered_resps[filter_name] for request in question.requests]
             values = question.task.process_results(question.doc, extracted)
-            # A thought did not end, and lm-eval graded "" in place of an answer. Some metrics
+            # The thought is unfinished, so there is no answer, and lm-eval graded "". Some metrics
             # count "" as right.
             if answer.reply.text is None:
                 higher_is_better = question.task.higher_is_better()
                 for metric, value in values.items():
                     if isinstance(value, int | float) and higher_is_better.get(metric, True):
                         values[metric] = 0.0
-            rows.append(_Row(question, answer, name, extracted, values))
+            rows.append(_Row(question, answer, filter_name, extracted, values))
     return rows
 
 
 def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
-    """The rows of the filter that `metric` names: METRIC,FILTER, or METRIC for a task with one
-    filter. UserError for an unknown metric or filter."""
-    name, _, named_filter = metric.partition(",")
+    """The rows of one filter. `metric` is METRIC,FILTER or, if the task has only one filter,
+    METRIC. UserError for an unknown metric or filter."""
+    metric_name, _, requested_filter = metric.partition(",")
     filters = list(dict.fromkeys(row.filter for row in rows))
-    filter_name = named_filter or filters[0]
+    filter_name = requested_filter or filters[0]
     check_known(f"benchmark {benchmark.name}: filter", filter_name, filters)
-    if not named_filter and len(filters) > 1:
+    if not requested_filter and len(filters) > 1:
         raise UserError(
             f"benchmark {benchmark.name}: {metric} has several filters: add one of "
             f"{', '.join(filters)}"
         )
-    check_known(f"benchmark {benchmark.name}: metric", name, rows[0].metrics)
+    check_known(f"benchmark {benchmark.name}: metric", metric_name, rows[0].metrics)
     return [row for row in rows if row.filter == filter_name]
 
 
@@ -264,34 +265,36 @@ _ITEM_AGGREGATIONS = (metrics.mean, metrics.nanmean, *_LOSS_AGGREGATIONS)
 
 
 def _aggregation(
-    metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig
+    metric: str, tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> Aggregation:
     """lm-eval's function that computes the score of a metric from the values of all items.
-    `by_name`: name -> task.
+    `tasks_by_name`: name of a task -> task.
 
-    UserError for functions that are neither a mean nor a perplexity, such as f1 and BLEU, and for a
-    perplexity of several tasks. They give no outcome for each item, which standard errors and
-    comparisons of models need.
+    Standard errors and comparisons of models need an outcome of each item. So UserError for
+    functions that are neither a mean nor a perplexity, such as f1 and BLEU, and for the perplexity
+    of several tasks.
     """
     aggregation: Aggregation = metrics.mean
-    for name, task in by_name.items():
+    for name, task in tasks_by_name.items():
         functions = task.aggregation()
         aggregation = functions.get(metric.partition(",")[0], metrics.mean)
         if aggregation not in _ITEM_AGGREGATIONS:
             function_name = getattr(aggregation, "__name__", aggregation)
             possible_metrics = ", ".join(
-                other for other, function in functions.items() if function in _ITEM_AGGREGATIONS
+                metric_name
+                for metric_name, function in functions.items()
+                if function in _ITEM_AGGREGATIONS
             )
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is computed from all items "
                 f"together, by {function_name}: expected a mean over items or a perplexity (the "
                 f"task has {possible_metrics or 'none'})"
             )
-    if aggregation in _LOSS_AGGREGATIONS and len(by_name) > 1:
+    if aggregation in _LOSS_AGGREGATIONS and len(tasks_by_name) > 1:
         raise UserError(
-            f"benchmark {benchmark.name}: metric={metric} of {len(by_name)} tasks together: "
+            f"benchmark {benchmark.name}: metric={metric} of {len(tasks_by_name)} tasks together: "
             "lm-eval takes the mean of their perplexities, which has no outcome of an item, "
-            f"expected one task, such as {next(iter(by_name))}"
+            f"expected one task, such as {next(iter(tasks_by_name))}"
         )
     return aggregation
 
@@ -303,56 +306,64 @@ def _result(
     rows: Sequence[_Row],
     benchmark: BenchmarkConfig,
 ) -> tuple[Result, list[Sample]]:
-    """The result named `result_name` and its samples, computed by `aggregation` from the `rows` of
-    a metric. If all tasks have the same weight, the result is the mean of the tasks' means."""
-    name = metric.partition(",")[0]  # the metric without its filter
+    """The result named `result_name` and the samples of this result. If all tasks have the same
+    weight, the score is the mean of the tasks' scores. `aggregation`: lm-eval's function for the
+    score of `metric`. `rows`: see `_rows_of_metric`."""
+    metric_name = metric.partition(",")[0]  # without the filter
     if aggregation not in _LOSS_AGGREGATIONS:
-        samples = [_sample(result_name, name, row, float(row.metrics[name])) for row in rows]
+        samples = [
+            _sample(result_name, metric_name, row, float(row.metrics[metric_name])) for row in rows
+        ]
         scale: Scale = (
-            "score" if rows[0].question.task.higher_is_better().get(name, True) else "loss"
+            "score" if rows[0].question.task.higher_is_better().get(metric_name, True) else "loss"
         )
         if not weights_tasks_equally(benchmark, metric):
             return mean_result(result_name, metric, samples, benchmark, scale), samples
-        by_task = _samples_by_task(rows, samples)
-        means = [mean_result(result_name, metric, part, benchmark, scale) for part in by_task]
-        return _mean_of_tasks(means), list(chain.from_iterable(by_task))
+        samples_by_task = _samples_by_task(rows, samples)
+        task_results = [
+            mean_result(result_name, metric, task_samples, benchmark, scale)
+            for task_samples in samples_by_task
+        ]
+        return _mean_of_tasks(task_results), list(chain.from_iterable(samples_by_task))
     scale, unit, units_per_nat = _LOSS_AGGREGATIONS[aggregation]
     samples = []
     losses = []
     weights = []
     for row in rows:
-        # a weighted perplexity has (log-likelihood, weight)
-        value = row.metrics[name]
+        # A log-likelihood or, for a weighted perplexity, (log-likelihood, weight). The weight is
+        # the number of units of text, such as words.
+        value = row.metrics[metric_name]
         nats, units = value if isinstance(value, tuple) else (value, 1.0)
         loss = -nats / units * units_per_nat
-        samples.append({**_sample(result_name, name, row, loss), "units": units})
+        samples.append({**_sample(result_name, metric_name, row, loss), "units": units})
         losses.append(loss)
         weights.append(units)
     # such as "nats per word" for word_perplexity
-    unit = unit or f"nats per {name.partition('_')[0]}"
+    unit = unit or f"nats per {metric_name.partition('_')[0]}"
     return loss_result(result_name, metric, scale, unit, losses, weights, benchmark), samples
 
 
 def _samples_by_task(rows: Sequence[_Row], samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each task, with weights in the field `units`. All tasks have the same total
-    weight, and all weights add up to the number of samples. `rows`: the row of each sample."""
+    """One list of samples for each task, in which the field "units" is the weight of a sample. All
+    tasks have the same total weight, and all weights add up to the number of samples. `rows`: the
+    row of each sample."""
     by_task: dict[str, list[Sample]] = {}
     for row, sample in zip(rows, samples, strict=True):
         by_task.setdefault(row.question.task.config.task, []).append(sample)
     task_weight = len(samples) / len(by_task)
     weighted_samples: list[list[Sample]] = []
     for task_samples in by_task.values():
-        units = task_weight / len(task_samples)
-        weighted_samples.append([{**sample, "units": units} for sample in task_samples])
+        weight = task_weight / len(task_samples)
+        weighted_samples.append([{**sample, "units": weight} for sample in task_samples])
     return weighted_samples
 
 
 def _mean_of_tasks(results: Sequence[Result]) -> Result:
-    """The mean of the scores of several tasks, with its standard error, as in lm-eval's
-    `unweighted_mean_stderr`; without a standard error if a task has none. Other fields are those of
-    the first result."""
-    errors = [result["stderr"] for result in results if result["stderr"] is not None]
-    stderr = math.hypot(*errors) / len(results) if len(errors) == len(results) else None
+    """One result for several tasks, from the result of each task. The score is the mean of the
+    tasks' scores. The standard error is lm-eval's `unweighted_mean_stderr`, or None if a task has
+    no standard error. `n` is the total number of items. Other fields are those of `results[0]`."""
+    stderrs = [result["stderr"] for result in results if result["stderr"] is not None]
+    stderr = math.hypot(*stderrs) / len(results) if len(stderrs) == len(results) else None
     score = math.fsum(result["score"] for result in results) / len(results)
     return {
         **results[0],
@@ -363,16 +374,17 @@ def _mean_of_tasks(results: Sequence[Result]) -> Result:
 
 
 def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
-    """The sample of a row. Its output is the generated text or, if none was generated, the
-    log-likelihoods as JSON. The extracted answer is the index of the likeliest continuation, for
-    acc_norm by log-likelihood per character. `answer_loss`: see `_loss_of_right_choice`."""
+    """The sample of a row. If the row has no generated text, the sample's output is the
+    log-likelihoods as JSON, and the extracted answer is the index of the likeliest continuation.
+    For acc_norm, the likeliest has the largest log-likelihood per character. `answer_loss`: see
+    `_loss_of_right_choice`."""
     request_type = row.question.requests[0].request_type
     nats = [reply.nats for reply in row.answer.replies]
     if request_type == "generate_until":
         return row.answer.sample(result_name, outcome, str(row.extracted[0]))
     if request_type == "loglikelihood_rolling":
         return row.answer.sample(result_name, outcome, "", json.dumps(round(nats[0], 4)))
-    # minus 1, as lm-eval does not count the space in front of an answer
+    # minus 1: a continuation begins with a space, which lm-eval does not count
     lengths = [
         len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests
     ]
@@ -384,8 +396,8 @@ def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
 
 
 def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:
-    """Loss on the right choice in bits per byte, given the log-likelihood of each choice (`nats`).
-    None unless exactly one choice is right."""
+    """Loss on the right choice, in bits per byte. None unless exactly one choice is right. `nats`:
+    log-likelihood of each choice."""
     task = question.task
     doc = question.doc
     right_index: Any = 0  # a request without choices has one continuation

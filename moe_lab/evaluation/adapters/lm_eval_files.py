@@ -28,20 +28,20 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 
 
 def task_folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval that defines benchmark.task: parameters.folder, or by default the
-    folder with the task's name.
+    """The folder of lm-eval with the definition of benchmark.task: parameters.folder or, by
+    default, the folder that is named like the task. UserError when the folder or the task does not
+    exist.
 
-    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises
-    UserError when the folder or the task does not exist.
+    lm-eval indexes only this folder, because indexing all its 14,000 files takes ten seconds.
     """
     package = find_spec("lm_eval")
-    # `LmEval.missing` has reported a package that is not installed
+    # if lm-eval is not installed, `LmEval.missing` has reported this before
     assert package is not None and package.origin is not None
     root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
     folder = root / name
     if not folder.is_dir() or folder == root:
-        # the nearest folders that could be meant
+        # for the suggestions of the error: the existing folders beside the missing folder
         parent = folder.parent if folder.parent.is_dir() and folder != root else root
         folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
         raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folder_names)
@@ -53,12 +53,12 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
 
 
 def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that define a task, and the versions of the installed packages that its code
-    imports.
+    """(files, versions) of a task that is defined in the file `task`. `versions`: distribution ->
+    version, for the installed packages that the task's code imports.
 
-    The files are: the task's own file, and the files that it includes; the modules that these files
-    name by `!function`, and all local modules that those modules import; and the data files that
-    modules name relative to their folder. UserError for a file that is missing or cannot be read.
+    `files` are the definition and all definitions that it includes; the modules named by
+    `!function` in the definitions; all local modules that those modules import; and the data files
+    named in the modules, see `_data_files`. UserError for a file that is missing or unreadable.
     """
     files: dict[Path, None] = {}  # an ordered set
     versions: dict[str, str] = {}
@@ -76,16 +76,17 @@ def definition_files(task: Path) -> tuple[list[Path], dict[str, str]]:
                 raise UserError(
                     f"{file}: !function {module}: expected a module {module}.py in {file.parent}"
                 )
-            code, package_versions = code_of(module, source)
+            module_files, package_versions = code_of(module, source)
             versions |= package_versions
-            for path in code.values():
+            for path in module_files.values():  # module_files: name of a module -> file
                 files |= dict.fromkeys((path.resolve(), *_data_files(path)))
     return list(files), versions
 
 
 def _references(file: Path) -> tuple[list[str], list[str]]:
-    """The names of the files that a definition names by `include`, and of the functions that it
-    names by `!function`. UserError for a file that cannot be read or is no definition."""
+    """(included files, functions) of the definition in `file`: the file names after `include`, and
+    the function names after `!function`. UserError for a file that cannot be read or contains no
+    definition."""
     functions: list[str] = []
 
     class Loader(yaml.SafeLoader):
@@ -111,17 +112,17 @@ def _references(file: Path) -> tuple[list[str], list[str]]:
     return [included_files] if isinstance(included_files, str) else included_files, functions
 
 
-def _data_files(code: Path) -> Iterator[Path]:
-    """Yield the files that the module in the file `code` names by a literal text, relative to its
-    folder. UserError for a module that is not Python."""
+def _data_files(module_file: Path) -> Iterator[Path]:
+    """Yield the existing files that a module names: a string in the code is the path of the file,
+    relative to the folder of the module. UserError for a module that is not Python."""
     try:
-        tree = ast.parse(code.read_bytes())
+        tree = ast.parse(module_file.read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{code} is not Python: {error}") from None
+        raise UserError(f"{module_file} is not Python: {error}") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            with suppress(OSError, ValueError):  # a text that is no path
-                if (file := code.parent.joinpath(node.value).resolve()).is_file():
+            with suppress(OSError, ValueError):  # a string that cannot be a path
+                if (file := module_file.parent.joinpath(node.value).resolve()).is_file():
                     yield file
 
 
@@ -149,24 +150,25 @@ _observers: list[_Observer] = []
 
 
 class _Observer:
-    """Records the files that are read by the current thread and by threads that start later, and
-    keeps these threads from starting programs. `reader`: who reads, for messages of errors."""
+    """Records the files that the current thread and threads started later read, and prevents these
+    threads from starting programs. `reader`: the subject of error messages, "benchmark NAME"."""
 
     def __init__(self, reader: str) -> None:
         self.reader = reader
         self.files: set[str] = set()
+        # the error of `notice`, as the code that started a program may have caught the error
         self.refusal: UserError | None = None
-        earlier_threads = {thread.native_id for thread in threading.enumerate()}
-        self.ignored_threads = earlier_threads - {threading.get_native_id()}
+        running_threads = {thread.native_id for thread in threading.enumerate()}
+        self.ignored_threads = running_threads - {threading.get_native_id()}
 
     def notice(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Record one audit event. UserError for an event of _PROGRAM_EVENTS; the error keeps the
-        program or connection from starting."""
+        """Record the file that an audit event opens. For an event of _PROGRAM_EVENTS, UserError,
+        which prevents the start of the program or connection."""
         if threading.get_native_id() in self.ignored_threads:
             return
         if event == "open":
             path, _, flags = arguments
-            # a file that is emptied or must be new has no content to read
+            # O_TRUNC empties the file, and O_EXCL creates it: there is nothing to read
             writes_only = flags & os.O_ACCMODE == os.O_WRONLY or flags & (os.O_TRUNC | os.O_EXCL)
             if isinstance(path, str | bytes) and not writes_only:
                 self.files.add(os.path.abspath(os.fsdecode(path)))
@@ -197,13 +199,12 @@ def _install_hook() -> None:
 
 @contextmanager
 def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
-    """A context in which the code of a task may read only `files`, which identify the items of the
-    task, and files of Python and of packages. At the end, the task's modules are removed from
-    sys.modules, so that the next task imports its own modules.
+    """A context in which the code of a task may read only `files` and the files of Python and of
+    packages. `files` identify the items of the task. At the end, the task's modules are removed
+    from sys.modules, because the next task may have modules with the same names.
 
-    Raises UserError, which names `reader`, when another file is read, and when a program or a
-    connection is started. Files that native code opens are not noticed, because Python does not
-    audit them.
+    UserError when another file is read, and when a program or a connection is started. The message
+    begins with `reader`. Files opened by native code are not detected: they cause no audit event.
     """
     identifying_files = {str(file.resolve()) for file in files}
     modules_before = _module_files()
@@ -215,11 +216,11 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
     finally:
         _observers.remove(observer)
         modules = _module_files()
-        # files of modules whose package was imported before, wherever it is installed
+        # a package that was imported earlier is not the task's, even outside of _LIBRARIES
         package_files = {
             file for name, file in modules.items() if name.partition(".")[0] in modules_before
         }
-        sources = {_source(name) for name in observer.files}
+        sources = {_source(path) for path in observer.files}
         files_read = {str(file) for file in sources if file.is_file() and not _is_of_library(file)}
         other_files = files_read - identifying_files - package_files
         for name, file in modules.items():
@@ -236,21 +237,23 @@ def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
 
 
 def _module_files() -> dict[str, str]:
-    """Name -> file, for each imported module that has a file. Namespace packages have none."""
+    """Name of a module -> its file, for each imported module with a file. Namespace packages have
+    no file."""
     # a copy of the items, because reading an attribute of a module may import other modules
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {name: file for name, file in files.items() if file}
 
 
-def _source(name: str) -> Path:
-    """The path of the file `name`; for a file in __pycache__, the path of its source."""
+def _source(path: str) -> Path:
+    """The absolute path of a file; for a compiled file in __pycache__, that of its source file."""
     with suppress(ValueError):
-        name = source_from_cache(name)
-    return Path(name).resolve()
+        path = source_from_cache(path)
+    return Path(path).resolve()
 
 
 def _is_of_library(file: Path) -> bool:
-    """Whether a file belongs to Python, an installed package or the system."""
+    """Whether a file belongs to Python, an installed package or the system: it is in a folder named
+    site-packages or dist-packages (`SITE`), or in one of `_LIBRARIES`."""
     return bool(SITE.intersection(file.parts)) or any(
         file.is_relative_to(folder) for folder in _LIBRARIES
     )

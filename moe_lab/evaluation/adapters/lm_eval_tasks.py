@@ -33,18 +33,18 @@ datasets.disable_progress_bars()
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task with its requests; a group such as mmlu has several tasks. Raises the errors of
-    `tasks_and_groups`."""
+    """Name of a task -> lm-eval's task with its requests: one task, or all tasks of a group such as
+    mmlu. Raises the errors of `tasks_and_groups`."""
     by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
     return by_name
 
 
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """{"tasks": name -> task with its requests, "groups": name -> group}. Built once per process
-    for the same data and settings.
+    """{"tasks": name -> task with its requests, "groups": name -> group of tasks}. Built once per
+    process for benchmarks with the same questions.
 
-    Raises UserError when the task's split is not the benchmark's, when the task has too few
-    examples to show, or when an item to evaluate has no right answer.
+    UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
+    few-shot examples than it shows, and when an item to evaluate has no right answer.
     """
     key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _tasks_by_identity:
@@ -55,20 +55,20 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 
 
 def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
-    """Whether all tasks of a group have the same weight in a metric, regardless of how many items
-    each task has (lm-eval's weight_by_size=false). False for a single task, and for a group without
-    rules, in which all items have the same weight. UserError for a metric without a rule in a group
-    that has rules for other metrics."""
+    """Whether the score of a group is the mean over its tasks, each with the same weight (lm-eval's
+    weight_by_size=false). False for a single task, and for a group without rules of aggregation:
+    their scores are means over all items. UserError if a group has rules, but none for `metric`."""
     groups = list(tasks_and_groups(benchmark)["groups"].values())
     if not groups:
         return False
-    group = groups[0]  # the others are its subgroups, whose rules do not apply
+    group = groups[0]  # the requested group; further groups are its subgroups
     rules = group.aggregate_metric_list
     if not rules:
         return False
-    name, _, filter_name = metric.partition(",")
+    metric_name, _, filter_name = metric.partition(",")
     for rule in reversed(rules):  # the last rule for a metric counts
-        if rule.metric == name and (
+        # a rule without filter_list is for all filters
+        if rule.metric == metric_name and (
             not filter_name or filter_name in (rule.filter_list or [filter_name])
         ):
             return not rule.weight_by_size
@@ -80,18 +80,18 @@ def weights_tasks_equally(benchmark: BenchmarkConfig, metric: str) -> bool:
 
 
 def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load the tasks and groups of `tasks_and_groups`, and build their requests. While a task with
-    items from a file is loaded, its code may read only the files that identify its items."""
+    """Load the dictionaries of `tasks_and_groups`, and build the requests of the tasks. The code of
+    a task with items from a local file may read only the files that identify the items."""
     if benchmark.data is not None:
         return _add_requests(_load_published(benchmark), benchmark)
-    files, _ = harness_of(benchmark).hashed_files(benchmark)
-    with reading_only(files, f"benchmark {benchmark.name}"):
+    identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
+    with reading_only(identifying_files, f"benchmark {benchmark.name}"):
         return _add_requests(_load_defined(benchmark), benchmark)
 
 
 def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Configure the `loaded` tasks, build the requests of the items to evaluate, and return
-    `loaded`."""
+    """Configure the tasks in `loaded`, build the requests of the items to evaluate, and return
+    `loaded`. For its keys and values, see `tasks_and_groups`."""
     by_name = loaded["tasks"]
     for name, task in by_name.items():
         _configure(task, name, benchmark)
@@ -103,19 +103,21 @@ def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapp
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            # lm-eval expects a text from a chat template; `lm_eval._request` decodes this JSON
+            # lm-eval expects a text from a chat template, so it gets the messages as JSON;
+            # `lm_eval._request` decodes them
             chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return loaded
 
 
 def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task or group of lm-eval with data from the benchmark's mirror. Only the folder of the
-    task is indexed."""
+    """Load a task or group of lm-eval with data from the benchmark's mirror."""
+    # lm-eval would need ten seconds to index all its tasks
     manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
-    def from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:
+    # replaces datasets.load_dataset, which takes the subset as `name`
+    def load_from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:
         subset = benchmark.subset or name or "default"
         if subset not in subsets:
             raise UserError(
@@ -124,24 +126,30 @@ def _load_published(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
             )
         return _Splits(defaultdict(list, subsets[subset]))
 
-    return _load(manager, benchmark.task, from_mirror)
+    return _load(manager, benchmark.task, load_from_mirror)
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
-    """Load a task with items from a file. The task is defined in the file benchmark.task, in
-    lm-eval's format, and its items are in the JSON lines file of the same name. Or
-    parameters.definition defines the task, and its items are in the file benchmark.task. Each split
-    of the task has all items."""
-    # files: the file that defines the task, or none with parameters.definition
-    *files, items = harness_of(benchmark).data_files(benchmark)
+    """Load a task with items from a local file. All items are in each split of the task.
+
+    If parameters.definition is set, it defines the task, and the items are in the file
+    benchmark.task. Otherwise, the file benchmark.task defines the task, in lm-eval's format, and
+    the items are in the JSON lines file of the same name.
+    """
+    # definition_files: the file that defines the task; empty if parameters.definition is set
+    *definition_files, items_file = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
     defaults = {"task": benchmark.name, "test_split": "test"}
-    definition = str(files[0]) if files else {**defaults, **benchmark.parameters["definition"]}
-    loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
+    definition = (
+        str(definition_files[0])
+        if definition_files
+        else {**defaults, **benchmark.parameters["definition"]}
+    )
+    loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
     for task in loaded["tasks"].values():
-        if _source_of_examples(task) is not None:
-            # lm-eval leaves an item out of the examples shown with it only if the task names the
-            # same split as test split and as split of examples.
+        if _fewshot_split(task) is not None:
+            # Otherwise lm-eval could show an item as its own example: it excludes the item only if
+            # test_split and fewshot_config.split name the same split.
             task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
     return loaded
 
@@ -149,9 +157,10 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
 def _load(
     manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """{"tasks": name -> task, "groups": name -> group}, the requested group first. lm-eval gets the
-    data from `load_dataset`, in place of the function of this name in `datasets`. UserError for a
-    first item that cannot be read."""
+    """{"tasks": name -> task, "groups": name -> group of tasks}; a requested group comes first.
+    `task`: name of a task or group, path of a definition, or the definition itself. `load_dataset`
+    replaces `datasets.load_dataset`, from which lm-eval gets the data. UserError for a first item
+    that cannot be read."""
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
             loaded: Mapping[str, Any] = manager.load([task])
@@ -164,15 +173,15 @@ def _load(
 
 
 class _Splits(dict[str, Any]):
-    """Name -> split of a data set. A split is read from its files at its first use; a split without
-    files is empty."""
+    """Name of a split -> its rows. The rows are read from files when the split is first used; a
+    split without files is empty. `files`: name of a split -> files."""
 
     def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
         self.files = files
 
     def __missing__(self, split: str) -> Any:
-        """The rows of the files of a split, which are read when the split is first used."""
+        """Read the rows of a split from its files, and keep the rows for later uses."""
         self[split] = datasets.Dataset.from_list(
             [row for file in self.files[split] for row in mirror.read_rows(file)]
         )
@@ -181,7 +190,7 @@ class _Splits(dict[str, Any]):
 
 def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     """Apply the benchmark's settings to a task. UserError for a task that runs programs or shows
-    images, evaluates another split, or has too few examples."""
+    images, evaluates a split other than `benchmark.split`, or fails `_check_examples`."""
     for feature in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, feature, False):
             raise UserError(
@@ -193,6 +202,7 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         raise UserError(
             f"benchmark {benchmark.name}: split={benchmark.split}, but {name} evaluates {split}"
         )
+    # only a local task may keep its own num_fewshot, if the benchmark has shots=0
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
     if task.config.num_fewshot:
@@ -204,35 +214,41 @@ def _configure(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 
 def _evaluated_split(task: Any) -> Any:
+    """The name of the split from which lm-eval takes the items to evaluate."""
     return task.config.test_split or task.config.validation_split
 
 
-def _source_of_examples(task: Any) -> Any:
-    """The split from which lm-eval takes examples; None if the task lists its examples."""
+def _fewshot_split(task: Any) -> Any:
+    """The name of the split from which lm-eval takes few-shot examples; None if the configuration
+    of the task contains the examples."""
     config = task.config
-    examples = config.fewshot_config
-    if examples.split is None and examples.samples is not None:
+    fewshot = config.fewshot_config
+    if fewshot.split is None and fewshot.samples is not None:
         return None
-    return examples.split or config.training_split or config.validation_split or config.test_split
+    return fewshot.split or config.training_split or config.validation_split or config.test_split
 
 
 def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError unless a task has enough examples to show with each item, or if lm-eval could
-    show an item as its own example. The item itself does not count as an example."""
-    split = _evaluated_split(task)
-    source = _source_of_examples(task)
+    """Raise UserError if a task has fewer few-shot examples than it shows with an item, or if
+    lm-eval could show an item as its own example."""
+    evaluated_split = _evaluated_split(task)
+    fewshot_split = _fewshot_split(task)
     shots = task.config.num_fewshot
-    # lm-eval leaves out the item only if the task itself names the test split for its examples.
-    omits_item = source is not None and task.config.fewshot_config.split == task.config.test_split
-    if source == split and not omits_item:
+    # lm-eval excludes the item from its examples only if the task sets fewshot_config.split, and
+    # this is the test split
+    excludes_item = (
+        fewshot_split is not None and task.config.fewshot_config.split == task.config.test_split
+    )
+    if fewshot_split == evaluated_split and not excludes_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "
-            f"evaluated split {split}, so an item could be shown with its answer: expected shots=0"
+            f"evaluated split {evaluated_split}, so an item could be shown with its answer: "
+            "expected shots=0"
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total()
-    # lm-eval leaves out all copies of the item; the worst case is the item with the most copies
-    if omits_item:
+    # lm-eval excludes all copies of the item; the item with the most copies has fewest examples
+    if excludes_item:
         count -= max(examples.values(), default=0)
     if count < shots:
         raise UserError(
@@ -242,9 +258,9 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 
 
 def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
-    """Raise UserError for an item whose label is hidden (-1, null) or is no choice of the item,
-    because lm-eval would grade every answer to it as wrong. `numbers`: the items to check. A task
-    with a grading function of its own is not checked."""
+    """Raise UserError for an item whose label is hidden (-1, null) or is none of its choices.
+    lm-eval would grade every answer to such an item as wrong. Tasks that grade by a function
+    (process_results) are not checked. `numbers`: indices of the items to check."""
     if task.config.process_results is not None:
         return
     for number in numbers:
@@ -274,9 +290,9 @@ def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Name of a task -> numbers of its items to evaluate. If `limit` is not None, `limit` items in
-    total are taken from the tasks in turn. Tasks without such an item are left out. `by_name`:
-    name -> task."""
+    """Name of a task -> indices of the items to evaluate: 0, 1, ... With a `limit`, each task in
+    turn gives its next item, until there are `limit` items in total. Tasks that give no item are
+    left out. `by_name`: name of a task -> task."""
     sizes = {name: len(task.task_docs) for name, task in by_name.items()}
     items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
     counts = Counter(name for _, name in items_in_turn[:limit])
