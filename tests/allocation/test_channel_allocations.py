@@ -1,6 +1,7 @@
 """Allocations of channels: examples by hand, CBA against a naive search, whole blocks against the
 paper's rule."""
 
+import functools
 from typing import Any
 
 import numpy
@@ -19,48 +20,49 @@ from moe_lab.errors import UserError
 
 def kept(chosen: Any, layers: Any, scores: Any, evidence: Any = None) -> dict[int, list[int]]:
     """Layer -> channels that each expert keeps."""
-    return {
-        index: row.tolist() for index, row in allocate(chosen, layers, scores, evidence).items()
-    }
+    retained = allocate(chosen, layers, scores, evidence)
+    return {index: row.tolist() for index, row in retained.items()}
 
 
 @given(st.integers(0, 500), st.floats(0, 0.99))
 def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {0: layer(2, width=4), 3: layer(3, width=5)}
-    scores = {
-        i: random.integers(0, 5, size=(facts["n_experts"], facts["width"]))
-        for i, facts in layers.items()
-    }
-    pairs = sorted(
-        (score, i, e, c)
-        for i, values in scores.items()
-        for (e, c), score in numpy.ndenumerate(values)
-    )
-    expected = {i: [0] * facts["n_experts"] for i, facts in layers.items()}
-    for _, i, expert, _ in pairs[len(pairs) - int(23 * (1 - ratio) + 1e-6) :]:
-        expected[i][expert] += 1
+    scores = {0: random.integers(0, 5, size=(2, 4)), 3: random.integers(0, 5, size=(3, 5))}
+    channels = []
+    for index, values in scores.items():
+        for (expert, channel), score in numpy.ndenumerate(values):
+            channels.append((score, index, expert, channel))
+    budget = int(23 * (1 - ratio) + 1e-6)
+    best = sorted(channels)[len(channels) - budget :]
+    expected = {0: [0] * 2, 3: [0] * 3}
+    for _, index, expert, _ in best:
+        expected[index][expert] += 1
     assert kept(settings("global", ratio), layers, scores) == expected
 
 
-def test_shares_of_layers_and_experts() -> None:
-    # ten percent of a thousand is a hundred, also in floats
-    ten = {0: numpy.arange(1000.0).reshape(10, 100)}
-    assert kept(settings("global", 0.9), {0: layer(10, width=100)}, ten) == {0: [0] * 9 + [100]}
+def test_ten_percent_of_a_thousand_channels_are_a_hundred() -> None:
+    """Also in floats."""
+    layers = {0: layer(10, width=100)}
+    scores = {0: numpy.arange(1000.0).reshape(10, 100)}
+    assert kept(settings("global", 0.9), layers, scores) == {0: [0] * 9 + [100]}
+
+
+def test_layerwise_compares_experts_of_a_layer() -> None:
+    layers = {index: layer(2, width=4) for index in (0, 1)}
     scores = {
         0: numpy.array([[8, 7, 6, 5], [4, 3, 2, 1.0]]),
         1: numpy.array([[80, 10, 10, 10], [70, 60, 50, 20.0]]),
     }
-    assert kept(settings("layerwise", 0.5), {i: layer(2, width=4) for i in (0, 1)}, scores) == {
-        0: [4, 0],
-        1: [1, 3],
-    }
+    assert kept(settings("layerwise", 0.5), layers, scores) == {0: [4, 0], 1: [1, 3]}
+
+
+def test_uniform_keeps_a_share_of_every_expert() -> None:
     layers = {0: layer(3, width=10), 1: layer(2, width=7)}
     equal = {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
     assert kept(settings("uniform", 0.25), layers, equal) == {0: [7, 7, 7], 1: [5, 5]}
-    with pytest.raises(
-        UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"
-    ):
+    message = r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"
+    with pytest.raises(UserError, match=message):
         allocate(settings("uniform", 0.89), layers, equal)
     assert kept(settings("uniform", 0.857), layers, equal)[1] == [1, 1]
 
@@ -72,9 +74,11 @@ def test_coverage_by_hand() -> None:
     """One layer of three experts; sqrt makes their targets (.5, 1, .8)."""
     layers = {4: layer(3, width=4)}
     scores = {4: numpy.array([[1, 8, 0, 1], [3, 2, 3, 2], [2, 3, 4, 5.0]])}
-    first = numpy.array([0.25, 1.0, 0.64])
-    second = numpy.array([1.0, 0.01, 0.01])
-    evidence = {"statistics": {4: {"layer_loss": 3.0, "ala_first": first, "ala_second": second}}}
+    sums = {
+        "layer_loss": 3.0,
+        "ala_first": numpy.array([0.25, 1.0, 0.64]),
+        "ala_second": numpy.array([1.0, 0.01, 0.01]),
+    }
     plain = {"intra": "proportional", "expert_smoothing": "none"}
     for parameters, expected in (
         ({}, [1, 3, 2]),
@@ -84,34 +88,40 @@ def test_coverage_by_hand() -> None:
         ({**plain, "prior": "ala2"}, [4, 1, 1]),  # 1 : .01 : .01
         ({"prior": "true_ablation"}, [3, 2, 1]),  # targets (1, .1, .1)
     ):
-        assert (
-            kept(settings("coverage", 0.5, **parameters), layers, scores, evidence)[4] == expected
-        )
+        chosen = settings("coverage", 0.5, **parameters)
+        assert kept(chosen, layers, scores, {"statistics": {4: sums}})[4] == expected
+
+
+def kept_of_equal_layers(
+    ratio: float, scaling: tuple[float, float], name: str, **parameters: str
+) -> list[int]:
+    """Channels that two layers of equal scores keep, whose relative losses are 1 and 4."""
+    layers = {index: layer(2, width=10) for index in (0, 1)}
+    scores = {index: numpy.ones((2, 10)) for index in (0, 1)}
+    evidence = {
+        "statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}},
+        "scaling": {0: {"scaling": scaling[0]}, 1: {"scaling": scaling[1]}},
+    }
+    chosen = settings(name, ratio, zero_expert="keep_null", **parameters)
+    return [sum(row) for row in kept(chosen, layers, scores, evidence).values()]
 
 
 def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
     """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss
     gains."""
-    layers = {i: layer(2, width=10) for i in (0, 1)}
-    scores = {i: numpy.ones((2, 10)) for i in (0, 1)}
-    evidence = {
-        "statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}},
-        "scaling": {0: {"scaling": 0.09}, 1: {"scaling": 0.04}},
-    }
-
-    def of_layers(name: str, ratio: float = 0.25, **parameters: str) -> list[int]:
-        chosen = settings(name, ratio, zero_expert="keep_null", **parameters)
-        return [sum(row) for row in kept(chosen, layers, scores, evidence).values()]
-
+    equal_layers = functools.partial(kept_of_equal_layers, 0.25, (0.09, 0.04))
     for inter in ("coverage", "loss_based"):
-        assert of_layers("coverage", inter=inter, intra="uniform") == [10, 20]
-        assert of_layers("coverage", inter=inter, intra="uniform", layer_prior="nll") == [18, 12]
-    assert of_layers("loss_based", layer_prior="nll") == [18, 12]
-    evidence["scaling"][0]["scaling"] = -0.01  # a layer without which the model is better
-    assert of_layers("coverage", 0.5, layer_prior="nll", intra="uniform") == [1, 19]
-    evidence["scaling"][1]["scaling"] = -0.01
+        parameters = {"inter": inter, "intra": "uniform"}
+        assert equal_layers("coverage", **parameters) == [10, 20]
+        assert equal_layers("coverage", **parameters, layer_prior="nll") == [18, 12]
+    assert equal_layers("loss_based", layer_prior="nll") == [18, 12]
+
+
+def test_layers_without_which_the_model_is_better_keep_the_least() -> None:
+    parameters = {"intra": "uniform", "layer_prior": "nll"}
+    assert kept_of_equal_layers(0.5, (-0.01, 0.04), "coverage", **parameters) == [1, 19]
     with pytest.raises(UserError, match=r"scaling is .*: expected numbers"):
-        of_layers("coverage", 0.5, layer_prior="nll", intra="uniform")
+        kept_of_equal_layers(0.5, (-0.01, -0.01), "coverage", **parameters)
 
 
 def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
@@ -120,17 +130,17 @@ def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
     layers = {0: layer(2, width=12), 1: layer(2, width=12)}
     scores = {i: numpy.ones((2, 12)) for i in (0, 1)}
     prior = numpy.array([1.0, 9.0])
-    evidence = {
-        "statistics": {
-            i: {"layer_loss": loss, "ala_first": prior} for i, loss in ((0, 1.0), (1, 4.0))
-        }
+    sums = {
+        0: {"layer_loss": 1.0, "ala_first": prior},
+        1: {"layer_loss": 4.0, "ala_first": prior},
     }
     for parameters, expected in (
         ({}, {0: [2, 6], 1: [4, 12]}),  # layers 1 : 2, experts 1 : 3
         ({"layer_smoothing": "none"}, {0: [1, 4], 1: [7, 12]}),  # layers 1 : 4
         ({"expert_smoothing": "none"}, {0: [1, 7], 1: [4, 12]}),  # experts 1 : 9
     ):
-        assert kept(settings("coverage", 0.5, **parameters), layers, scores, evidence) == expected
+        chosen = settings("coverage", 0.5, **parameters)
+        assert kept(chosen, layers, scores, {"statistics": sums}) == expected
 
 
 def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> list[int]:
@@ -139,7 +149,8 @@ def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> 
     for scores, phi in zip(groups, prior, strict=True):
         descending = sorted(scores, reverse=True)
         target = min(alpha * phi, 1) * sum(descending)
-        result.append(next(n for n in range(len(scores) + 1) if sum(descending[:n]) >= target))
+        lengths = range(len(scores) + 1)
+        result.append(next(n for n in lengths if sum(descending[:n]) >= target))
     return result
 
 
@@ -150,18 +161,18 @@ def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> lis
     high = 1 / min(prior)
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
-        )
+        if sum(covered(groups, prior, middle)) <= budget:
+            low = middle
+        else:
+            high = middle
     result = covered(groups, prior, low)
+
+    def reached(g: int) -> float:
+        best = sorted(groups[g], reverse=True)[: result[g]]
+        return float(sum(best) / sum(groups[g]) / prior[g])
+
     while sum(result) < budget:
         open_groups = [g for g in range(len(groups)) if result[g] < len(groups[g])]
-
-        def reached(g: int) -> float:
-            return float(
-                sum(sorted(groups[g], reverse=True)[: result[g]]) / sum(groups[g]) / prior[g]
-            )
-
         result[min(open_groups, key=reached)] += 1
     return result
 
@@ -176,14 +187,14 @@ def test_exact_is_the_search_run_to_the_end(
 ) -> None:
     groups = [numpy.array(row) for row in rows]
     prior = numpy.array(targets[: len(rows)])
+    channels = sum(map(len, groups))
     # below, alpha is 0 and all groups are tied
-    budget = max(len(groups), round(fill * sum(map(len, groups))))
-    shares = [
-        s / p
-        for row, p in zip(rows, prior, strict=True)
-        for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)
-    ]
-    assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
+    budget = max(len(groups), round(fill * channels))
+    shares = set()
+    for row, target in zip(rows, prior, strict=True):
+        covered_shares = numpy.cumsum(sorted(row, reverse=True)) / sum(row)
+        shares |= {round(share / target, 6) for share in covered_shares}
+    assume(len(shares) == channels)  # ties may fall either way
     assert cover(groups, prior, budget).tolist() == naive(groups, prior, budget)
 
 
@@ -199,8 +210,12 @@ def test_groups_without_score_or_target_come_last() -> None:
     assert cover(groups, prior, 5).tolist() == [0, 2, 3, 0]
     assert cover(groups, prior, 12).tolist() == [3, 3, 3, 3]
     assert cover(groups, numpy.zeros(4), 4).sum() == 4
-    # of what is equal, the larger target comes first
-    assert cover([numpy.ones(2), numpy.ones(2)], numpy.array([0.5, 1]), 1).tolist() == [0, 1]
+
+
+def test_of_equal_groups_the_larger_target_comes_first() -> None:
+    equal = [numpy.ones(2), numpy.ones(2)]
+    targets = numpy.array([0.5, 1])
+    assert cover(equal, targets, 1).tolist() == [0, 1]
 
 
 SUMS = numpy.zeros((3, 3, 3))
@@ -215,19 +230,32 @@ EVIDENCE: dict[str, Any] = {
         }
     },
     "ablation": {7: {"ablation": numpy.array([0.1, -0.2, 0.3])}},
-    "gradients": {7: {"channel_product": numpy.array([[-1.0, -2.0], [3.0, 4.0], [-5.0, 1.0]])}},
+    "gradients": {
+        7: {
+            "channel_product": numpy.array(
+                [
+                    [-1.0, -2.0],
+                    [3.0, 4.0],
+                    [-5.0, 1.0],
+                ]
+            )
+        }
+    },
+}
+PRIORS: dict[Any, list[float]] = {
+    "ala1": [3, 0, 2],
+    "ala2": [4, 5, 6],
+    "true_ablation": [4, 5, 6],
+    "loss": [0.1, 0, 0.3],
+    "usage": [10, 0, 30],
+    "router_weight": [0.5, 1.5, 2.5],
+    "ala_lm": [3, 0, 4],
+    "none": [1, 1, 1],
 }
 
 
 def test_values_of_priors() -> None:
-    priors: dict[Any, list[float]] = {
-        "ala1": [3, 0, 2],
-        "ala2": [4, 5, 6],
-        "true_ablation": [4, 5, 6],
-    }
-    priors |= {"loss": [0.1, 0, 0.3], "usage": [10, 0, 30], "router_weight": [0.5, 1.5, 2.5]}
-    priors |= {"ala_lm": [3, 0, 4], "none": [1, 1, 1]}
-    for prior, expected in priors.items():
+    for prior, expected in PRIORS.items():
         assert expert_prior(prior, EVIDENCE, 7, 3) == pytest.approx(expected), prior
     with pytest.raises(UserError, match=r"channel_product of layer 8.* gradients"):
         expert_prior("ala_lm", EVIDENCE, 8, 3)
@@ -269,16 +297,24 @@ def aligned(
     counts: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder"
 ) -> list[int]:
     scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(counts), 1))
-    rules = Alignment(block, block if least is None else least, order)
+    min_channels = block if least is None else least
+    rules = Alignment(block, min_channels, order)
     return align({0: numpy.array(counts)}, {0: scores}, rules)[0].tolist()
 
 
 def test_blocks_that_are_left_over_go_by_channels_or_by_scores() -> None:
     assert aligned([300, 130, 100, 260, 500, 384], 512, 128) == [384, 128, 0, 256, 512, 384]
-    scores = {0: numpy.array([[9, 8, 1, 1], [9, 8, 7, 1], [9, 8, 1, 0]], dtype=float)}
+    rows = [
+        [9, 8, 1, 1],
+        [9, 8, 7, 1],
+        [9, 8, 1, 0],
+    ]
+    scores = {0: numpy.array(rows, dtype=float)}
     counts = {0: numpy.array([3, 3, 2])}
-    assert align(counts, scores, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
-    assert align(counts, scores, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
+    by_channels = align(counts, scores, Alignment(2, 2, "remainder"))
+    assert by_channels[0].tolist() == [4, 2, 2]
+    by_scores = align(counts, scores, Alignment(2, 2, "scores"))
+    assert by_scores[0].tolist() == [2, 4, 2]
 
 
 def reference(
@@ -286,7 +322,9 @@ def reference(
 ) -> list[int]:
     """The paper's rule, one block at a time, with a second pass for what is left."""
     active = [i for i, n in enumerate(counts) if n >= least and n > 0]
-    result = [counts[i] // block * block if i in active else 0 for i in range(len(counts))]
+    result = [0] * len(counts)
+    for i in active:
+        result[i] = counts[i] // block * block
     blocks = (sum(counts) - sum(result)) // block
     while blocks and any(result[i] + block <= width for i in active):
         for i in sorted(active, key=lambda i: -lost[i]):
@@ -312,10 +350,12 @@ def test_aligned_budgets_are_multiples_of_a_block(
         return
     assert all(n % block == 0 and 0 <= n <= 24 for n in result)
     assert all(n == 0 for n, count in zip(result, counts, strict=True) if count < least)
-    full = all(n in (0, 24 // block * block) for n in result)
+    whole_width = 24 // block * block
+    full = set(result) <= {0, whole_width}
     assert sum(counts) - block < sum(result) <= sum(counts) or full
     if order == "remainder":
-        assert result == reference(counts, [n % block for n in counts], 24, block, least)
+        remainders = [n % block for n in counts]
+        assert result == reference(counts, remainders, 24, block, least)
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
@@ -323,9 +363,8 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     random = numpy.random.default_rng(0)
     scores = {i: random.random((6, 32)) for i in layers}
     result = kept(settings("global", 0.5, align={"block": 12}), layers, scores)
-    assert {count for row in result.values() for count in row} <= {0, 12, 24}, (
-        "two blocks and 8 channels more"
-    )
+    counts = {*result[0], *result[2]}
+    assert counts <= {0, 12, 24}, "two blocks and 8 channels more"
     for blocks, ratio, message in (
         ({"block": 12}, 0.2, r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"),
         ({"block": 33, "min_channels": 1}, 0.5, r"align\.block=33\b.*\b32\b"),
@@ -333,8 +372,13 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             allocate(settings("global", ratio, align=blocks), layers, scores)
-    four = ({0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100})
+
+
+def test_ratios_that_leave_a_layer_no_block_are_refused() -> None:
+    layers = {0: layer(4, width=16)}
+    scores = {0: numpy.ones((4, 16)) + numpy.arange(16) / 100}
     chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})
     with pytest.raises(UserError, match=r"layer 0\b.* 2\b.*; 0.546 is the largest feasible ratio"):
-        allocate(chosen, *four)
-    assert allocate({**chosen, "ratio": 0.546}, *four)[0].sum() > 0
+        allocate(chosen, layers, scores)
+    chosen["ratio"] = 0.546
+    assert allocate(chosen, layers, scores)[0].sum() > 0

@@ -38,11 +38,42 @@ from moe_lab.search.candidates import Plans
 from moe_lab.search.evolution import SearchSettings, space_to_search
 
 # experts x tokens
-LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)
-MEANS = numpy.array([[0, 0], [1, 0], [1.8, 0], [5, 1]], dtype=float)
-GATED = numpy.array([[1, 0], [1, 1], [0, 2], [-1, -1]], dtype=float)
+LOGITS = numpy.array(
+    [
+        [2, 0, 1],
+        [0, 2, 1],
+        [1, 1, -2],
+        [0.1, 1.8, 1],
+    ],
+    dtype=float,
+)
+MEANS = numpy.array(
+    [
+        [0, 0],
+        [1, 0],
+        [1.8, 0],
+        [5, 1],
+    ],
+    dtype=float,
+)
+GATED = numpy.array(
+    [
+        [1, 0],
+        [1, 1],
+        [0, 2],
+        [-1, -1],
+    ],
+    dtype=float,
+)
 TOKENS = numpy.array([0.30, 0.28, 0.22, 0.20])
-APART = squareform([0.3, 0.9, 0.1, 0.5, 0.2, 0.4, 0.6, 0.7, 0.8, 0.15, 0.6, 0.05, 0.3, 0.4, 0.9])
+UPPER_TRIANGLE = [
+    [0.3, 0.9, 0.1, 0.5, 0.2],
+    [0.4, 0.6, 0.7, 0.8],
+    [0.15, 0.6, 0.05],
+    [0.3, 0.4],
+    [0.9],
+]
+APART = squareform(numpy.concatenate(UPPER_TRIANGLE))
 """Distances of six experts; 3, 5 and 1 are the nearest to 0, and 5 and 3 to 2."""
 
 
@@ -55,10 +86,10 @@ def grouped(
     **parameters: Any,
 ) -> list[list[int]]:
     """Groups of four experts, whose scores are equal unless they are given."""
-    scores = numpy.ones(4) if scores is None else numpy.asarray(scores, dtype=float)
-    return groups(
-        {"replacement": name, "parameters": parameters}, sums, scores, retained, protected
-    )
+    if scores is None:
+        scores = numpy.ones(4)
+    allocation = {"replacement": name, "parameters": parameters}
+    return groups(allocation, sums, numpy.asarray(scores, dtype=float), retained, protected)
 
 
 @pytest.mark.parametrize("name", ["m_smoe", "m_smoe_unaligned"])
@@ -67,7 +98,8 @@ def test_dropped_expert_joins_the_most_similar_logits(name: str) -> None:
     # (cos + 1) / 2 = .630158, .998940, .490099
     assert grouped(name, sums, (0, 1, 2)) == [[0], [1, 3], [2]]
     larger = LOGITS * [[100], [1], [1], [1]]
-    assert grouped(name, {"router_gram": larger @ larger.T}, (0, 1, 2)) == [[0], [1, 3], [2]]
+    sums_of_larger = {"router_gram": larger @ larger.T}
+    assert grouped(name, sums_of_larger, (0, 1, 2)) == [[0], [1, 3], [2]]
     assert grouped(name, sums, (0, 2)) == [[0, 1, 3], [2]]
     with pytest.raises(UserError, match=f"{re.escape(name)}.*hc_smoe"):
         grouped(name, {}, (0, 1))
@@ -84,21 +116,25 @@ SUMS = {
 
 
 def test_protected_experts_are_groups_of_their_own() -> None:
-    assert grouped("m_smoe", SUMS, (0, 1, 2), protected=(1,)) == [[0, 3], [1], [2]]
-    assert grouped("hc_smoe", SUMS, (0, 2, 3), protected=(2,)) == [[0, 1], [2], [3]]
+    by_logits = grouped("m_smoe", SUMS, (0, 1, 2), protected=(1,))
+    assert by_logits == [[0, 3], [1], [2]]
+    by_outputs = grouped("hc_smoe", SUMS, (0, 2, 3), protected=(2,))
+    assert by_outputs == [[0, 1], [2], [3]]
 
 
 @pytest.mark.parametrize("retained", [(0, 2, 3), (0, 2)])
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_protected_experts_are_merged_with_none(name: str, retained: tuple[int, ...]) -> None:
     result = grouped(name, SUMS, retained, protected=(2,), scores=[1, 2, 9, 3])
-    assert [2] in result and len(result) == len(retained)
+    assert [2] in result
+    assert len(result) == len(retained)
     assert sorted(chain(*result)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_protected_experts_alone_leave_nothing_to_merge(name: str) -> None:
-    assert grouped(name, SUMS, range(4), protected=range(4)) == [[0], [1], [2], [3]]
+    all_protected = grouped(name, SUMS, range(4), protected=range(4))
+    assert all_protected == [[0], [1], [2], [3]]
     with pytest.raises(UserError, match=r"allocation\.replacement=.*protected"):
         grouped(name, SUMS, (0, 1), protected=(0, 1))
 
@@ -108,27 +144,33 @@ def merged(
 ) -> dict[int, dict[int, float]]:
     """The members' weights from their tokens or scores, whichever the grouping weighs by; the
     others are zeros."""
-    nothing = numpy.zeros(len(values))
-    by_scores = GROUPINGS[name].weights == "scores"
-    return member_weights(
-        name,
-        groups,
-        {"tokens": nothing if by_scores else values},
-        values if by_scores else nothing,
-        kept,
-    )
+    zeros = numpy.zeros(len(values))
+    if GROUPINGS[name].weights == "scores":
+        tokens, scores = zeros, values
+    else:
+        tokens, scores = values, zeros
+    return member_weights(name, groups, {"tokens": tokens}, scores, kept)
 
 
 def test_groups_have_owners_and_shares() -> None:
     weights = merged("m_smoe", [[0], [1, 3], [2]], TOKENS)
-    assert weights == {0: {0: 1.0}, 1: pytest.approx({1: 28 / 48, 3: 20 / 48}), 2: {2: 1.0}}
-    assert list(merged("hc_smoe", [[0, 1, 2]], numpy.array([3.0, 9.0, 9.0]))) == [1]
-    assert merged("merge_moe", [[0, 1], [2]], numpy.zeros(3)) == {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}}
-    # REAM: a negative score counts as 0; where no positive one is left, all weigh the same
-    weights = merged(
-        "ream", [[0, 1], [2, 3], [4, 5]], numpy.array([3.0, -1, -2, 0, 1, 4]), kept=(0, 3, 4)
-    )
-    assert weights == {0: {0: 1.0, 1: 0.0}, 3: {2: 0.5, 3: 0.5}, 4: {4: 0.2, 5: 0.8}}
+    of_pair = pytest.approx({1: 28 / 48, 3: 20 / 48})
+    assert weights == {0: {0: 1.0}, 1: of_pair, 2: {2: 1.0}}
+    tokens = numpy.array([3.0, 9.0, 9.0])
+    assert list(merged("hc_smoe", [[0, 1, 2]], tokens)) == [1]
+    equal = merged("merge_moe", [[0, 1], [2]], numpy.zeros(3))
+    assert equal == {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}}
+
+
+def test_negative_scores_weigh_nothing() -> None:
+    """REAM: where no positive score is left in a group, all of its experts weigh the same."""
+    groups = [[0, 1], [2, 3], [4, 5]]
+    scores = numpy.array([3.0, -1, -2, 0, 1, 4])
+    weights = merged("ream", groups, scores, kept=(0, 3, 4))
+    assert weights[0] == {0: 1.0, 1: 0.0}
+    assert weights[3] == {2: 0.5, 3: 0.5}
+    assert weights[4] == {4: 0.2, 5: 0.8}
+    assert len(weights) == 3
 
 
 def test_groups_fill_from_the_most_salient_expert() -> None:
@@ -136,27 +178,30 @@ def test_groups_fill_from_the_most_salient_expert() -> None:
     assert by_salience(APART, by_score, group_size=3) == [[0, 3, 5], [2, 1], [4]]
     assert by_salience(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
     assert by_salience(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
-    # equal: the lower id first
-    assert by_salience(numpy.zeros((4, 4)), (3, 1), group_size=2) == [[3, 0], [1, 2]]
+    equal = numpy.zeros((4, 4))
+    lower_ids_first = by_salience(equal, (3, 1), group_size=2)
+    assert lower_ids_first == [[3, 0], [1, 2]]
     with pytest.raises(UserError, match=r"group_size=1.*at least 2"):
         by_salience(APART, by_score, group_size=1)
 
 
 def test_groups_are_of_the_nearest_retained_expert() -> None:
     assert nearest(APART, (0, 2, 4)) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
-    assert nearest(numpy.zeros((4, 4)), (2, 0)) == [[0, 1, 3], [2]]  # equally near: the lower id
+    equal = numpy.zeros((4, 4))
+    assert nearest(equal, (2, 0)) == [[0, 1, 3], [2]]  # the lower id
 
 
 def naive_ream(logits: NDArray[Any], gated: NDArray[Any]) -> NDArray[Any]:
     """1 - (outputs + logits) / 2 of each pair, from the columns themselves."""
-    count = len(logits)
-    columns, outputs = ([row / numpy.linalg.norm(row) for row in rows] for rows in (logits, gated))
+    columns = [row / numpy.linalg.norm(row) for row in logits]
+    outputs = [row / numpy.linalg.norm(row) for row in gated]
     apart = numpy.array([[numpy.linalg.norm(a - b) for b in columns] for a in columns])
-    distances = numpy.zeros((count, count))
-    for i, j in product(range(count), repeat=2):
-        distances[i, j] = (
-            1 - ((outputs[i] @ outputs[j] + 1) / 2 + 1 - apart[i, j] / apart.max()) / 2
-        )
+    farthest = apart.max()
+    distances = numpy.zeros_like(apart)
+    for i, j in product(range(len(logits)), repeat=2):
+        of_outputs = (outputs[i] @ outputs[j] + 1) / 2
+        of_logits = 1 - apart[i, j] / farthest
+        distances[i, j] = 1 - (of_outputs + of_logits) / 2
     return distances
 
 
@@ -169,29 +214,38 @@ def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
     # sqrt(2 - 2 cos) near 0
     numpy.testing.assert_allclose(GROUPINGS["ream"].distances(sums), distances, atol=1e-7)
     # of the kept experts, that of the highest score takes first
-    for scores in ([2.0] + [1.0] * 8, [1.0] * 8 + [2.0]):
-        retained = sorted((0, 8), key=lambda expert: -scores[expert])
-        expected = by_salience(distances, retained, group_size=5)
+    for first, last in ((0, 8), (8, 0)):
+        scores = numpy.ones(9)
+        scores[first] = 2.0
+        expected = by_salience(distances, (first, last), group_size=5)
         grouping = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
-        assert (
-            grouping == sorted(map(sorted, expected)) and len(grouping[0]) + len(grouping[1]) == 9
-        )
+        assert grouping == sorted(map(sorted, expected))
+        assert len(grouping[0]) + len(grouping[1]) == 9
+
+
+def test_ream_needs_sums_of_logits() -> None:
+    without_logits = {"dense_gated_output_sum": GATED}
     with pytest.raises(UserError, match="hc_smoe"):
-        grouped("ream", {"dense_gated_output_sum": gated}, (0, 8), scores=scores)
+        grouped("ream", without_logits, (0, 3), scores=[1, 1, 1, 2])
 
 
 def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
     weights = numpy.array([[0.0, 0], [3, 4], [0, 2], [3, 5]])
-    squares = ((weights[:, None] - weights) ** 2).sum(2)
-    numpy.testing.assert_allclose(
-        GROUPINGS["merge_moe"].distances({"weight_distance_square": squares})[0, 1], 5
-    )
-    assert grouped("merge_moe", {"weight_distance_square": squares}, (0, 1)) == [[0, 2], [1, 3]]
+    differences = weights[:, None] - weights
+    sums = {"weight_distance_square": (differences**2).sum(2)}
+    distances = GROUPINGS["merge_moe"].distances(sums)
+    numpy.testing.assert_allclose(distances[0, 1], 5)
+    assert grouped("merge_moe", sums, (0, 1)) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(
     ("ratio", "size", "protected", "least"),
-    [(0.75, 4, (), None), (0.75, 2, (), 4), (0.75, 4, (7,), 5), (31 / 32, 16, (), 32)],
+    [
+        (0.75, 4, (), None),
+        (0.75, 2, (), 4),
+        (0.75, 4, (7,), 5),
+        (31 / 32, 16, (), 32),
+    ],
 )
 def test_groups_too_small_for_all_experts_are_refused(
     ratio: float, size: int, protected: tuple[int, ...], least: int | None
@@ -199,15 +253,13 @@ def test_groups_too_small_for_all_experts_are_refused(
     """By numbers alone: a matrix of the distances of a million experts would have eight terabytes.
     A protected expert holds no others."""
     million = {0: {**layer(2**20, top_k=2), "protected": protected}}
+    message = rf"group_size={size}\b.*\b{least}\b"
     for name in GROUPINGS:
         arguments = {**settings("uniform", ratio, group_size=size), "replacement": name}
         if least is None or name != "ream":
             check_fits(arguments, million, "expert")
         else:
-            with pytest.raises(
-                UserError,
-                match=rf"group_size={re.escape(str(size))}\b.*\b{re.escape(str(least))}\b",
-            ):
+            with pytest.raises(UserError, match=message):
                 check_fits(arguments, million, "expert")
 
 
@@ -221,9 +273,8 @@ def naive_linkage(features: Any, count: int) -> list[list[int]]:
     """The groups that remain when the nearest two are joined again and again."""
     groups = [[expert] for expert in range(len(features))]
     while len(groups) > count:
-        first, second = min(
-            combinations(groups, 2), key=lambda pair: average_distance(features, *pair)
-        )
+        pairs = combinations(groups, 2)
+        first, second = min(pairs, key=lambda pair: average_distance(features, *pair))
         groups = [group for group in groups if group not in (first, second)]
         groups.append(sorted(first + second))
     return sorted(groups)
@@ -233,11 +284,13 @@ def naive_linkage(features: Any, count: int) -> list[list[int]]:
 def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     features = numpy.random.default_rng(seed).normal(size=(12, 5))
     tokens = numpy.arange(1.0, 13)
-    routed = {"output_sum": features * tokens[:, None], "tokens": tokens}
-    dense = {"dense_output_sum": 22 * features}
-    for name, sums in (("hc_smoe", dense), ("hc_smoe_routed", routed)):
-        groups = grouped(name, sums, range(4), scores=numpy.ones(12))
-        assert groups == naive_linkage(features, 4)
+    sums_of_groupings = {
+        "hc_smoe": {"dense_output_sum": 22 * features},
+        "hc_smoe_routed": {"output_sum": features * tokens[:, None], "tokens": tokens},
+    }
+    expected = naive_linkage(features, 4)
+    for name, sums in sums_of_groupings.items():
+        assert grouped(name, sums, range(4), scores=numpy.ones(12)) == expected
 
 
 def test_equal_experts_form_as_many_clusters_as_requested() -> None:
@@ -251,11 +304,15 @@ def test_published_maxima_give_the_published_experts() -> None:
     """Qwen3-30B-A3B: 744, 540 and 430 in layers 1 to 3, then 63.5; 1.2 elsewhere, so that P99.5 is
     low."""
     layers = {number: numpy.full(128, 1.2) for number in range(48)}
-    layers[1][68], layers[2][92], layers[3][82], layers[47][5] = 744, 540, 430, 63.5
+    layers[1][68] = 744
+    layers[2][92] = 540
+    layers[3][82] = 430
+    layers[47][5] = 63.5
     layers[4][1] = 74.4  # a tenth of the largest, and not above it
     assert super_experts(layers, 36) == {1: [68], 2: [92], 3: [82]}
     layers[4][1] = numpy.nextafter(74.4, 75)
-    assert super_experts(layers, 36)[4] == [1] and 4 not in super_experts(layers, 4)
+    assert super_experts(layers, 36)[4] == [1]
+    assert 4 not in super_experts(layers, 4)
 
 
 @given(st.integers(0, 10_000), st.floats(0.2, 3))
@@ -263,47 +320,58 @@ def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
     values = numpy.concatenate(list(layers.values()))
-    bound = max(float(numpy.quantile(values, 0.995)), float(values.max()) / 10)
-    result = {
-        number: numpy.flatnonzero(row > bound).tolist()
-        for number, row in layers.items()
-        if number < 5
-    }
-    expected = {number: experts for number, experts in result.items() if experts}
+    tenth = float(values.max()) / 10
+    bound = max(float(numpy.quantile(values, 0.995)), tenth)
+    expected = {}
+    for number in (1, 2):
+        experts = numpy.flatnonzero(layers[number] > bound).tolist()
+        if experts:
+            expected[number] = experts
     assert super_experts(layers, 5) == expected
 
 
 def test_the_share_of_layers_is_rounded() -> None:
     model = {"decoder_layers": 6, "layers": {number: layer(300) for number in range(1, 6)}}
-    sums = {number: {"output_abs_max": numpy.ones(300)} for number in model["layers"]}
-    for number in sums:
-        sums[number]["output_abs_max"][7] = 50 + number
+    sums = {}
+    for number in model["layers"]:
+        largest = numpy.ones(300)
+        largest[7] = 50 + number
+        sums[number] = {"output_abs_max": largest}
     for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
         chosen = AllocationConfig(protect="super", protect_layers=share)
         marked = with_protected(vars(chosen), model, sums)["layers"]
-        protected = {number: facts["protected"] for number, facts in marked.items()}
-        assert protected == {number: [7] if number <= last else [] for number in range(1, 6)}
+        assert list(marked) == [1, 2, 3, 4, 5]
+        for number, facts in marked.items():
+            assert facts["protected"] == ([7] if number <= last else [])
 
 
-def test_plans_must_retain_protected_experts() -> None:
-    layers = {0: layer(8), 1: {**layer(8), "protected": [0, 1, 2, 3, 4]}}
-    scores = {0: numpy.arange(8.0), 1: numpy.arange(8.0)}
-    grouped = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
+HALF_PROTECTED = {0: layer(8), 1: {**layer(8), "protected": [0, 1, 2, 3, 4]}}
+ASCENDING = {0: numpy.arange(8.0), 1: numpy.arange(8.0)}
+
+
+def test_ratios_must_leave_room_for_protected_experts() -> None:
+    layers = HALF_PROTECTED
+    in_groups = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
+    channels = {number: numpy.ones((8, 8)) for number in layers}
     for refused in (
-        lambda: allocate(settings("uniform", 0.5), layers, scores),
+        lambda: allocate(settings("uniform", 0.5), layers, ASCENDING),
         lambda: removals_within_limit(layers, 0.5),
-        lambda: allocate(settings("global", 0.75), layers, scores),
-        lambda: allocate(settings("uniform", 0.5), grouped, {0: numpy.arange(8.0)}),
-        lambda: allocate(settings("global", 0.75), layers, {n: numpy.ones((8, 8)) for n in layers}),
+        lambda: allocate(settings("global", 0.75), layers, ASCENDING),
+        lambda: allocate(settings("uniform", 0.5), in_groups, {0: numpy.arange(8.0)}),
+        lambda: allocate(settings("global", 0.75), layers, channels),
     ):
         with pytest.raises(UserError, match=r"allocation\.protect.* is the largest feasible ratio"):
             refused()
-    assert allocate(settings("global", 0.5), layers, scores) == {0: 7, 1: 1}
+    assert allocate(settings("global", 0.5), layers, ASCENDING) == {0: 7, 1: 1}
+
+
+def test_plans_must_retain_protected_experts() -> None:
     with pytest.raises(UserError, match=r"layer 1 .* expert 0\b"):
-        make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
-    plan = Plan(
-        {0: LayerPlan(4, (0, 1), numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None])}
-    )
+        make_plan(ASCENDING, {0: 0, 1: 5}, HALF_PROTECTED, provenance={})
+    channels = numpy.zeros((4, 12), dtype=bool)
+    channels[0, 0] = True
+    channels[1, 1] = True
+    plan = Plan({0: LayerPlan(4, (0, 1), channels)})
     with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):  # it keeps one of its channels
         plan.check({0: {**layer(4, width=12), "protected": [1]}})
 
@@ -316,25 +384,27 @@ def test_without_protected_experts_nothing_changes() -> None:
     sums = {0: {"layer_loss": 1.0, "ala_first": random.gamma(1, size=6)}}
     marked = {0: {**layer(6, width=8), "protected": [2]}}
     others = [0, 1, 3, 4, 5]
+    scores_of_others = {0: scores[0][others]}
+    sums_of_others = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][others]}}
+    evidence = {"statistics": sums_of_others}
     for intra in ("coverage", "proportional", "uniform", "ranking"):
         chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
         retained = allocate(chosen, marked, scores, {"statistics": sums})[0]
-        alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][others]}}
         chosen["ratio"] = 1 - (24 - 8) / 40
-        expected = allocate(
-            chosen, {0: layer(5, width=8)}, {0: scores[0][others]}, {"statistics": alone}
-        )[0]
-        assert retained[2] == 8 and retained[others].tolist() == expected.tolist()
+        expected = allocate(chosen, {0: layer(5, width=8)}, scores_of_others, evidence)[0]
+        assert retained[2] == 8
+        assert retained[others].tolist() == expected.tolist()
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:
     model = tiny.build("olmoe")
-    facts = {n: layer(16, top_k=4) for n in range(3)} | {
-        1: {**layer(16, top_k=4), "protected": list(range(10))}
-    }
-    arguments = settings("evolutionary", 0.5), {"layers": facts}, SearchSettings(granularity=1)
-    assert space_to_search(*arguments).capacity == (12, 6, 12)
-    plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
+    facts = {number: layer(16, top_k=4) for number in range(3)}
+    facts[1]["protected"] = list(range(10))
+    chosen = settings("evolutionary", 0.5)
+    space = space_to_search(chosen, {"layers": facts}, SearchSettings(granularity=1))
+    assert space.capacity == (12, 6, 12)
+    orders = {number: list(range(16)) for number in range(3)}
+    plans = Plans(model, orders, {1: range(10)})
     assert plans.plan((8, 6, 8)).retained[1] == tuple(range(10))
 
 
@@ -355,7 +425,11 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "allocation"),
-    [("frequency", "uniform"), ("frequency", "global"), ("camera", "coverage")],
+    [
+        ("frequency", "uniform"),
+        ("frequency", "global"),
+        ("camera", "coverage"),
+    ],
 )
 def test_planted_super_expert_is_retained(name: str, allocation: str, planted: Any) -> None:
     scores = moe_lab.score(name, planted)
