@@ -287,10 +287,9 @@ def score(
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
     """Layer -> scores (E,), or (E, I) for channels, from a data frame with the columns layer,
-    expert, (channel,) score. The rows may be in any order. The values may be numbers as text, which
-    they are after a round trip through JSON. `layers`: layer -> facts, of which n_experts and width
-    are read. UserError unless the data frame has exactly one row for each expert, or each
-    channel."""
+    expert, (channel,) score. The rows may be in any order. The values may be numbers as text,
+    such as keys of a JSON object. `layers`: layer -> facts, of which n_experts and width are read.
+    UserError unless the data frame has exactly one row for each expert, or each channel."""
     import numpy as np
     import pandas as pd
 
@@ -397,8 +396,8 @@ def _allocation_identity(
     fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
 ) -> dict[str, Any]:
     """All settings of an allocation that affect the plan: name of the setting -> value. `fields`:
-    fields of AllocationConfig that are not the default. `granularity`: what the scores are for.
-    UserError for fields that are invalid, or that do not apply to this granularity."""
+    field of AllocationConfig -> value; missing fields get their defaults. `granularity`: what the
+    scores are for. UserError for fields that are invalid or do not apply to this granularity."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid

@@ -99,6 +99,7 @@ def _run_study(words: Sequence[str]) -> int:
     parser.add_argument("--config-name", "-cn", default=CONFIG)
     flags, settings = parser.parse_known_args(list(words))
     with hydra_context(flags.config_dir):
+        # requests: the cells of the study, with their benchmarks
         config, requests = compose(settings, flags.config_name)
     # imported only after settings were checked, so that a typo is reported at once
     from moe_lab.study.run import check_and_run
@@ -142,9 +143,11 @@ def _run_hydra(words: Sequence[str]) -> int:
                 *hydra_config.overrides.task,
             ]
             is_multirun = hydra_config.mode == RunMode.MULTIRUN
+            # requests: the cells of the study, with their benchmarks
             config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
             if is_multirun:
                 check_sweeper(hydra_config.runtime.choices, config)
+            # the jobs of a multirun add their cells to one study
             result = check_and_run(config, requests, add=is_multirun, models=models)
             code = max(code, result.code)
             return objective_value(result, requests)

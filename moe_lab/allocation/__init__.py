@@ -354,10 +354,10 @@ def _budgets(
     `_check_channels` and `coverage.align`.
     """
     _check_channels(ratio, settings, layers)
-    ranked = {layer: array.copy() for layer, array in inputs["scores"].items()}
+    scores = {layer: array.copy() for layer, array in inputs["scores"].items()}
     for layer, experts in inputs["protected"].items():
-        ranked[layer][experts] = numpy.inf
-    problem = Channels(ratio=ratio, **{**inputs, "scores": ranked})
+        scores[layer][experts] = numpy.inf
+    problem = Channels(ratio=ratio, **{**inputs, "scores": scores})
     if problem.fixed.sum() > problem.keep:
         raise RatioTooLarge(
             f"retains {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"

@@ -92,7 +92,7 @@ def coverage(
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
         experts = problem.unprotected(layer)
         if not len(experts):
-            continue  # protected experts retain all channels
+            continue  # all experts of the layer are protected, and retain all channels
         targets = None
         if intra in BY_PRIOR:
             priors = expert_prior(prior, problem.evidence, layer, len(values))
@@ -159,10 +159,10 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
     S_g is the sum of all scores of group g. S_g(n) is the sum of the n highest scores of group g.
     CBA raises a level alpha from 0: group g, which has n channels so far, gets the next one as soon
     as alpha phi_g S_g > S_g(n). The same channels result if all channels are sorted by their
-    threshold S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of equal
-    thresholds, the one of the group with the larger phi_g comes first; for equal phi_g, the one of
-    the earlier group. Channels of groups with phi_g = 0 come after channels of all other groups.
-    Channels with scores <= 0 come last.
+    threshold S_g(n) / (S_g phi_g), and the first `budget` channels are retained. Of channels with
+    equal thresholds, the channel of the group with the larger phi_g comes first; for equal phi_g,
+    the channel of the earlier group. Channels of groups with phi_g = 0 come after channels of all
+    other groups. Channels with scores <= 0 come last.
     """
     # groups with larger targets first: the stable sort below then prefers them in ties
     order = numpy.argsort(-prior, kind="stable")
@@ -300,7 +300,7 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     rounded = numpy.where(is_retained, budgets // block * block, 0)
     # (E,): what each expert loses by rounding, first as a number of channels
     losses: NDArray[Any] = budgets - rounded
-    leftover = int(losses.sum()) // block
+    leftover_blocks = int(losses.sum()) // block
     if alignment.order == "scores":
         # then as the sum of the scores of the lost channels
         descending = -numpy.sort(-scores, axis=1)
@@ -311,12 +311,12 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     room = numpy.where(is_retained, (scores.shape[1] - rounded) // block, 0)
     order = numpy.argsort(-losses, kind="stable")
     added = numpy.zeros_like(room)
-    while leftover > 0:
+    while leftover_blocks > 0:
         # the experts of this round: in order, with room, no more than there are blocks
-        experts = order[(added < room)[order]][:leftover]
+        experts = order[(added < room)[order]][:leftover_blocks]
         if not experts.size:
             break
         added[experts] += 1
-        leftover -= len(experts)
+        leftover_blocks -= len(experts)
     aligned: Budget = rounded + block * added
     return aligned

@@ -226,7 +226,7 @@ def groups(
     all_groups = [[expert] for expert in protected]
     if not unprotected:
         return all_groups
-    # the method merges dropped experts only into unprotected experts, here by descending score
+    # unprotected retained experts, in the order that `Grouping.cluster` expects
     owners = sorted(
         (expert for expert in retained if expert not in protected),
         key=lambda expert: -scores[expert],

@@ -113,14 +113,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Problem):
-    """The input of an allocation of experts, which decides how many each layer loses."""
+    """The input of an allocation of experts, which decides how many experts each layer loses."""
 
     limits: dict[int, Limits]
 
     def in_proportion(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of experts to remove. The number of experts that a layer retains is
-        proportional to shares[layer] * count[layer], as far as the limits of the layer allow.
-        `shares` (L,): a weight per layer. `count`: number of experts per layer."""
+        """Layer -> number of experts to remove. `shares` (L,): a weight w of each layer. A layer of
+        n experts retains a number of experts that is proportional to w * n, as far as the limits of
+        the layer allow."""
         limits = self.limits.values()
         count = numpy.array([limit.count for limit in limits])
         retained = apportion(
@@ -134,8 +134,8 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """The input of an allocation of channels per expert. Scores of protected experts are
-    infinite."""
+    """The input of an allocation of channels, which decides how many channels each expert retains.
+    Scores of protected experts are infinite, so that all their channels are retained."""
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
@@ -162,16 +162,16 @@ class Channels(Problem):
         return round_down(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of channels that the layer retains. The numbers sum to `keep`. They are
-        proportional to shares[layer] * sizes[layer], but a layer retains at least all channels of
-        its protected experts. `shares` (L,): a weight per layer."""
+        """Layer -> number of channels that the layer retains. The numbers sum to `keep`. `shares`
+        (L,): a weight w of each layer. The number for a layer of n channels is proportional to
+        w * n, but at least the number of channels of its protected experts."""
         retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
-        """Layer -> number of channels that each expert retains (E,). A layer retains the channels
-        of highest score among all its experts. `layer_budgets(shares)` says how many channels.
-        `shares` (L,): a weight per layer."""
+        """Layer -> number of channels that each expert retains (E,). A layer retains
+        layer_budgets(shares)[layer] channels: those with the highest scores among all experts of
+        the layer. `shares` (L,): a weight of each layer."""
         budgets = self.layer_budgets(shares)
         return {
             layer: count_highest(scores, budgets[layer]) for layer, scores in self.scores.items()
