@@ -28,7 +28,7 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
-        self.sentences = [str(self)]  # SettingsError has several
+        self.sentences = [str(self)]  # a SettingsError has several sentences
 
 
 class Unavailable(UserError):
@@ -60,19 +60,19 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
 
 
 def check_installed(package: str, extra: str, reason: str) -> None:
-    """Raise UserError unless `package` is installed. The message has the command that installs it
-    with an extra of moe-lab. `extra`: name of the extra that requires the package. `reason`: the
-    setting that needs the package."""
+    """Raise UserError unless `package` is installed. The message has the pip command that installs
+    it. `extra`: the extra of moe-lab that contains the package. `reason`: the setting that needs
+    the package."""
     if find_spec(package.replace("-", "_")) is None:
         error = UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
-        # by its cause, the error counts as one of installed software
+        # study/provenance.py recognises errors of installed software by their cause
         raise error from ModuleNotFoundError(package)
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    """The sentences of the mistakes that `check(*arguments)` finds. If `check` returns an iterator,
-    the items are such sentences; other results are ignored. If it raises UserError, the message is
-    a sentence."""
+    """Yield a sentence for each mistake that `check(*arguments)` reports. `check` reports mistakes
+    in one of two ways: it returns an iterator over sentences, or it raises UserError, whose message
+    is one sentence. Any other returned value is ignored."""
     try:
         result = check(*arguments)
         if isinstance(result, Iterator):
@@ -82,9 +82,10 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with the command's exit code. Two exceptions end the
-    process without a stack trace: Ctrl-C with the code 130, and a closed output (as by `head`) with
-    the code 141. If the current folder was removed, the command is not run."""
+    """Run the command `main` and end the process with the exit code that `main` returns (0 for
+    None). Two exceptions end the process without a stack trace: Ctrl-C with the exit code 130, and
+    a closed output (`| head` closes it early) with 141. If the current folder was removed, `main`
+    is not called."""
     try:
         try:
             os.getcwd()
@@ -93,12 +94,13 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
             sys.exit(UserError.code)
         try:
             code = main() or 0
-        except SystemExit as exit_:
-            code = exit_.code  # type: ignore[assignment]
+        except SystemExit as system_exit:
+            code = system_exit.code  # type: ignore[assignment]
+        # a closed output raises BrokenPipeError now instead of at exit
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BrokenPipeError:
-        # at exit Python flushes both streams, which would raise again without a new target
+        # Python flushes both streams again at exit; /dev/null prevents a second error
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
@@ -143,9 +145,9 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def secrets_in(setting: str, value: Any) -> Iterator[str]:
-    """One sentence if the value of a setting is a text with a secret, else none. A text has a
-    secret if its form is that of a secret, if it contains one from the environment, or if the name
-    of the setting is that of a secret. `setting`: dotted name."""
+    """Yield one sentence if `value`, the value of a setting, is a text with a secret. There are
+    three signs of a secret: the text matches _SECRET, the name of the setting matches _SETTING, or
+    `mask` finds a secret from the environment in the text. `setting`: dotted name."""
     name = setting.rpartition(".")[2]
     if (
         isinstance(value, str)
@@ -160,8 +162,8 @@ def secrets_in(setting: str, value: Any) -> Iterator[str]:
 
 
 def mask(text: str) -> str:
-    """The text with MASK in place of the values of environment variables that hold secrets. The
-    name of a variable says whether it does."""
+    """`text` with MASK in place of the values of environment variables that hold secrets. These are
+    the variables whose names match _VARIABLE. Values shorter than SHORTEST are not replaced."""
     values = {
         value
         for name, value in os.environ.items()

@@ -27,11 +27,11 @@ def heapr(layer: Layer) -> Array:
     """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the expected rise of the loss when the channel is
     removed.
 
-    Equals the paper's mean_t 1/2 e_c^T G e_c. Here e_c = phi w_c is what the channel adds to the
-    output f of its expert, w_c is the channel's column of the down projection, and G (H, H) is
-    mean_t g g^T with g = dL/df. The two are equal because w_c^T g = dL/dphi. dL/dphi has the gate
-    as a factor, so the score has the square of the gate. Channels of an expert that saw no token
-    score UNSEEN."""
+    The paper's score is mean_t 1/2 e_c^T G e_c. Here phi is the channel's input to down_proj, w_c
+    the channel's column of down_proj, and e_c = phi w_c what the channel adds to the expert's
+    output f. G (H, H) is mean_t g g^T with g = dL/df. Both scores are equal, because w_c^T g =
+    dL/dphi. dL/dphi contains the gate as a factor, so the score contains the square of the gate. If
+    an expert saw no token, its channels score UNSEEN (-1), below all other scores."""
     tokens = layer.tokens[:, None]
     divisor = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / divisor) * (layer["channel_gradient_square"] / divisor)
@@ -49,10 +49,10 @@ def camera(layer: Layer, alpha: float = 0.9) -> Array:
     """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code
     computes it.
 
-    For DeepSeekMoE, Qwen3 and Mixtral the released code renormalises g over the top k, as
-    gate=renormalized does. For Qwen1.5 and Qwen2 it takes the model's gates, as gate=model does.
-    The released code has alpha = 1 by default and 0.9 in the published runs. UserError for an alpha
-    outside [0, 1], and for gates other than these two."""
+    The released code renormalises the gates g over the top k for DeepSeekMoE, Qwen3 and Mixtral
+    (here gate=renormalized). It takes the model's gates for Qwen1.5 and Qwen2 (here gate=model).
+    The default of the released code is alpha = 1; the published runs have alpha = 0.9. UserError
+    for another gate, and for an alpha outside [0, 1]."""
     check_known("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
         raise UserError(
@@ -77,7 +77,7 @@ def channel_weight(layer: Layer, projection: str = "down") -> Array:
     mean of the norms.
 
     UserError unless `projection` is down, gate, up or mean. UserError also if the experts have no
-    such projection, as experts without a gate."""
+    such projection: some models have experts without a gate projection."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
     mean: Array = norms.mean(axis=0)
@@ -114,9 +114,10 @@ def snip(layer: Layer, projection: str = "down") -> Array:
     """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`)
     the mean of the sums.
 
-    In MoE-Slimming's equation c is an input channel of the projection, so the down projection is
-    the default here. The paper's code takes the mean of the three projections. UserError as in
-    channel_weight."""
+    In MoE-Slimming's equation, c is an input of the projection. The channels of an expert are
+    inputs of the down projection only, so `down` is the default. The paper's code takes the mean of
+    the three projections. UserError for an unknown projection, and for a projection that the
+    experts do not have."""
     names = _projections("snip", projection)
     sums: Array = numpy.mean([layer[f"snip_{name}"] for name in names], axis=0)
     return sums
@@ -130,7 +131,8 @@ def channel_random(layer: Layer) -> Array:
 
 
 def _projections(name: str, projection: str) -> tuple[str, ...]:
-    """The names of all three projections for `mean`, otherwise `projection` alone. UserError, which
-    names the criterion `name`, for any other value."""
+    """The names of the projections to read: all three if `projection` is `mean`, otherwise
+    `projection` alone. UserError for an unknown projection, with the criterion's `name` in the
+    message."""
     check_known(f"criterion.parameters.projection of {name}", projection, [*PROJECTIONS, "mean"])
     return PROJECTIONS if projection == "mean" else (projection,)

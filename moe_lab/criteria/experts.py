@@ -25,7 +25,9 @@ AIMER = "AIMER, arXiv 2603.18492"
 
 @criterion("frequency", needs=("statistics",), reference=UNIFIED)
 def frequency(layer: Layer) -> Array:
-    """S(0,0,0) = N."""
+    """S(0,0,0) = N.
+
+    N is the number of tokens routed to the expert. `s_family` defines S."""
     return layer.tokens
 
 
@@ -156,15 +158,16 @@ def random(layer: Layer) -> Array:
 def family(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:
-    """Rows (layer, expert, b, alpha, beta, score) of the scores by all 17 usable S(b, alpha, beta),
-    the criteria of `s_family`. `statistics`: layer -> name -> array. `gate`: name of the gate g."""
-    experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
+    """The scores by the 17 criteria S(b, alpha, beta) of `s_family` with b = 0 or 1, as rows
+    (layer, expert, b, alpha, beta, score). `statistics`: layer -> name of the statistic -> array.
+    `gate`: name of the gate g, such as "model"."""
+    n_experts = {layer: len(arrays["tokens"]) for layer, arrays in statistics.items()}
     rows = []
     for b, alpha, beta in product((0, 1), EXPONENTS, EXPONENTS):
-        if (b, alpha, beta) == (1, 0, 0):
+        if (b, alpha, beta) == (1, 0, 0):  # 1 for every expert that saw a token
             continue
         exponents = {"b": b, "alpha": alpha, "beta": beta}
-        scores = score("s_family", statistics, experts=experts, gate=gate, parameters=exponents)
+        scores = score("s_family", statistics, experts=n_experts, gate=gate, parameters=exponents)
         rows += [
             (layer, expert, b, alpha, beta, float(value))
             for layer, values in scores.items()
@@ -174,9 +177,11 @@ def family(
 
 
 def _spread(layer: Layer) -> Array:
-    """V of MoNE (E,), as sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1)) from sums over tokens; 0
-    for N <= 1."""
+    """V (E,) of MoNE: how far the outputs f of an expert spread around their mean, as defined in
+    `mone`; 0 for N <= 1. Computed from sums over tokens as
+    sqrt((sum ||f||^2 - ||sum f||^2 / N) / (N - 1))."""
     tokens = layer.tokens
     scatter = layer.sum(0, 2) - numpy.square(layer["output_sum"]).sum(-1) / numpy.maximum(tokens, 1)
+    # rounding can make the scatter negative
     variance = numpy.maximum(scatter, 0) / numpy.maximum(tokens - 1, 1)
     return numpy.where(tokens > 1, numpy.sqrt(variance), 0)

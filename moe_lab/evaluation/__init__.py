@@ -30,15 +30,16 @@ class Policy:
     """Data may be read in formats that can run code when they are read."""
 
     def protection(self, *, closed_world: bool = False) -> str:
-        """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
+        """The sandbox for programs that a model wrote: NAMESPACES, LIMITED (a subprocess with
+        limits, for checked programs only) or UNCONFINED (a subprocess with limits).
 
         `closed_world`: whether right answers need no import and no private attribute, as in the
-        shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED for such
-        benchmarks, and `closed_world.py` checks each program before the program runs.
+        shipped benchmarks. On a machine without namespaces, sandbox=auto gives LIMITED to a
+        closed-world benchmark; `closed_world.py` then checks each program before the program runs.
 
-        Raises UserError when allow_code_execution=false, and when no sandbox that the settings
-        allow is possible on this machine. Raises Unavailable when namespaces are possible, but no
-        process in namespaces starts now; a weaker sandbox is not used then.
+        Raises UserError when allow_code_execution=false, and when this machine has none of the
+        sandboxes that the settings allow. Raises Unavailable when the machine has namespaces, but
+        no process in namespaces starts now; a weaker sandbox is not used in its place.
         """
         from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 

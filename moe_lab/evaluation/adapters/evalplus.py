@@ -60,8 +60,11 @@ class GradeRequest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Status of a program on the base tests and on all (plus) tests: pass, fail, timeout, crash,
-    output or refused."""
+    """Statuses of a program: `base` on the base tests, `plus` on the base and plus tests together.
+
+    A status is pass, fail, timeout, crash (the program died), output (an output is too large or not
+    a value) or refused (not run, because it leaves the closed world of a limited sandbox).
+    """
 
     program: str
     """The program that was run, as the sanitizer left it."""
@@ -84,7 +87,7 @@ class _DataFile:
     """The problems of one EvalPlus data file, with cached results."""
 
     problems: dict[str, dict[str, Any]]
-    expected: dict[str, dict[str, Any]] = field(default_factory=dict)
+    canonical_results: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task id -> result of `_Grading._run_canonical`."""
     verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
     """(task id, program, settings of grading) -> verdict."""
@@ -92,22 +95,23 @@ class _DataFile:
 
 class Grader:
     """Grades programs. Verdicts are cached for later requests, because several plans of a model
-    often give the same program. Processes are used again, too.
-    """
+    often give the same program. Processes are reused by later requests."""
 
     def __init__(self) -> None:
-        # of this process's environment, the process of the rules gets only these variables
-        kept_names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
-        environment = {name: os.environ[name] for name in kept_names if name in os.environ}
+        # the process that calls evalplus_rules gets only these variables and the three below
+        names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR")
+        environment = {name: os.environ[name] for name in names if name in os.environ}
         environment |= {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
         self.rules = LimitedCalls(evalplus_rules.__name__, environment)
+        """Calls functions of evalplus_rules in processes with limits."""
         self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
+        """Whether programs are confined -> the processes that run programs."""
         self.files: dict[tuple[str, str], _DataFile] = {}
-        """(data set, sha256 of a file) -> its problems."""
+        """(data set, sha256 of the data file) -> problems and cached results."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request. Raises RuntimeError for a canonical
-        solution that does not run. A data file is parsed only in its first request."""
+        """Task id -> verdict, for each program of the request. Raises RuntimeError if a canonical
+        solution does not run. Each data file is parsed only once."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
             problems = evalplus_rules.problems_of(request.dataset, request.data)
@@ -139,41 +143,42 @@ class _Grading:
     grader: Grader
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Task id -> verdict, for each program of the request. A program is run unless the verdict
-        on it, for the same task and settings, is in the cache."""
+        """Task id -> verdict, for each program of the request. Verdicts in the cache are reused;
+        the other programs are run."""
         request = self.request
-        expected = self.file.expected
+        canonical_results = self.file.canonical_results
         settings = (request.seconds, request.memory_mib, request.confined, request.sanitize)
-        # all that a verdict depends on
+        # a key has all that the verdict depends on
         keys = {task: (task, program, *settings) for task, program in request.programs.items()}
         cache = self.file.verdicts
         verdicts = {task: cache[key] for task, key in keys.items() if key in cache}
         new_tasks = [task for task in keys if task not in verdicts]
-        canonical_tasks = [task for task in new_tasks if task not in expected]
+        canonical_tasks = [task for task in new_tasks if task not in canonical_results]
         with ThreadPoolExecutor(request.processes or cores()) as pool:
-            outputs = pool.map(self._run_canonical, canonical_tasks)
-            # complete before the next line, whose verdicts compare with these outputs
-            expected.update(zip(canonical_tasks, outputs, strict=True))
+            results = pool.map(self._run_canonical, canonical_tasks)
+            # this waits for all results, because `_verdict` reads them
+            canonical_results.update(zip(canonical_tasks, results, strict=True))
             verdicts.update(zip(new_tasks, pool.map(self._verdict, new_tasks), strict=True))
         if len(cache) > _MOST_VERDICTS:
             cache.clear()
         for task in new_tasks:
             verdict = verdicts[task]
-            # a crash is not cached, as an earlier program may have caused it
+            # a crash is not cached, because another program may have caused it
             if "crash" not in (verdict.base, verdict.plus):
                 cache[keys[task]] = verdict
+        # in the order of the request
         return {task: verdicts[task] for task in keys}
 
     def _inputs(self, task: str, part: str) -> list[Any]:
-        """The encoded arguments of each test in a `part`, base or plus, of a task's tests."""
+        """The encoded arguments of each test of a task. `part`: which tests, base or plus."""
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
     def _run(
         self, task: str, part: str, program: str, seconds: list[float], memory: int
     ) -> Outcome:
         """Run a program on all tests of a `part`, base or plus. `seconds`: CPU limit of each test.
-        The CPU limit of the whole program is the sum of these limits, at most _MOST_SECONDS, and
-        one second more for loading. `memory`: limit on the address space in bytes."""
+        The CPU limit of the program is the sum of `seconds`, but at most _MOST_SECONDS, plus one
+        second for loading. `memory`: limit on the address space in bytes."""
         request = Request(
             program=program,
             entry_point=self.file.problems[task]["entry_point"],
@@ -203,13 +208,13 @@ class _Grading:
         return outputs
 
     def _verdict(self, task: str) -> Verdict:
-        """The verdict on the request's program for a task. The plus tests are run only if there are
-        any and the program passes the base tests; if not run, they get the status of the base
-        tests."""
+        """The verdict on the request's program for a task. The plus tests are run only if the task
+        has plus tests and the program passes the base tests. Otherwise the status `plus` equals
+        `base`."""
         program = self.request.programs[task]
         if self.request.sanitize:
             arguments = [program, self.file.problems[task]["entry_point"]]
-            # the program stays as it is if the sanitizer fails or leaves nothing
+            # keep the program if the sanitizer fails (None) or leaves nothing ("")
             program = self.grader.rules("sanitize", arguments, *_SANITIZER_LIMITS) or program
         base, reason = self._part_verdict(task, "base", program)
         plus = base
@@ -219,8 +224,9 @@ class _Grading:
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
         """(status, reason) of a program on the tests of a `part`, base or plus. The CPU limit of a
-        test is the request's, or 4 times the CPU time of the canonical solution if that is more."""
-        canonical = self.file.expected[task][part]
+        test is 4 times the CPU time of the canonical solution, but at least the limit of the
+        request."""
+        canonical = self.file.canonical_results[task][part]
         limits = [max(self.request.seconds, 4.0 * seconds) for seconds in canonical["seconds"]]
         outcome = self._run(task, part, program, limits, self.request.memory_mib << 20)
         if outcome.status == "failed":
@@ -228,12 +234,13 @@ class _Grading:
         if outcome.status != "ok":
             return outcome.status, outcome.error
         problem = self.file.problems[task]
-        compared_fields = {
+        # the fields that `compare` reads
+        problem_fields = {
             "entry_point": problem["entry_point"],
             "atol": problem["atol"],
             "inputs": self._inputs(task, part),
         }
-        arguments = [self.request.dataset, compared_fields, outcome.encoded, canonical["encoded"]]
+        arguments = [self.request.dataset, problem_fields, outcome.encoded, canonical["encoded"]]
         return _STATUSES[self.grader.rules("compare", arguments, *_COMPARISON_LIMITS)]
 
 

@@ -33,36 +33,39 @@ MOST_LINES = 150
 
 
 def sanitize(text: str, entry_point: str) -> str:
-    """The program that EvalPlus's sanitizer extracts from `text`. The sanitizer can crash this
-    process."""
+    """The program that EvalPlus's sanitizer extracts from `text`. A text can make the sanitizer
+    crash its process, so this is called through LimitedCalls."""
     return str(evalplus_sanitize.sanitize(text, entry_point))
 
 
 def longest_program(text: str) -> str:
-    """The run of two or more consecutive lines of `text` that is Python and has the most non-blank
-    lines. The first of several such runs; the first line if no run is Python.
+    """The longest block of two or more consecutive lines of `text` that is valid Python. The length
+    of a block is its number of non-blank lines. The first of equally long blocks is returned; the
+    first line of `text` if there is no block.
 
-    EvalPlus's `code_extract`, which tries every run, has the same result, except that here only the
-    first MOST_LINES lines are searched in a text that is not Python as a whole.
+    EvalPlus's `code_extract` searches all lines of a text. Here only the first MOST_LINES lines are
+    searched, unless the whole text is valid Python.
     """
     lines = text.split("\n")
     if not _is_python(text):
         lines = lines[:MOST_LINES]
     # number of non-blank lines before each line
     counts = [0, *accumulate(bool(line.strip()) for line in lines)]
-    runs = []  # (minus the number of non-blank lines, start, end)
+    # (minus the number of non-blank lines, start, end): sorted, the longest come first
+    blocks = []
     for start in range(len(lines)):
         for end in range(start + 2, len(counts)):
-            if counts[start] < counts[end]:  # the run has a line that is not blank
-                runs.append((counts[start] - counts[end], start, end))
-    for _, start, end in sorted(runs):
-        run = "\n".join(lines[start:end])
-        if _is_python(run):
-            return run
+            if counts[start] < counts[end]:  # the block has a line that is not blank
+                blocks.append((counts[start] - counts[end], start, end))
+    for _, start, end in sorted(blocks):
+        block = "\n".join(lines[start:end])
+        if _is_python(block):
+            return block
     return lines[0]
 
 
 def _is_python(text: str) -> bool:
+    """Whether Python can parse `text`."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -71,9 +74,9 @@ def _is_python(text: str) -> bool:
 
 
 def returns_or_yields(function: Any) -> bool:
-    """Whether the tree-sitter node `function` holds a return or a yield. EvalPlus itself drops
-    every function without a return as unfinished. This would drop the generator that the canonical
-    solution of Mbpp/630 needs."""
+    """Whether the tree-sitter node `function` contains a return or a yield. EvalPlus's own check
+    accepts only a return, and EvalPlus drops a function that fails the check as unfinished. The
+    canonical solution of Mbpp/630 needs a generator, which has only a yield."""
     return any(
         node.type in ("return_statement", "yield")
         for node in evalplus_sanitize.traverse_tree(function)
@@ -98,8 +101,8 @@ stand-in."""
 
 
 def replay(*arguments: Any) -> Any:
-    """The next recorded output, whatever the arguments. EvalPlus calls this function in place of
-    the model's program."""
+    """The next recorded output, for any `arguments`. EvalPlus calls this function in place of the
+    model's program."""
     return next(_recorded_outputs)
 
 
@@ -119,17 +122,17 @@ def compare(
     dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]
 ) -> str:
     """Compare the outputs of a program, `encoded`, with those of the canonical solution,
-    `canonical`. Returns right, wrong, or no value (an output cannot be decoded).
+    `canonical`: one output per test. Returns "right", "wrong", or "no value" if an output of the
+    program cannot be decoded. Decoding runs no code.
 
-    `problem` has the keys entry_point, atol (the tolerance) and inputs (encoded). Decoding makes
-    data, never code.
+    `problem` has the keys entry_point, atol (the absolute tolerance) and inputs (encoded).
     """
     try:
         outputs = [decode_text(text) for text in encoded]
     except ValueError:
         return "no value"
     expected = [decode_text(text) for text in canonical]
-    # in these tasks EvalPlus compares only whether an output is not None
+    # in MBPP_OUTPUT_NOT_NONE_TASKS EvalPlus expects only whether an output is not None
     if dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS:
         expected = [value is not None for value in expected]
     return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
@@ -138,8 +141,10 @@ def compare(
 def _agrees(
     dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]
 ) -> bool:
-    """Whether there are as many `outputs` as inputs, and EvalPlus accepts them. HumanEval/32 passes
-    here when EvalPlus's own check succeeds; EvalPlus 0.3.1 reports it as failed even then."""
+    """Whether there are as many `outputs` as inputs, and EvalPlus accepts all outputs.
+
+    The result is EvalPlus's status alone. EvalPlus 0.3.1 also requires a mark for each passed test.
+    EvalPlus sets no marks in HumanEval/32, and so reports every program for it as failed."""
     global _recorded_outputs
     inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
