@@ -70,25 +70,27 @@ class DataError(Exception):
 def select_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
-    """A function to put in place of EvalScope's `record_to_sample`. It returns [] for a problem
-    whose day is outside `days`, the first and last day as YYYY-MM-DD. If `hides_tests`, samples
-    have no private tests."""
+    """A replacement for EvalScope's `record_to_sample`. The replacement returns [] for a problem
+    whose contest day is outside `days`, the first and the last day as YYYY-MM-DD. If `hides_tests`,
+    samples have no private tests."""
     first_day, last_day = days
 
     def select_samples(record: dict[str, Any]) -> Any:
-        day = record["contest_date"]  # a text or, in some formats of files, a datetime
+        day = record["contest_date"]  # a text, or a datetime in some file formats
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
         if not first_day <= row["contest_date"][:10] <= last_day:
             return []
-        return record_to_sample({**row, "private_test_cases": "[]"} if hides_tests else row)
+        if hides_tests:
+            row["private_test_cases"] = "[]"
+        return record_to_sample(row)
 
     return select_samples
 
 
 @contextmanager
 def restrict_pickles(*, allowed: bool) -> Iterator[None]:
-    """A context in which EvalScope reads pickled tests only if `allowed`, and only pickles of text.
-    Other pickled tests raise DataError."""
+    """A context in which EvalScope reads pickled tests only if they are `allowed` and the pickle
+    holds text. DataError otherwise."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
@@ -107,7 +109,7 @@ class TextUnpickler(pickle.Unpickler):
     """Reads pickles that need no import. Raises DataError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise DataError: a pickle of texts names no class and no function."""
+        """Raise DataError: the pickle needs an import, which a pickle of text does not."""
         raise DataError(
             f"its private tests are a pickle that would run {module}.{name}: the data is not to be "
             "trusted"
@@ -118,8 +120,8 @@ class Programs:
     """Runs programs and grades their outputs.
 
     `confined`: run programs in namespaces; False: only in a subprocess with limits. `seconds`: CPU
-    limit of each test, by default EvalScope's. `memory_mib`: limit on the address space.
-    `processes`: programs that run at the same time.
+    limit of each test; the default is EvalScope's. `memory_mib`: limit on the address space in MiB.
+    `processes`: number of programs that run at the same time.
     """
 
     def __init__(
@@ -138,8 +140,10 @@ class Programs:
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """Grade the program in an answer. Returns {"outcome": 1 if the program passes every test,
-        else 0; "extracted": ""; "why": the reason of a failure}. All tests run only if the program
-        passes the first _FIRST_TESTS tests."""
+        else 0; "extracted": ""; "why": the reason of a failure}. The program first runs on
+        _FIRST_TESTS tests. It runs on all tests only if it passes the first ones.
+
+        `adapter`: EvalScope's adapter of the task; `state`: EvalScope's state of the answer."""
         solution = adapter.filter_prediction(state.output.completion, state)
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
@@ -156,10 +160,13 @@ class Programs:
         }
 
     def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """(results, notes) of EvalScope for a program on `tests`. A result is True for a test that
-        the program passes; the results end with the first failure. `tests`: {"fn_name": see
-        `compare`; "inputs" and "outputs": one entry per test}. The whole program may take as many
-        CPU seconds as its tests together and one more per test."""
+        """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
+        result is True for a passed test; the list ends with the first failed test. The notes say
+        why the test failed.
+
+        `tests`: {"fn_name": function to call, or None for a program that prints; "inputs" and
+        "outputs": one entry per test}. The CPU limit of the program is self.seconds + 1 per
+        test."""
         inputs = tests["inputs"]
         request = Request(
             program=program(solution, tests["fn_name"]),
@@ -186,9 +193,9 @@ class Programs:
 
 
 def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
-    """EvalScope's [results, notes], made of JSON values, for a program whose run on `tests` ended
-    with `outcome` (the fields of an `Outcome`). `function`: the name of the called function; None
-    for a program that prints."""
+    """EvalScope's [results, notes], made of JSON values, for a program that was run on `tests`.
+    `function`: name of the called function, or None for a program that prints. `outcome`: fields of
+    the run's `Outcome`."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     # "" and 0: the program and its time limit, which are not used in a replay
@@ -203,9 +210,9 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
 
 
 def program(solution: str, function: str | None) -> str:
-    """A program with a function moe_lab_answer(input). It returns the text that the `solution`
-    prints or, if `function` is the name of a function in the solution, what that function
-    returns."""
+    """Source text of a program that defines moe_lab_answer(input). If `function` is None,
+    moe_lab_answer returns the text that the `solution` prints. Otherwise moe_lab_answer returns the
+    result of the function of this name in the solution."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
     # functions of EvalScope whose source becomes a part of the program
@@ -228,13 +235,14 @@ def program(solution: str, function: str | None) -> str:
 @contextmanager
 def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
     """A context in which EvalScope's comparison reads the recorded `outcome` of a program instead
-    of running the program. `function`: see `compare`."""
+    of running the program. `function`: name of the called function, or None for a program that
+    prints."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    values = _outputs(outcome)
-    printed_texts = list[str]()  # from this list EvalScope reads the printed text
-    # EvalScope takes a function of this name from the compiled solution, and calls it
-    solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(values)})
+    outputs = _outputs(outcome)
+    printed_texts = list[str]()  # EvalScope reads the printed text from this list
+    # EvalScope calls a function by this name in the compiled solution
+    solution = SimpleNamespace(**{function or "wrapped_function": lambda *_: next(outputs)})
 
     def call_method(method: Any, _: str) -> None:
         printed_texts[:] = [method()]
@@ -249,9 +257,9 @@ def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
 
 
 def _outputs(outcome: Outcome) -> Iterator[Any]:
-    """Yield the program's output for each test. Raises RuntimeError for an output that cannot be
-    decoded and, after the last output, one that says how the program ended. EvalScope counts the
-    test in which it is raised as failed."""
+    """Yield the program's output for each call that returned, then raise RuntimeError with the
+    reason why the program ended. If an output cannot be decoded, raise RuntimeError before the
+    first output. EvalScope counts the test for which it gets the error as failed."""
     try:
         yield from outcome.values()
     except ValueError as error:

@@ -28,25 +28,25 @@ Samples = dict[str, Any]
 
 
 def questions(**task: Any) -> list[dict[str, Any]]:
-    """{"item": name, "messages": conversation} of each question of a task. `task`: arguments of
-    `load`."""
+    """The questions of a task, each {"item": name, "messages": conversation}. `task`: keyword
+    arguments of `load`, without hides_tests."""
     _, samples = load(**task, hides_tests=True)
     return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
 
 def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
-    """{"samples": list, "versions": package -> version}. The list has one verdict per answer:
-    {"item": name of the item, and "outcome", "extracted" and "why" as in `_verdict`}. Answers that
-    are programs are run.
+    """{"samples": verdicts, "versions": package -> version}. There is one verdict per answer:
+    {"item": name; "outcome": score, or None if EvalScope could not compare the answer; "extracted":
+    the extracted answer; "why": the reason of a failure}. If answers are programs, they are run.
 
-    `texts`: name of an item -> answer; `task`: arguments of `load`. AssertionError unless `texts`
-    has exactly the items of the task.
+    `texts`: name of an item -> answer; `task`: keyword arguments of `load`, without hides_tests.
+    AssertionError unless `texts` has exactly the items of the task.
     """
-    verdict: Callable[[Any, Any], dict[str, Any]] = _verdict
+    grade_answer: Callable[[Any, Any], dict[str, Any]] = _verdict
     threads = 1
     if task["code"]:
         programs = evalscope_code.Programs(**task["code"]["limits"])
-        verdict = programs.grade
+        grade_answer = programs.grade
         threads = programs.processes
     adapter, samples = load(**task, hides_tests=False)
     unpaired_names = set(texts) ^ set(samples)
@@ -55,7 +55,7 @@ def grade(texts: dict[str, str], **task: Any) -> dict[str, Any]:
     )
     states = [_state(sample, texts[name]) for name, sample in samples.items()]
     with ThreadPoolExecutor(threads) as pool:
-        outcomes = pool.map(verdict, repeat(adapter), states)
+        outcomes = pool.map(grade_answer, repeat(adapter), states)
         verdicts = [
             {"item": name, **outcome} for name, outcome in zip(samples, outcomes, strict=True)
         ]
@@ -72,13 +72,13 @@ def load(
     hides_tests: bool,
 ) -> tuple[Any, Samples]:
     """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by
-    subset.
+    subset. Raises evalscope_code.DataError if there are no samples.
 
-    `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`:
-    EvalScope's settings of the task. `limit`: number of items, taken evenly from the subsets (None:
-    all). `code`: the settings days, pickles and limits if answers are programs, else None.
-    `hides_tests`: omit the private tests of programs. Raises evalscope_code.DataError if there are
-    no samples.
+    `folder`: the data, in the layout of the Hugging Face hub; EvalScope may delete files in it.
+    `dataset_args`: EvalScope's settings of the task. `limit`: number of items, taken evenly from
+    the subsets (None: all). `code`: None unless answers are programs; otherwise {"days": first and
+    last day of the problems, "pickles": whether pickled tests are allowed, "limits": arguments of
+    `Programs`}. `hides_tests`: omit the private tests of programs.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
@@ -99,8 +99,8 @@ def load(
 
 def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, Any]]:
     """Yield (name, sample) for at most `limit` samples. `subsets`: name of a subset -> samples. The
-    name of a sample consists of subset, number and a digest of the prompt, so that an answer to a
-    prompt that has changed matches no sample."""
+    name of a sample consists of the subset, the sample's number and a digest of the prompt. With
+    the digest, an answer to an outdated prompt matches no sample."""
     # sorted by number first, so that the limit takes items evenly from the subsets
     order = sorted((sample.id, subset) for subset, samples in subsets.items() for sample in samples)
     selected_items = set(order[:limit])
@@ -113,6 +113,7 @@ def _names_and_samples(subsets: Any, limit: int | None) -> Iterator[tuple[str, A
 
 
 def _messages(sample: Any) -> list[dict[str, str]]:
+    """The conversation of a sample: role and content of each message."""
     return [{"role": message.role, "content": message.text} for message in sample.input]
 
 
@@ -128,7 +129,9 @@ def _state(sample: Any, text: str) -> Any:
 
 def _verdict(adapter: Any, state: Any) -> dict[str, Any]:
     """EvalScope's verdict on an answer: {"outcome": the score, None if EvalScope could not compare
-    the answer; "extracted": the extracted answer; "why": the reason if the answer is wrong}."""
+    the answer; "extracted": the extracted answer; "why": the reason if the answer is wrong}.
+
+    `adapter`: EvalScope's adapter of the task; `state`: EvalScope's state of the answer."""
     score = adapter.calculate_metrics(state).score
     values = list(score.value.values()) if score.status == _SCORED else [None]
     assert len(values) == 1, f"an answer has several scores: {score}"

@@ -60,11 +60,11 @@ class Undecodable(ValueError):
 
 
 def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in an answer. Raises Undecodable for an answer that is no list of calls.
+    """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
+    an answer that has none of these forms. A <tool_call> block in another form is skipped.
 
-    `answer` comes without its thought. `functions` are the descriptions that came with the
-    question. docs/evaluation.md lists the forms of calls that are read. A <tool_call> block that
-    has none of them is skipped.
+    `answer`: the model's text after its thought. `functions`: the descriptions of functions that
+    came with the question.
     """
     answer = answer.strip()
     descriptions = _descriptions_by_name(functions)
@@ -72,25 +72,27 @@ def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Cal
     if document is not None:
         return [_call(entry) for entry in (document if isinstance(document, list) else [document])]
     if "<tool_call>" in answer:
-        blocks = [_call_in_block(block, descriptions) for block in _BLOCK.findall(answer)]
-        return [call for call in blocks if call is not None]
-    calls = _calls_in_messages(answer, descriptions)
-    if not calls:
+        calls = [_call_in_block(block, descriptions) for block in _BLOCK.findall(answer)]
+        return [call for call in calls if call is not None]
+    message_calls = _calls_in_messages(answer, descriptions)
+    if not message_calls:
         raise Undecodable(f"expected a call, found {answer!r:.80}")
-    return calls
+    return message_calls
 
 
 def _descriptions_by_name(functions: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Name -> description of the first function of that name."""
+    """Name of a function -> description. If several functions have the same name, the first
+    counts."""
     # reversed, so that the first description replaces later ones
     return {function["name"]: function for function in reversed(functions)}
 
 
 def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) -> Call | None:
-    """The call in a <tool_call> block; None for a block that is neither JSON nor a name with tagged
-    arguments."""
+    """The call in a <tool_call> block. A block has one of two forms: JSON, or the name of a
+    function followed by <arg_key> and <arg_value> tags. None for a block in neither form.
+    `descriptions`: name -> description of a function."""
     name = block.partition("<arg_key>")[0].strip()
-    # the name of a described function alone is a call without arguments
+    # without tags, the name of a described function is a call without arguments, not JSON
     if "<arg_key>" not in block and name not in descriptions:
         document = _json(block)
         return None if document is None else _call(document)
@@ -101,32 +103,33 @@ def _call_in_block(block: str, descriptions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _value(text: str, description: Mapping[str, Any]) -> Any:
-    """The value of a tagged argument. It is the `text` itself if the argument's `description`
-    declares a string; otherwise the JSON or Python value that the text stands for, or the text if
-    it stands for no value."""
+    """The value of an argument that is written as `text` in an <arg_value> tag. If the argument's
+    `description` declares a string, the value is the text. Otherwise the text is parsed as JSON or
+    as a Python literal; if both fail, the value is the text."""
     if TYPES.get(str(description.get("type"))) is str:
         return text
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
+        # the errors that literal_eval documents
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            # the errors that literal_eval documents
             continue
     return text
 
 
 def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Call]:
-    """The calls in the messages of an answer in the harmony format, where the recipient of a
-    message comes before or after its channel. `descriptions`: name -> description of a function.
+    """The calls in an answer in the harmony format. A call is a message to a function
+    (`to=functions.NAME`), followed by a JSON object of arguments. `descriptions`: name ->
+    description of a function.
 
-    Calls that are mentioned in the text of a message, such as an analysis or an argument, do not
-    count. Without special tokens nothing separates a name from `json` or `commentary` after it, so
-    the names of the question's functions are tried before other names. Raises Undecodable for a
-    recipient after which no JSON object of arguments follows.
+    The recipient of a message may come before or after the channel. Calls that are only mentioned
+    in the text of a message are ignored. In an answer without special tokens nothing separates a
+    function's name from a following `json` or `commentary`, so the names in `descriptions` are
+    tried before other names. Raises Undecodable if no JSON object follows a recipient.
     """
     # longest first, because a name may begin with another name
     names = "|".join([*map(re.escape, sorted(descriptions, key=len, reverse=True)), r"[^\s<{]+?"])
-    # the rest of a message's header after the recipient's prefix; group 1 is the function's name
+    # the rest of a message's header after `to=functions.`; group 1 is the function's name
     header = re.compile(
         rf"({names})(?:<\|channel\|>)?(?:commentary|analysis)?\s*(?:<\|constrain\|>)?(?:json)?\s*(?:<\|message\|>)?\s*"
         r"(?=\{)"
@@ -134,22 +137,22 @@ def _calls_in_messages(answer: str, descriptions: Mapping[str, Any]) -> list[Cal
     calls = []
     end = 0
     while recipient := _RECIPIENT.search(answer, end):
-        refusal = Undecodable(
+        error = Undecodable(
             f"expected a JSON object of arguments, found {answer[recipient.start('to') :]!r:.80}"
         )
         message = header.match(answer, recipient.end())
         if message is None:
-            raise refusal
+            raise error
         try:
             arguments, end = json.JSONDecoder().raw_decode(answer, message.end())
         except (ValueError, RecursionError):
-            raise refusal from None
+            raise error from None
         calls.append(Call(message[1], arguments))
     return calls
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None for a text that is not JSON, and for null."""
+    """The value of a JSON text; None if the text is not JSON or is null."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -157,8 +160,8 @@ def _json(text: str) -> Any:
 
 
 def _call(document: Any) -> Call:
-    """The call that a JSON object describes: {"name", "arguments"} or {name: arguments}. Raises
-    Undecodable for other values."""
+    """The call that a JSON value describes: {"name": name, "arguments": {...}} or {name:
+    {...}}. Raises Undecodable for other values."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
     name = document.get("name")
@@ -175,12 +178,12 @@ def mistake(
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
-    """A sentence that says why an answer is wrong; None if the answer is right. `answer` is None if
-    its thought does not end.
+    """A sentence that says why an answer is wrong; None if the answer is right.
 
-    `functions` are the descriptions that came with the question; `right` are the calls of a right
-    answer, each {name: {argument: allowed values}}, in any order. If `right` is empty, no call
-    helps to answer the question, and any call, even a malformed one, is wrong.
+    `answer`: the model's text after its thought, or None if the thought does not end. `functions`:
+    the descriptions of functions that came with the question. `right`: the calls of a right answer,
+    in any order, each {name: {argument: allowed values}}. If `right` is empty, no call helps to
+    answer the question, and any call is wrong, even a malformed call.
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
@@ -191,17 +194,17 @@ def mistake(
             return str(error)
         calls = []
     if not right:
-        is_call = calls or "<tool_call>" in answer or _RECIPIENT.search(answer.strip())
-        return f"expected no call, found {answer.strip()!r:.80}" if is_call else None
+        has_call = calls or "<tool_call>" in answer or _RECIPIENT.search(answer.strip())
+        return f"expected no call, found {answer.strip()!r:.80}" if has_call else None
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _descriptions_by_name(functions)
     remaining_calls = list(calls)
     for expected_call in right:
-        ((name, allowed_values),) = expected_call.items()
+        ((name, options),) = expected_call.items()
         mistakes = []
         for index, call in enumerate(remaining_calls):
-            reason = _call_mistake(call, name, allowed_values, descriptions[name]["parameters"])
+            reason = _call_mistake(call, name, options, descriptions[name]["parameters"])
             if reason is None:
                 del remaining_calls[index]
                 break
@@ -215,9 +218,9 @@ def _call_mistake(
     call: Call, name: str, options: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
 ) -> str | None:
     """A sentence that says why `call` is not a call of the function `name` with allowed arguments;
-    None if the call is right. `options`: argument -> allowed values, with "" among them for an
-    argument that may be left out. `parameters`: the schema of all arguments, from the function's
-    description."""
+    None if the call is right. `options`: argument -> allowed values. An argument whose allowed
+    values contain "" may be left out. `parameters`: the schema of all arguments, from the
+    function's description."""
     if call.name != name:
         return f"expected {name}, found {call.name}"
     for argument in parameters.get("required", ()):
@@ -238,16 +241,15 @@ def _call_mistake(
 
 
 def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]) -> bool:
-    """Whether the value of an argument has the type that its `description` declares and is one of
-    the allowed values. An int is read as a float where a float is declared. An empty list is
-    allowed where "" is. A value of another type is allowed if it equals an allowed value and has
-    the type of the first one, because a right answer may have the name of a variable, which is a
-    text, in place of a value."""
+    """Whether BFCL accepts the `value` of an argument: it has the type that the argument's
+    `description` declares, and is one of the allowed values.
+
+    An int counts as a float where a float is declared. An empty list is accepted if "" is allowed.
+    A right answer may have the name of a variable, a text, in place of a value of the declared
+    type. So a value of another type is accepted if it is an allowed value and has the type of the
+    first allowed value other than ""."""
     declared_type = TYPES[description["type"]]
     allowed_type = _type_of_first(allowed_values)
-    typed_values: list[Any] = [
-        entry for entry in allowed_values if isinstance(entry, declared_type)
-    ]
     if description["type"] == "float" and type(value) is int:
         value = float(value)
     value_type = type(value)
@@ -258,6 +260,9 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
     # the allowed values are names of variables, not values of the declared type
     if allowed_type not in (None, declared_type):
         return value in allowed_values
+    typed_values: list[Any] = [
+        allowed for allowed in allowed_values if isinstance(allowed, declared_type)
+    ]
     if declared_type is dict:
         return any(_is_dict_allowed(value, allowed) for allowed in typed_values)
     if declared_type is list and TYPES[description["items"]["type"]] is dict:
@@ -270,41 +275,44 @@ def _is_allowed(value: Any, description: Mapping[str, Any], allowed_values: Sequ
 
 
 def _type_of_first(values: Iterable[Any]) -> type | None:
-    """The type of the first value that is not ""; None if there is no such value."""
+    """The type of the first value other than ""; None if all values are ""."""
     return next((type(value) for value in values if value != ""), None)
 
 
-def _has_element_types(value: Any, description: Mapping[str, Any], options: Sequence[Any]) -> bool:
-    """Whether the elements of a list have allowed types; True for a value that is no list.
+def _has_element_types(
+    value: Any, description: Mapping[str, Any], allowed_values: Sequence[Any]
+) -> bool:
+    """Whether BFCL accepts the types of the elements of a list; True for a value that is no list.
 
-    `options` are the allowed values. One of them must be a list whose first element has the type of
-    every element of `value` that is not of the declared type. As in BFCL, an int element is no
-    float, and if an allowed value is no list, such as "", elements of all types pass.
+    Each element must have the declared type, or the type of the first element of an allowed list.
+    The same allowed list must serve for all elements. As in BFCL, an int element is not accepted
+    as a float, and all types are accepted if an allowed value is no list, such as "".
     """
     if not isinstance(value, list):
         return True
     declared_type = TYPES[description["items"]["type"]]
     return any(
-        not isinstance(option, list)
-        or all(type(element) in (declared_type, _type_of_first(option)) for element in value)
-        for option in options
+        not isinstance(allowed, list)
+        or all(type(element) in (declared_type, _type_of_first(allowed)) for element in value)
+        for allowed in allowed_values
     )
 
 
 def _normalize(value: Any) -> Any:
-    """For a text: the text without spaces and , . / - _ * ^, in lower case, with " in place of '.
-    Any other value unchanged."""
+    """A text in lower case, without spaces and without the characters `,./-_*^`, and with " in
+    place of '. Any other value is returned unchanged."""
     return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 
 def _normalize_list(values: Iterable[Any]) -> list[Any]:
+    """The normalized values."""
     return [_normalize(value) for value in values]
 
 
 def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
-    """Whether the dict `value` is allowed by `option` (key -> allowed values): every key of `value`
-    has an allowed value, and every key that is only in `option` has "" among its allowed values,
-    that is, may be left out."""
+    """Whether the dict `value` is allowed by `option` (key -> allowed values). Each key of `value`
+    must be in `option` and have an allowed value. A key of `option` may be missing in `value` if ""
+    is one of the key's allowed values."""
     for key, entry in value.items():
         if key not in option or _normalize(entry) not in _normalize_list(option[key]):
             return False
@@ -312,8 +320,8 @@ def _is_dict_allowed(value: Mapping[str, Any], option: Mapping[str, Any]) -> boo
 
 
 def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
-    """Whether the list `value` is allowed by `option`: both have the same number of elements, and
-    each element of `option` allows the dict at the same index of `value`."""
+    """Whether the list `value` is allowed by the list `option`. Both must have the same length, and
+    each dict in `option` must allow the dict at the same index in `value`."""
     return len(value) == len(option) and all(
         isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict_allowed(entry, allowed)
         for entry, allowed in zip(value, option, strict=True)
@@ -321,8 +329,8 @@ def _is_list_allowed(value: Sequence[Any], option: Sequence[Any]) -> bool:
 
 
 def tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a function in the form that chat templates read. Types are named as in
-    JSON schema, and the text ends with BFCL's note that the function is in Python 3."""
+    """The description of a function as a tool for chat templates. Types are named as in JSON
+    schema, and BFCL's note that the function is in Python 3 is appended to the text."""
     description = f"{function.get('description', '')}{PYTHON_NOTE}"
     parameters = _schema(function["parameters"])
     return {

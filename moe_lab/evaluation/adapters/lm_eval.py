@@ -58,16 +58,16 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The items of a task, or of a group of tasks, with their requests.
 
-    Raises UserError for a metric that does not give each item an outcome, and for a task that
-    samples, runs programs or shows images.
+    Raises UserError for a metric that has no outcome for each item, and for a task that needs
+    sampling, runs programs or shows images.
     """
-    by_name = tasks(benchmark)
+    tasks_by_name = tasks(benchmark)
     for metric in benchmark.reports.values():
-        # these raise UserError for a metric that cannot be reported
-        _aggregation(metric, by_name, benchmark)
+        # both functions raise UserError for a metric that cannot be reported
+        _aggregation(metric, tasks_by_name, benchmark)
         weights_tasks_equally(benchmark, metric)
     items = []
-    for questions in _questions_by_task(by_name, benchmark):
+    for questions in _questions_by_task(tasks_by_name, benchmark):
         for question in questions:
             requests = [_request(request, question, benchmark) for request in question.requests]
             items.append(Item(question.name, tuple(requests)))
@@ -75,23 +75,25 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
-    """Filter and grade the replies as lm-eval does. An answer whose thought does not end gets no
-    credit."""
-    by_name = tasks(benchmark)
-    questions = _questions_by_task(by_name, benchmark)
-    rows = _graded_rows(questions, {answer.item: answer for answer in answers})
+    """The results and samples of a benchmark: the replies are filtered and graded as by lm-eval. An
+    answer whose thought does not end counts as wrong."""
+    tasks_by_name = tasks(benchmark)
+    questions_by_task = _questions_by_task(tasks_by_name, benchmark)
+    rows = _graded_rows(questions_by_task, {answer.item: answer for answer in answers})
     samples: list[Sample] = []
     results: list[Result] = []
-    for name, metric in benchmark.reports.items():
-        aggregation = _aggregation(metric, by_name, benchmark)
+    for result_name, metric in benchmark.reports.items():
+        aggregation = _aggregation(metric, tasks_by_name, benchmark)
         rows_of_metric = _rows_of_metric(metric, rows, benchmark)
-        result, result_samples = _result(name, metric, aggregation, rows_of_metric, benchmark)
+        result, result_samples = _result(
+            result_name, metric, aggregation, rows_of_metric, benchmark
+        )
         results.append(result)
         samples += result_samples
-    evaluated_tasks = [task_questions[0].task for task_questions in questions]
+    evaluated_tasks = [questions[0].task for questions in questions_by_task]
     protocol = {
-        # without published data, benchmark.task is a file
-        "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
+        # for a task with items from a file, benchmark.task is a path
+        "task": benchmark.task if benchmark.data is not None else next(iter(tasks_by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in evaluated_tasks})),
         "num_fewshot": evaluated_tasks[0].config.num_fewshot,
     }
@@ -102,13 +104,16 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
 
 
 def _questions_by_task(
-    by_name: Mapping[str, Any], benchmark: BenchmarkConfig
+    tasks_by_name: Mapping[str, Any], benchmark: BenchmarkConfig
 ) -> list[list[_Question]]:
-    """The questions of each task. The name of a question is the id of its item or, unless all ids
-    of the task differ, the number of the item. With several tasks, it is TASK/ID or TASK/NUMBER."""
+    """The questions of each task, one list per task. `tasks_by_name`: name -> task.
+
+    A question is named by the id of its item. If the ids of a task are not unique, all questions of
+    the task are named by the numbers of the items. With several tasks, "TASK/" precedes the
+    name."""
     questions: list[list[_Question]] = []
-    for task_name in first_items(by_name, benchmark.limit):
-        task = by_name[task_name]
+    for task_name in first_items(tasks_by_name, benchmark.limit):
+        task = tasks_by_name[task_name]
         requests_by_doc: dict[int, list[Instance]] = {}
         for request in task.instances:
             requests_by_doc.setdefault(request.doc_id, []).append(request)
@@ -120,7 +125,7 @@ def _questions_by_task(
         questions.append([])
         for number, requests in requests_by_doc.items():
             name = names[number] if ids_differ else str(number)
-            if len(by_name) > 1:
+            if len(tasks_by_name) > 1:
                 name = f"{task_name}/{name}"
             requests = sorted(requests, key=lambda request: request.idx)
             questions[-1].append(_Question(name, task, requests[0].doc, requests))
@@ -130,13 +135,13 @@ def _questions_by_task(
 def _request(
     request: Instance, question: _Question, benchmark: BenchmarkConfig
 ) -> Text | Pair | Document:
-    """The request of moe_lab for a request of lm-eval: a Document for a text to score, a Pair for a
-    continuation to score after its context, a Text for a text to generate."""
+    """Convert a request of lm-eval into a request of moe_lab: a Document for a text to score, a
+    Pair for a continuation to score after its context, a Text for a text to generate."""
     if request.request_type == "loglikelihood_rolling":
         return Document(request.args[0], from_nothing=True)
     # (context, continuation) or (context, settings of generation)
     context, argument = request.args[:2]
-    if benchmark.chat:
+    if benchmark.chat:  # the context is a conversation in JSON
         context = json.loads(context)
     if request.request_type != "generate_until":
         return Pair(context, argument)
