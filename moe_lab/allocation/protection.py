@@ -45,16 +45,19 @@ def with_protected(
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The facts of a model, with the super experts of each layer under the key `protected`.
+    """A copy of the facts of a model in which the facts of each MoE layer have the key `protected`:
+    ids of the super experts of the layer, which may be []. An unchanged copy if
+    settings["protect"] is None.
 
-    `model`: the facts (moe_lab/models/facts.py), which are copied. If settings["protect"] is None,
-    the copy gets no such keys. `settings`: a mapping that has the fields of AllocationConfig.
-    `statistics`: layer -> name -> sum. UserError when a layer has no output_abs_max.
+    `settings`: fields of AllocationConfig. `model`: facts (see moe_lab/models/facts.py).
+    `statistics`: layer -> name of a statistic -> array. UserError when a layer lacks the
+    statistic output_abs_max (E,).
     """
     if settings.get("protect") is None:
         return dict(model)
     evidence = {"statistics": statistics}
-    # protect_layers is a share of the depth; super experts are only in layers before `end`
+    # protect_layers is the share of all decoder layers, from the first on, in which an expert can
+    # be a super expert
     end = round(settings["protect_layers"] * model["decoder_layers"])
     protected = super_experts(
         {layer: measurement(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]},
@@ -68,9 +71,10 @@ def with_protected(
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """{"protected": {layer: ids of its protected experts}}, for the provenance of a plan. Layers
-    without protected experts are left out. The result is {} if no layer of `model`, the facts of a
-    model, has the key `protected`."""
+    """The entry of a plan's provenance that names the protected experts: {"protected": {layer: ids
+    of the protected experts}}. Layers without protected experts are left out. {} if the plan
+    protects no experts, that is, if no layer in `model` has the key `protected`. `model`: facts of
+    the model, see `with_protected`."""
     protected = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

@@ -48,14 +48,18 @@ LIMIT = 10_000
 
 
 def uniform_experts(problem: Experts) -> dict[int, int]:
-    """Layer -> number of experts to remove: the same share of each layer."""
+    """Layer -> number of experts to remove: the same share of the experts of each layer."""
     return same_share(problem.limits, problem.ratio)
 
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
-    """Layer -> number of experts to remove: int(n * ratio) of n experts, which is the papers' rule,
-    or the next smaller number that the limits of the layer allow. `layers`: layer -> limits.
-    RatioTooLarge or RatioTooSmall when the limits of a layer allow no such number."""
+    """Layer -> number of experts to remove. A layer of n experts loses int(n * ratio) experts, as
+    in the papers. If the layer must retain a multiple of some step, it loses the largest number up
+    to int(n * ratio) that leaves such a multiple.
+
+    `layers`: layer -> limits. RatioTooLarge when a layer would retain too few experts.
+    RatioTooSmall when a layer would retain more experts than it has.
+    """
     check_ratio(ratio)
     removed = {}
     for layer, limit in layers.items():
@@ -65,7 +69,7 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
                 f"retains {retained} of {limit.count} experts in layer {layer}, but its router "
                 f"(top_k={limit.top_k}) and allocation.protect need at least {limit.fewest}"
             )
-        if retained > limit.count:
+        if retained > limit.count:  # after rounding up to a multiple of `step`
             raise RatioTooSmall(
                 f"retains {limit.count - int(limit.count * ratio)} of {limit.count} experts in "
                 f"layer {layer}, and a multiple of {limit.step} is at most {limit.largest}"
@@ -75,8 +79,8 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,): int(I * (1 - ratio)) of I for
-    every expert. RatioTooLarge when this number is 0."""
+    """Layer -> number of channels that each expert retains (E,). Every expert retains int(I * (1 -
+    ratio)) of its I channels. RatioTooLarge when this number is 0."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
@@ -93,33 +97,36 @@ def uniform_channels(problem: Channels) -> Budgets:
 def u_shaped(
     problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1
 ) -> dict[int, Any]:
-    """Layer -> number of experts to remove, or of channels that each expert retains (E,). Each
-    layer retains in proportion to `u_shape`, with its `beta` and `floor`. If `beta` is above 0,
-    this is largest for the first and the last layer."""
+    """Layer -> number of experts to remove, or number of channels that each expert retains (E,).
+    The share that a layer retains is proportional to the layer's value of `u_shape`. If `beta` is
+    above 0, the first and the last layer retain the largest shares. beta, floor: see `u_shape`."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
 
 def loss_based(
     problem: Experts | Channels, *, layer_prior: LayerLoss = "loss", smoothing: Smoothing = "sqrt"
 ) -> dict[int, Any]:
-    """Layer -> number of experts to remove, or of channels that each expert retains (E,). Each
-    layer retains in proportion to its loss, the loss that `layer_prior` names in `layer_losses`,
-    smoothed by the function that `smoothing` names in `smooth`."""
+    """Layer -> number of experts to remove, or number of channels that each expert retains (E,).
+    The share that a layer retains is proportional to the smoothed loss of the layer. layer_prior:
+    name of the loss, see `layer_losses`. smoothing: name of the smoothing function, see
+    `smooth`."""
     losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
     return problem.in_proportion(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), by HEAPr-L. Every layer loses the
-    same share of its channels: those with the lowest scores among all experts of the layer."""
+    same share of its channels. The channels of all experts of a layer are ranked together, and the
+    channels with the lowest scores are removed."""
     return problem.in_proportion(numpy.ones(len(problem.scores)))
 
 
 def global_channels(problem: Channels) -> Budgets:
-    """Layer -> number of channels that each expert retains (E,), by HEAPr-G: one threshold for the
-    scores of all channels of the model. An expert may retain no channel."""
+    """Layer -> number of channels that each expert retains (E,), by HEAPr-G. The channels of all
+    layers are ranked together, and the channels with the lowest scores are removed. So an expert
+    may retain no channel."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
-    flags = flag_highest(pooled, problem.keep)
+    flags = flag_highest(pooled, problem.keep)  # 1 for a retained channel, 0 for a removed one
     parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
     budgets = {}
     for (layer, scores), part in zip(problem.scores.items(), parts, strict=True):
@@ -128,19 +135,20 @@ def global_channels(problem: Channels) -> Budgets:
 
 
 def global_experts(problem: Experts) -> dict[int, int]:
-    """Layer -> number of experts to remove, by one threshold over the experts of all layers
-    (EvoESAP, Fig. 1).
+    """Layer -> number of experts to remove. The experts of all layers are ranked together, and the
+    experts with the lowest scores are removed (EvoESAP, Fig. 1).
 
-    Experts are ranked by evidence["by"], the scores of another criterion. Without such scores they
-    are ranked by `scores`. If `multiple_of` or a group-limited router only lets a layer lose
-    several experts at once, such steps are ranked by their mean score. When the steps of layers
-    differ in size, the sum may be below the budget by less than the largest step.
+    The scores are evidence["by"], from another criterion. If there are none, they are the scores
+    of the problem. With `multiple_of` or a group-limited router, a layer can only lose several
+    experts at once, called a step. Then steps are ranked by the mean score of their experts. When
+    steps of different layers differ in size, the total may be below the budget, by less than the
+    largest step.
     """
     ranking_scores = problem.evidence.get("by", problem.scores)
-    # first what each layer must lose, so that a multiple of its step remains
+    # A layer must first lose enough experts to retain a multiple of its step.
     removed = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
     remaining = budget(problem.limits, problem.ratio) - sum(removed.values())
-    for _mean, layer, _number in sorted(_steps(problem, ranking_scores)):
+    for _mean, layer, _number in sorted(_removal_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
         if limit.step <= remaining and limit.count - removed[layer] - limit.step >= limit.smallest:
             removed[layer] += limit.step
@@ -148,41 +156,50 @@ def global_experts(problem: Experts) -> dict[int, int]:
     return removed
 
 
-def _steps(problem: Experts, ranking_scores: Mapping[int, Array]) -> list[tuple[float, int, int]]:
-    """(mean score, layer, number of the step in its layer) of every step of every layer. A step is
-    a set of experts that the layer can only lose together: equally many from each group of the
-    router. Steps are numbered by ascending score. Experts that the layer must lose, so that a
-    multiple of the step remains, belong to no step."""
+def _removal_steps(
+    problem: Experts, ranking_scores: Mapping[int, Array]
+) -> list[tuple[float, int, int]]:
+    """(mean score, layer, number of the step in the layer) of every removal step of every layer.
+
+    A removal step is a set of `limit.step` experts that a layer can only lose together. It has
+    equally many experts of each group of the router. The steps of a layer are numbered from 0, by
+    ascending score. Experts that the layer loses in any case, to retain a multiple of
+    `limit.step`, belong to no step.
+    """
     steps = []
     for layer, limit in problem.limits.items():
         scores = numpy.array(ranking_scores[layer], dtype=numpy.float64)
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
-        forced = (limit.count - limit.largest) // limit.n_group  # experts each group must lose
-        rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
-        means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))
+        # number of experts that each group loses in any case
+        forced = (limit.count - limit.largest) // limit.n_group
+        group_scores = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
+        # (groups, steps, experts that a group loses in a step) -> mean score of each step
+        by_step = group_scores.reshape(limit.n_group, -1, limit.step // limit.n_group)
+        means = by_step.mean(axis=(0, 2))
         steps += [(float(mean), layer, number) for number, mean in enumerate(means)]
     return steps
 
 
 def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Array:
-    """Relative share that each MoE layer retains (L,): max(floor, retained_share (1 + beta z)).
-    Here z is the standardised (x - 1/2)^2 at depth x = i / (L - 1), and L is `layers`, the number
-    of MoE layers. The shares are equal for L < 3, where (x - 1/2)^2 is the same in all layers."""
-    bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
-    deviation = bend.std()
-    standardised = (bend - bend.mean()) / deviation if deviation > 1e-12 else numpy.zeros(layers)
+    """Relative share that each of L MoE layers retains (L,): max(floor, retained_share (1 + beta
+    z)). Layer i = 0 ... L - 1 has the depth x = i / (L - 1), and z is (x - 1/2)^2, standardised
+    over the layers to mean 0 and standard deviation 1. For L < 3 all (x - 1/2)^2 are equal, and z
+    is 0. `layers`: L."""
+    curve = (numpy.linspace(0, 1, layers) - 0.5) ** 2
+    deviation = curve.std()
+    standardised = (curve - curve.mean()) / deviation if deviation > 1e-12 else numpy.zeros(layers)
     shares: Array = numpy.maximum(floor, retained_share * (1 + beta * standardised))
     return shares
 
 
 def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) -> Array:
     """The loss of each of `layers` (L,), >= 0. UserError when a loss is missing or negative, or all
-    losses are 0. `prior` names the loss; m is the routed output of the layer:
+    losses are 0. `prior` names the loss. With m the sum of the routed experts' outputs of the
+    layer for token t, and y the residual stream after the layer:
 
-    loss  sum_t ||m||^2 / (||y||^2 + eps), where y is the residual stream after the layer; equal to
-          MoE-Slimming's released code, up to a factor
-    nll   rise of the language model's loss when m is multiplied by 0.9 in that layer alone
-          (Appendix A.1); 0 if the loss falls
+    loss  sum over t of ||m||^2 / (||y||^2 + eps), up to a factor as in MoE-Slimming's released code
+    nll   rise of the language model's loss when m is multiplied by 0.9 in this layer alone
+          (MoE-Slimming, Appendix A.1); 0 if the loss falls
     """
     step, name = LAYER_LOSSES[prior]
     losses: Array = numpy.array(
@@ -198,21 +215,22 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
 
 
 def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name of the step that measures the layer losses which `parameters` choose, as a tuple of one
-    name."""
+    """Tuple of one name: the step that measures the layer losses. `parameters`: parameters of the
+    allocation, of which layer_prior names the loss."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
     return (step,)
 
 
 def smooth(values: Array, name: Smoothing) -> Array:
-    """Smoothed `values` >= 0, (n,): g(x) for x = values / mean(values). A result below 1e-6 of the
-    sum of all results is raised to that number, so that no result is zero. If all values are zero,
-    all results are 1. `name` chooses g; mean and std are those of x, std of the population:
+    """Smoothed `values` (n,), > 0: g(x), where x = values / mean(values). `values` (n,) are >= 0.
+    If all values are 0, all results are 1. Results below 1e-6 times the sum of g(x) are raised to
+    this bound, so that no result is 0. `name` chooses g, in which mean and std (of the population)
+    are those of x:
 
-    sqrt   x^(1/2), as in MoE-Slimming's paper; its code takes four roots, with clipping
+    sqrt   x^(1/2), as in MoE-Slimming's paper; the paper's code takes the root four times and clips
     log    ln(1 + 5x)
-    huber  x up to d = mean + std/2, above it d + (d (x - d))^(1/2)
-    clip   x within mean +- std/2
+    huber  x if x <= d, otherwise d + (d (x - d))^(1/2), where d = mean + std/2
+    clip   x clipped to [mean - std/2, mean + std/2]
     none   x
     """
     total = values.sum()
@@ -224,7 +242,7 @@ def smooth(values: Array, name: Smoothing) -> Array:
 
 
 def _huber(x: Array) -> Array:
-    """The function g called huber in `smooth`."""
+    """x (n,) where x <= d, otherwise d + sqrt(d (x - d)), where d = mean(x) + std(x) / 2."""
     delta = x.mean() + 0.5 * x.std()
     return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
 
@@ -245,14 +263,15 @@ def removals_within_limit(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> dict[int, int]:
-    """Layer -> number of experts that it loses, the same share in all layers. `layers`: layer ->
-    facts. UserError, with the nearest feasible ratio, if `ratio` is infeasible, or if a layer has
-    more than `limit` choices of the experts that it loses."""
+    """Layer -> number of experts to remove, the same share of each layer. `layers`: layer -> facts.
+    `limit`: the largest allowed number of ways to choose the removed experts of a layer.
+    `multiple_of`: each layer retains a multiple of this number. If `ratio` is infeasible, or a
+    layer has more choices than `limit`: UserError with the nearest feasible ratio."""
     layer_limits = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
-        """Layer -> number of experts to remove at `ratio`. RatioTooLarge if a layer has more than
-        `limit` choices."""
+        """Layer -> number of experts to remove at `ratio`. RatioTooLarge if more than `limit`
+        choices of the removed experts are possible in a layer."""
         removed = same_share(layer_limits, ratio)
         for layer, facts in layers.items():
             n_experts = facts["n_experts"]
@@ -272,15 +291,17 @@ def removals_within_limit(
 def count_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> int:
-    """Number of ways to remove `removed` of `n_experts` experts, equally many from each of
-    `n_group` groups of adjacent experts, and no expert in `protected`."""
-    return prod(
-        comb(len(group), removed // n_group) for group in _groups(n_experts, n_group, protected)
-    )
+    """Number of ways to choose `removed` of `n_experts` experts: equally many from each of
+    `n_group` groups of adjacent experts, and none that is `protected`."""
+    groups = _removable_by_group(n_experts, n_group, protected)
+    return prod(comb(len(group), removed // n_group) for group in groups)
 
 
-def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[list[int]]:
-    """For each group, the ids of its experts that are not `protected`."""
+def _removable_by_group(
+    n_experts: int, n_group: int, protected: Collection[int]
+) -> list[list[int]]:
+    """For each of `n_group` groups of adjacent experts, the ids of the experts in the group that
+    are not `protected`."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
     return [[expert for expert in group if expert not in protected] for group in groups]
@@ -289,9 +310,9 @@ def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[li
 def retained_subsets(
     n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
 ) -> list[tuple[int, ...]]:
-    """For each choice that `count_subsets` counts, the ids of the retained experts, ascending. The
-    first choice drops the lowest ids."""
-    groups = _groups(n_experts, n_group, protected)
+    """Ids of the retained experts, ascending, for each way to remove experts that `count_subsets`
+    counts. In the first entry, each group loses the experts with the lowest ids."""
+    groups = _removable_by_group(n_experts, n_group, protected)
     subsets = []
     for choice in product(*(combinations(group, removed // n_group) for group in groups)):
         dropped = set(chain.from_iterable(choice))
