@@ -31,10 +31,10 @@ from moe_lab.paths import local_path
 
 def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
     """(share of the tokens, settings) of each set of a mixture. A set without a seed gets the seed
-    of the mixture. If `settings` are no mixture, the only entry is (1, settings)."""
+    of the mixture. If `settings` are those of a single set, the only entry is (1, settings)."""
     entries = []
     for source in settings.sources:
-        if part := source.settings:
+        if part := source.settings:  # None only before the settings are composed
             seeded_part = replace(part, seed=settings.seed) if part.seed is None else part
             entries.append((source.share, seeded_part))
     return entries or [(1.0, settings)]
@@ -42,27 +42,29 @@ def shares_and_sets(settings: CalibrationConfig) -> list[tuple[float, Calibratio
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError when the first record of a set is a conversation that only a chat template
-    can turn into text, and the model has no chat template that reads all of it. Only models in
-    local folders are checked."""
+    can turn into text, and the model has no chat template, or a chat template that leaves out
+    content of the conversation. Only models in local folders are checked."""
     alternatives = ", or a set of plain texts, or of instructions and outputs"
     for _, part in shares_and_sets(settings):
         for document in first_record(part):
             if isinstance(document, Chat) and document.plain is None:
-                setting = f"calibration={settings.name}"
                 config_json.check_chat_template(
-                    model, setting, bool(document.arguments.get("tools")), alternatives
+                    model,
+                    f"calibration={settings.name}",
+                    bool(document.arguments.get("tools")),
+                    alternatives,
                 )
                 if (tokenizer := _local_tokenizer(model)) is not None:
-                    # Raises UserError for content that the template leaves out.
+                    # raises UserError for content that the template leaves out
                     document_text(document, tokenizer, part.special_tokens)
 
 
 def unread_keys(settings: CalibrationConfig, model: ModelConfig) -> list[str]:
-    """Keys of texts, in the first record of each set, that the model would not read (see
-    `unread_texts`); [] for a model that is not in a local folder."""
+    """Keys in the first record of each set whose values are texts that the model would not read
+    (see `unread_texts`), sorted. [] for a model that is not in a local folder."""
     sets = shares_and_sets(settings)
     documents = [document for _, part in sets for document in first_record(part)]
-    # A template only adds to what is read, so without such keys no tokenizer has to be loaded.
+    # If all texts are read even without a chat template, no tokenizer has to be loaded.
     if not any(unread_texts(document, None) for document in documents):
         return []
     tokenizer = _local_tokenizer(model)
@@ -82,12 +84,12 @@ def _local_tokenizer(model: ModelConfig) -> Any:
 
 
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a file of plain texts has too few tokens to fill the rows of
-    calibration.tokens.
+    """Raise UserError when a local file of plain texts has too few tokens to fill the rows that
+    calibration.tokens requires.
 
-    Tokens are counted by the model's tokenizer.json, until enough are counted. Nothing is checked
-    for models without a local tokenizer.json, for mixtures, for sources other than local files of
-    plain texts, and for files of more than 6 bytes per required token.
+    Documents are tokenised with the model's tokenizer.json, until the rows are full. Nothing is
+    checked if the model has no local tokenizer.json, if `settings` are a mixture, if the source is
+    not a local file of plain texts, or if the file has more than 6 bytes per required token.
     """
     file = None if settings.sources else locate(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
@@ -118,9 +120,9 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
 
 
 def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """(first row, row after the last row) of each part, where the rows are divided into
-    calibration.parts parts. [] if one pass reads all rows. A part consists of whole batches of a
-    single pass over all rows, so that each batch gives the same numbers as in that pass."""
+    """(start row, end row) of each of the calibration.parts parts of the rows. The end row is not
+    in the part. [] if calibration.parts is None or 1. Every part consists of whole batches. So the
+    batches, and what is computed from a batch, are the same as in a single pass over all rows."""
     if settings.parts in (None, 1):
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
@@ -131,8 +133,8 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed by which documents are shuffled; None for order=first, without shuffling. UserError
-    for order=random without a seed."""
+    """The seed by which documents are shuffled; None for order=first, which keeps the order of the
+    source. UserError for order=random without a seed."""
     if settings.order == "first":
         return None
     if settings.seed is None:
@@ -143,16 +145,19 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 
 class IdentifiedText(CalibrationConfig):
-    """A calibration set whose identity has everything that determines the documents and batches.
+    """A calibration set or mixture whose identity has everything that determines its documents and
+    batches: all settings that have an influence, with these changes.
 
-    The identity has the content of the path in place of the path, and the number of rows in place
-    of the number of tokens. The seed is part of it only if documents are shuffled. The identity of
-    a mixture has the shares and identities of its sets.
+    A hash of the file at `path` replaces `path`, and the number of rows replaces the number of
+    tokens. The seed is None if documents are not shuffled. A mixture has the shares and identities
+    of its sets.
     """
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """JSON-ready fields that identify the documents and batches."""
+        """JSON-ready fields that identify the documents and batches: name of a setting, or "rows"
+        -> value."""
+        # all settings with an influence, without sources and tokens
         fields = {**identity_fields(self, "sources", "tokens"), "rows": self.rows}
         if not self.sources:
             return {**fields, **_documents_identity(self)}
@@ -164,25 +169,26 @@ class IdentifiedText(CalibrationConfig):
 
 
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """The fields that identify the documents of one set, the documents' order, and how a document
-    is read from its record."""
+    """Fields that identify the documents of one set, their order, and how each is read: name of a
+    setting in OF_DOCUMENTS, or "seed" -> value. The value of "path" identifies the content of the
+    file or data set. "seed" is None if documents are not shuffled."""
     fields = {name: getattr(settings, name) for name in OF_DOCUMENTS}
     return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 
 
 def _content_identity(path: str) -> dict[str, Any]:
-    """Fields that identify the content of a path: for a file that is local or on the hub, its hash
-    and format; for a data set on the hub, the hashes of its files. If the hub cannot be reached,
-    the only field is {UNRESOLVED: path}."""
+    """Fields that identify the content at `path`. For a file, which is local or on the hub: its
+    "sha256" and "format". For a data set on the hub: "data", a digest of all its data files. If the
+    hub cannot be reached: {UNRESOLVED: path}."""
     if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
         name, file_name = hub_file(path)
-        hashes = {
+        fields = {
             "sha256": data_file(name, file_name),
             "format": file_format(path, Path(file_name)),
         }
     else:
-        hashes = {"data": data_files(path)}
-    # A hash is missing if the hub cannot be reached.
-    return hashes if all(hashes.values()) else {UNRESOLVED: path}
+        fields = {"data": data_files(path)}
+    # a hash is None if the hub cannot be reached
+    return fields if all(fields.values()) else {UNRESOLVED: path}

@@ -47,8 +47,8 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
     """Pack documents like the code of REAP and EvoESAP. A document that does not fit into the rest
     of a row is cut at the end of the row, and the remainder of the document is dropped.
 
-    If a document leaves room in its row, one `gap` token follows, unless `gap` is None. A last row
-    that the documents do not fill is dropped.
+    If a row is not full after a document, one `gap` token follows, unless `gap` is None. An
+    unfinished last row is dropped.
     """
     row: list[int] = []
     for document in documents:
@@ -62,7 +62,7 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
     """Join all documents, and cut the stream of tokens every `length` tokens. A `gap` token follows
-    each document, unless `gap` is None. Only the last tokens, which fill no row, are dropped."""
+    each document, unless `gap` is None. An unfinished last row is dropped, and nothing else."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -125,12 +125,13 @@ class Source:
 
 
 class PackedRows:
-    """Rows of a calibration set, or of a mixture of sets, as positions in one list of tokens.
+    """Rows of a calibration set, or of a mixture of sets. A row is a list of positions: indices in
+    `ids`, which has the token ids of all documents one after another, or GAP.
 
-    Unlike an id, a position still tells after packing which set a token is from, and whether the
-    token belongs to an answer. The next document always comes from the set that is furthest behind
-    its share of the tokens assigned so far; of several such sets, from the set that is listed
-    first. So the order of documents depends only on the settings and the tokenizer.
+    Rows have positions and not ids, because a position also leads to the token's set and mark. The
+    next document comes from the set with the fewest assigned tokens in proportion to its share. If
+    several sets have equally few, it comes from the set that is listed first. So the order of
+    documents depends only on the settings and the tokenizer.
     """
 
     def __init__(
@@ -140,13 +141,13 @@ class PackedRows:
         read: Callable[[CalibrationConfig], list[Document]],
         encode: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set.
+        """Read the documents, and pack them into rows.
 
-        read: function that returns the documents of a set; encode: function (document, whether to
-        add special tokens) that returns a document's token ids, and for each id a mark, a bool that
-        `batches` yields with it. UserError for rows longer than the model reads, for a source that
-        cannot be read or is too short, and if a set of a mixture misses its share by more than
-        TOLERANCE.
+        read: function settings of a set -> its documents. encode: function (document, whether to
+        add special tokens) -> (token ids, a mark for each id). A mark is any bool, such as whether
+        the token belongs to an answer; `batches` yields it with the id. UserError for rows longer
+        than the model reads, for a source that cannot be read or is too short, and for a mixture
+        whose shares of tokens differ from the settings by more than TOLERANCE.
         """
         # The model was not trained on positions beyond this length.
         if settings.length > tokenizer.model_max_length:
@@ -172,43 +173,43 @@ class PackedRows:
         self._check_shares()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the batches as (ids (B, S) int64, valid (B, S) bool, marks (B, S) bool). Invalid
-        positions have the filler id, and the mark False."""
+        """Yield the batches as (token ids (B, S) int64, valid (B, S) bool, marks (B, S) bool).
+        valid is False at gaps and padding, which have the filler id and the mark False. For the
+        meaning of marks, see `__init__`."""
         ids = torch.tensor(self.ids)
         marks = torch.tensor(self.marks)
         for start in range(0, len(self.rows), self.settings.batch_size):
             positions = torch.tensor(self.rows[start : start + self.settings.batch_size])
             valid = positions != GAP
-            # without a filler id all positions are valid, and the 0 is not used
+            # If filler_id is None, all positions are valid, and the 0 fills nothing.
             batch = ids[positions].masked_fill(~valid, self.filler_id or 0)
             yield batch, valid, marks[positions] & valid
 
     def _pack(self) -> list[list[int]]:
         """Pack documents into rows of positions. There are as many rows as the settings require, or
-        fewer if a set has no more documents when its turn comes."""
+        fewer if the next document must come from a set that has no more documents."""
         packing = PACKINGS[self.settings.packing]
         filler = None if self.filler_id is None else GAP
+        all_rows = packing(self._documents(), self.settings.length, filler)
         rows = []
-        for row in islice(
-            packing(self._documents(), self.settings.length, filler), self.settings.rows
-        ):
+        for row in islice(all_rows, self.settings.rows):
             rows.append(row)
             for position in row:
                 if position != GAP:
                     self._sources_of_positions[position].tokens_retained += 1
-            # Tokens that a row cuts off do not count for the share of their set. packing=chunk cuts
-            # none off: tokens beyond this row go into the next row, and remain assigned.
+            # Tokens that were cut off at the end of the row do not count for the share of their
+            # set. packing=chunk cuts no tokens off: they go into the next row, and remain assigned.
             if self.settings.packing != "chunk":
                 for source in self.sources:
                     source.tokens_assigned = source.tokens_retained
         return rows
 
     def _documents(self) -> Iterator[list[int]]:
-        """Yield the positions of the tokens of each document, in the order in which the documents
-        of all sets are packed. Ends when the set whose turn it is has no more documents."""
+        """For each document of all sets, in the order of packing, yield the positions of its
+        tokens. Ends when the next document must come from a set that has no more documents."""
         streams = {id(source): self._documents_of(source) for source in self.sources}
         while True:
-            # the set furthest behind its share
+            # the set with the fewest assigned tokens in proportion to its share
             source = min(self.sources, key=lambda source: source.tokens_assigned / source.share)
             positions = next(streams[id(source)], None)
             if positions is None:
@@ -218,11 +219,14 @@ class PackedRows:
             yield positions
 
     def _documents_of(self, source: Source) -> Iterator[list[int]]:
-        """Yield the positions of each document of one set. A document is tokenised when its turn
-        comes: its ids and marks are appended to `ids` and `marks`, and the counts of `source` are
-        updated. Documents without tokens are left out. With packing=chunk, documents of a mixture
-        are yielded in pieces of at most `length` positions, so that no set gets far ahead."""
-        is_in_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
+        """For each document of one set, yield the positions of its tokens. Documents without tokens
+        are left out. With packing=chunk, a document of a mixture is yielded in pieces of at most
+        `length` positions. So a long document does not take its set far beyond the set's share.
+
+        Tokenising a document, just before it is yielded, extends `ids`, `marks` and
+        `_sources_of_positions`, and updates the counts of `source`.
+        """
+        yields_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in source.documents:
             ids, marks = self._encode(document, source.settings.special_tokens)
             if not ids:
@@ -235,11 +239,11 @@ class PackedRows:
             source.tokens_used += len(ids)
             source.renderings.add(rendering(document, self.tokenizer))
             source.unread |= set(unread_texts(document, self.tokenizer))
-            step = self.settings.length if is_in_pieces else len(positions)
+            step = self.settings.length if yields_pieces else len(positions)
             yield from (positions[start : start + step] for start in range(0, len(positions), step))
 
     def _too_short_error(self) -> UserError:
-        """The error for a set whose documents do not fill all rows."""
+        """The error for a set that has too few documents to fill all rows."""
         settings = self.settings
         filled_rows = len(self.rows)
         source = self._exhausted_source
@@ -247,8 +251,10 @@ class PackedRows:
         hint = "expected a longer text"
         if filled_rows:
             hint = f"calibration.tokens={filled_rows * settings.length} would fit"
-        share_text = f", for its share of {source.share:g} of calibration={settings.name},"
-        name = f"{source.settings.name}{share_text}" if settings.sources else source.settings.path
+        name = source.settings.path
+        if settings.sources:
+            share = f"its share of {source.share:g} of calibration={settings.name}"
+            name = f"{source.settings.name}, for {share},"
         return UserError(
             f"calibration.path={name} is too short: its {source.tokens_used} tokens are read when "
             f"{filled_rows} of the {settings.rows} rows of calibration.length={settings.length} in "
@@ -256,8 +262,8 @@ class PackedRows:
         )
 
     def _check_shares(self) -> None:
-        """Raise UserError when the share of a set in the valid tokens differs by more than
-        TOLERANCE from its share in the settings."""
+        """Raise UserError when a set's share of the tokens in the rows differs by more than
+        TOLERANCE from the share in the settings."""
         total = sum(source.tokens_retained for source in self.sources)
         for source in self.sources:
             share = source.tokens_retained / total
@@ -270,12 +276,12 @@ class PackedRows:
 
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
-    """Read, order, tokenise and pack a calibration set or mixture; returns the batches with a
-    report. The same settings and tokenizer give the same tensors. For the errors, see
-    `PackedRows`."""
+    """The batches of a calibration set or mixture, with a report. The documents are read, ordered,
+    tokenised and packed. The same settings and tokenizer give the same tensors. Raises the errors
+    of `PackedRows`."""
 
     def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        """The document's token ids, and for each id the mark False, which is not used."""
+        """(token ids of the document, for each id the mark False, which has no meaning here)."""
         ids = tokenize(document, tokenizer, special_tokens)
         return ids, [False] * len(ids)
 
@@ -284,18 +290,19 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
 
 
 def _order_documents(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
-    """The documents in the order in which they are read: the order of the source, or a random order
-    drawn from the seed."""
+    """The documents in the order in which they are packed: the order of the source, or a random
+    order drawn from the seed."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
 def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
-    """The token id at invalid positions: at gaps or, with packing=none, at padding. None if rows
-    have no invalid positions. UserError for calibration.gap=eos without an end-of-text token."""
+    """The token id for positions without a token of a document: gaps between documents or, with
+    packing=none, padding. None if rows have neither gaps nor padding. UserError for
+    calibration.gap=eos if the tokenizer has no end-of-text token."""
     if settings.packing == "none" or settings.gap == "zero":
-        # gap=zero asks for the id 0. For padding on the right any id will do: causal attention
-        # hides padding from the tokens before it, and no statistic counts padding.
+        # gap=zero means the id 0. As padding, any id would do: padding is on the right, so causal
+        # attention hides it from all tokens, and no statistic counts it.
         return 0
     if settings.gap == "none":
         return None
@@ -307,21 +314,22 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """JSON-ready report on a packed set. It has the sources with digests, numbers of documents and
-    tokens, the ways in which documents were rendered, and the text of the first row as the model
-    reads it."""
+    """JSON-ready report on packed rows. It has the name and sha256 of each source, the numbers of
+    documents and tokens, the ways in which documents became text ("rendered"), the keys of texts
+    that the model does not read ("unread"), and the first row as text. "documents_used" were
+    tokenised; "tokens_cut" is the number of their tokens that are in no row."""
     settings = packed.settings
     sources = packed.sources
     digests = [_digest(source) for source in sources]
     tokens_by_source = {source.settings.name: source.tokens_retained for source in sources}
     total_tokens = sum(tokens_by_source.values())
-    composition = ", ".join(
+    composition = ", ".join(  # for a mixture: each set with its share of the tokens
         f"{name} {count / total_tokens:.1%}" for name, count in tokens_by_source.items()
     )
     first_row = packed.rows[0]
-    while first_row[-1] == GAP:
+    while first_row[-1] == GAP:  # padding, or a gap at the end
         first_row = first_row[:-1]
-    # the 0 is not used, because rows without a filler id have no GAP
+    # If filler_id is None, no position is GAP, and the 0 is not used.
     ids = [
         packed.filler_id or 0 if position == GAP else packed.ids[position] for position in first_row
     ]
@@ -355,7 +363,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
 
 
 def _digest(source: Source) -> str:
-    """sha256 of the source's local file or, for a set on the hub, over its documents."""
+    """sha256 of the local file of a source. For a source on the hub: sha256 of its documents."""
     if (file := locate(source.settings.path)) is not None:
         return sha256_of(file)
     digest = hashlib.sha256()
@@ -374,7 +382,8 @@ batch; answers is True at the tokens of answers."""
 def answer_batches(
     settings: CalibrationConfig, tokenizer: Any, *, header: bool = False
 ) -> list[AnswerBatch]:
-    """The batches of `batches(settings, tokenizer)`, with the tokens of answers marked.
+    """The batches of `batches(settings, tokenizer)` as (ids, valid, marks), where marks (B, S) bool
+    is True at the tokens of answers.
 
     An answer is the output, answer or completion of a record, or a turn of the assistant. A token
     belongs to an answer if it contains a character of the answer. The tokens themselves are marked,
@@ -382,10 +391,11 @@ def answer_batches(
 
     header: whether to mark also the text that the chat template writes around an answer (the name
     of the speaker and the end of the turn), as in the released code of EvoESAP. For a pair that is
-    read without a chat template, this text is the blank line before the answer.
+    read without a chat template, the blank line before the answer is marked.
 
-    Raises the errors of `batches`. UserError also for a set without answers, for rows that cut away
-    every answer, and for a tokenizer that does not tell the characters of a token.
+    Raises the errors of `batches`. UserError also for a set without answers, for rows that contain
+    no token of an answer, and for a tokenizer that does not say which characters a token stands
+    for.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -405,16 +415,17 @@ def answer_batches(
 def encode_with_answers(
     document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
 ) -> tuple[list[int], list[bool]]:
-    """The token ids that `tokenize` returns, and for each id whether it belongs to an answer.
-    header: see `answer_batches`."""
+    """(token ids of a document, for each id whether the token belongs to an answer). The ids are
+    those of `tokenize`. header: see `answer_batches`."""
     text, adds_special = document_text(document, tokenizer, special_tokens)
     encoding = tokenizer(
         text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
     )
     spans = list(_answer_spans(document, text, tokenizer, header))
+    # A token belongs to an answer if the two have a character in common.
     is_answer = [
-        any(max(first, start) < min(last, end) for start, end in spans)
-        for first, last in encoding["offset_mapping"]
+        any(max(token_start, start) < min(token_end, end) for start, end in spans)
+        for token_start, token_end in encoding["offset_mapping"]
     ]
     return encoding["input_ids"], is_answer
 
@@ -422,15 +433,15 @@ def encode_with_answers(
 def _answer_spans(
     document: Document, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each answer of a document: the indices in `text` of its first
-    character, and of the character after its last.
+    """Yield (start, end) of each answer of a document, such that the answer is text[start:end].
 
-    text: the document as the model reads it; header: see `answer_batches`.
+    text: the document as the model reads it. header: see `answer_batches`.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
     elif (plain := document.plain) and plain.answer is not None:
-        # `plain.answer` is the index at which the answer begins; the answer ends with the text.
+        # `plain.answer` is the index in `text` at which the answer begins. The answer extends to
+        # the end of the text.
         separator = BLANK_LINE if header and isinstance(document, Chat) else ""
         yield plain.answer - len(separator), len(text)
 
@@ -438,13 +449,14 @@ def _answer_spans(
 def _turn_spans(
     document: Chat, text: str, tokenizer: Any, header: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) in `text` of each answer, like `_answer_spans`, for a conversation that a
-    chat template rendered to `text`.
+    """Yield the spans of `_answer_spans`, for a conversation that a chat template rendered to
+    `text`.
 
-    To find the turn of a message, the template renders only the messages before it. The turn begins
-    where `text` first differs from that shorter text. So it does not matter what the template
-    writes after the last message. Without `header`, empty answers are left out; UserError for an
-    answer that the template rewrites, or that has more than its content, such as calls.
+    A turn begins where `text` first differs from the rendering of only the messages before the
+    turn. So it does not matter what the template writes at the end of a conversation. With
+    `header`, a span is a whole turn of the assistant. Without `header`, a span is the content of a
+    turn of the assistant, if the content is not empty. Then UserError for a content that the
+    template rewrites, and for a turn that has more than a content, such as tool calls.
     """
     turns = document.messages
     for number, message in enumerate(turns):
@@ -474,10 +486,10 @@ def _turn_spans(
 
 
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
-    """Length in characters of the longest common prefix of two texts: `text`, and the rendering of
-    only the first `count` messages of the document (empty for count=0)."""
+    """Number of characters before the first difference between `text` and the rendering of only the
+    first `count` messages of the document. The rendering is empty for count=0."""
     prefix_text = (
         from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
     )
-    is_equal = map(operator.eq, prefix_text, text)  # for each character
-    return sum(takewhile(bool, is_equal))  # number of characters before the first difference
+    matches = map(operator.eq, prefix_text, text)  # for each character, whether it is the same
+    return sum(takewhile(bool, matches))

@@ -45,7 +45,7 @@ class Text:
 
     @property
     def plain(self) -> Text:
-        """The text that a model without a chat template reads."""
+        """The text itself. (For a `Chat`, `plain` is the text for models without a template.)"""
         return self
 
 
@@ -75,8 +75,9 @@ def pair(
     arguments: Mapping[str, Any] | None = None,
     location: str = "calibration.path",
 ) -> Chat:
-    """A document with an instruction and its answer, the `output`: two messages for a chat
-    template, or two paragraphs of plain text. arguments, location: see `Chat`."""
+    """A document with an instruction and its answer, the `output`. A chat template gets both as
+    messages. A model without a chat template reads both as text, with a blank line between them.
+    arguments, location: see `Chat`."""
     prompt = instruction + BLANK_LINE
     messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
     # the answer begins at the index len(prompt)
@@ -95,13 +96,13 @@ def document(
     field: name of the field to read. None reads the first of these that the record has: `text`;
     `messages`; `instruction` and `output`, with the optional `input`; `question` and `answer`;
     `prompt` and `completion`; or `query`, `answers` and `tools`, a request and the calls that
-    answer it. A chat template may read further fields of a conversation's record. It would not read
-    further fields of a record with an instruction, question or prompt: UserError if they have
-    content that the document lacks.
+    answer it. Further fields of a conversation's record become arguments of the chat template.
+    UserError if further fields of a record with an instruction, question or prompt have content
+    that the document lacks, because nothing would read this content.
 
-    template: a text with names of fields in braces. The document is then this text with the fields
-    filled in, and `field` is not used. ignored: keys of the record and of its messages that are not
-    read. A key whose value is null counts as missing.
+    template: None, or a text with names of fields in braces. Then the document is this text, with
+    the values of the fields in place of their names, and `field` is not used. ignored: keys of the
+    record and of its messages that are not read. A key whose value is null counts as missing.
     """
     if not isinstance(record, Mapping):
         raise UserError(
@@ -112,7 +113,9 @@ def document(
         setting = "calibration.template"
         return Text(
             re.sub(
-                r"\{(\w+)\}", lambda match: _field(record, match[1], location, setting), template
+                r"\{(\w+)\}",
+                lambda match: _string_field(record, match[1], location, setting),
+                template,
             )
         )
     if field is not None:
@@ -121,25 +124,24 @@ def document(
 
 
 def _without_null(value: Any) -> Any:
-    """The JSON value without keys that have the value null. Arrow gives every object of a column
-    the keys of all objects in the column, with null for keys that the object lacks."""
+    """The JSON value without keys that have the value null, at all levels. Arrow adds such keys: it
+    gives every object of a column the keys of all objects in the column."""
     if isinstance(value, Mapping):
         return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_keys(record: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The record without these keys."""
+    """The record without the `keys`."""
     return {key: value for key, value in record.items() if key not in keys}
 
 
 def _from_standard_fields(
     record: Mapping[str, Any], location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in the first of the standard fields that the record has, see `document`.
-    location, ignored: see `document`. UserError for a record without standard fields, and for a
-    record with an instruction, question or prompt whose further fields have content that the
-    document lacks."""
+    """The document that `document` returns for field=None. location, ignored: see `document`.
+    UserError if the record has none of the standard fields, and if further fields of a record with
+    an instruction, question or prompt have content that the document lacks."""
     if "text" in record:
         return _from_field(record, "text", location, ignored)
     if "messages" in record:
@@ -147,21 +149,22 @@ def _from_standard_fields(
         return Chat(messages, _arguments(record, ["messages"], location), location=location)
     for task_key, answer_key in TASKS:
         if task_key in record and answer_key in record:
-            keys = [task_key, "input"] if record.get("input") else [task_key]
-            instruction = BLANK_LINE.join(_field(record, key, location) for key in keys)
-            answer = _field(record, answer_key, location)
+            task_keys = [task_key, "input"] if record.get("input") else [task_key]
+            instruction = BLANK_LINE.join(_string_field(record, key, location) for key in task_keys)
+            answer = _string_field(record, answer_key, location)
             arguments = _arguments(record, [task_key, "input", answer_key], location)
+            # TEMPLATE_ARGUMENTS are no content of the instruction; `render_whole` checks them
             other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
             _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
             return pair(instruction, answer, arguments, location)
     if "prompt" in record and "completion" in record:
-        prompt = _field(record, "prompt", location)
-        text = prompt + _field(record, "completion", location)
+        prompt = _string_field(record, "prompt", location)
+        text = prompt + _string_field(record, "completion", location)
         other_fields = _without_keys(record, ["prompt", "completion"])
         _check_unread(other_fields, text, f"{location} holds")
-        return Text(text, len(prompt), _other_texts(other_fields, text))
+        return Text(text, len(prompt), _keys_of_other_texts(other_fields, text))
     if all(name in record for name in ("query", "answers", "tools")):
-        request = {"role": "user", "content": _field(record, "query", location)}
+        request = {"role": "user", "content": _string_field(record, "query", location)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
         messages = (request, _message(calls, f"{location}, field answers", ()))
         return Chat(messages, _arguments(record, ["query", "answers"], location), location=location)
@@ -173,76 +176,81 @@ def _from_standard_fields(
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value of a record is content, which a model must read. Other values are metadata:
-    numbers, flags, empty values, and texts of one word in ASCII, such as ids."""
+    """Whether a value of a record is content, which a model must read. All other values are
+    metadata, which may be left out: numbers, flags, empty values, and ASCII texts without white
+    space, such as ids."""
     if isinstance(value, str):
         return not _ONE_WORD.fullmatch(value)
     return bool(value) and not isinstance(value, int | float)
 
 
-def _check_unread(fields: Mapping[str, Any], text: str, source: str) -> None:
-    """Raise UserError if `fields` have content that is not in `text`. The message begins with
-    `source`."""
+def _check_unread(fields: Mapping[str, Any], text: str, error_start: str) -> None:
+    """Raise UserError if `fields` have content that is not in `text`. The error message begins with
+    `error_start`, such as "calibration.path holds"."""
     for key, value in fields.items():
         is_in_text = isinstance(value, str) and not _missing_words([value], text)
         if is_content(value) and not is_in_text:
-            raise _unread_error(source, key, value)
+            raise _unread_error(error_start, key, value)
 
 
-def _other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """Keys of the `fields` whose values are texts with at least one word that `text` lacks."""
-    texts = {
-        key: value
+def _keys_of_other_texts(fields: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """Keys of the `fields` whose values are texts with words, of which `text` lacks at least
+    one."""
+    return tuple(
+        key
         for key, value in fields.items()
-        if isinstance(value, str) and re.search(r"\w", value)
-    }
-    return tuple(key for key, value in texts.items() if _missing_words([value], text))
+        if isinstance(value, str) and re.search(r"\w", value) and _missing_words([value], text)
+    )
 
 
-def _unread_error(source: str, key: str, value: Any) -> UserError:
-    """The error for content that would not be read; its message begins with `source`."""
+def _unread_error(error_start: str, key: str, value: Any) -> UserError:
+    """The error for a field `key` whose content, `value`, would not be read. The error message
+    begins with `error_start`."""
     return UserError(
-        f"{source} {key}={value!r:.60}, which is not read: expected a model whose chat template "
-        "reads it, or, for a calibration set, calibration.template with the fields to read, or "
-        f"calibration.ignored=[{key}]"
+        f"{error_start} {key}={value!r:.60}, which is not read: expected a model whose chat "
+        "template reads it, or, for a calibration set, calibration.template with the fields to "
+        f"read, or calibration.ignored=[{key}]"
     )
 
 
 def _from_field(
     record: Mapping[str, Any], field: str, location: str, ignored: Collection[str]
 ) -> Document:
-    """The document in one field, which holds a string, a list of chat messages, or the JSON text of
-    such a list. For messages, the tools and TEMPLATE_ARGUMENTS of the record are kept as well."""
+    """The document in one field, which holds a string, a list of chat messages, or a list of chat
+    messages as JSON text. For messages, the record's `tools` and TEMPLATE_ARGUMENTS become
+    arguments of the chat template."""
     value = record.get(field)
     is_json = isinstance(value, str) and _MESSAGES.match(value)
-    # any value of the field `messages` is decoded, so that the error for it asks for a list
+    # The field `messages` always counts as messages, so that the error for another value says that
+    # a list is expected.
     if is_json or isinstance(value, list) or (field == "messages" and field in record):
         messages = _messages(value, f"{location}, field {field}", ignored)
         fields = {key: record[key] for key in ("tools", TEMPLATE_ARGUMENTS) if key in record}
         return Chat(messages, _arguments(fields, [], location), location=location)
-    return Text(_field(record, field, location, "calibration.field"))
+    return Text(_string_field(record, field, location, "calibration.field"))
 
 
 def _messages(value: Any, location: str, ignored: Collection[str]) -> tuple[Mapping[str, Any], ...]:
-    """The messages in a list or in its JSON text, without `ignored` keys; see `_message`."""
+    """The chat messages in `value`, a list or the JSON text of a list. `_message` checks each
+    message and removes `ignored` keys."""
     return tuple(_message(entry, location, ignored) for entry in _decode(value, location, list))
 
 
 def _arguments(record: Mapping[str, Any], keys: Collection[str], location: str) -> dict[str, Any]:
-    """The fields of a record, except the `keys`, as arguments of a chat template. JSON texts of
-    tools and of TEMPLATE_ARGUMENTS are decoded."""
+    """Arguments of a chat template, name -> value: the fields of a record, except the `keys`. If
+    `tools` or TEMPLATE_ARGUMENTS hold JSON text, the text is decoded."""
     arguments = _without_keys(record, [*keys, "tools"])
     # An empty list of tools is left out, because some templates would write a heading for it.
     if tools := _tools(record.get("tools"), location):
         arguments["tools"] = tools
-    if inner := arguments.get(TEMPLATE_ARGUMENTS):
-        arguments[TEMPLATE_ARGUMENTS] = _decode(inner, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
+    if nested := arguments.get(TEMPLATE_ARGUMENTS):
+        arguments[TEMPLATE_ARGUMENTS] = _decode(nested, f"{location}: {TEMPLATE_ARGUMENTS}", dict)
     return arguments
 
 
-def _field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
+def _string_field(record: Mapping[str, Any], field: str, location: str, setting: str = "") -> str:
     """The string in a field of a record. UserError when the field is missing or holds no string.
-    For the message: location, the place of the record; setting, the setting that names the
+    location, setting: for the error message, where the record is, and which setting names the
     field."""
     if field not in record:
         nearest_name = nearest(field, record)
@@ -258,9 +266,9 @@ def _field(record: Mapping[str, Any], field: str, location: str, setting: str = 
 
 
 def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str, Any]:
-    """The chat message `entry` without `ignored` keys, and with calls in the form of `_tool_call`.
-    UserError for a message without a role, and for a message with neither content nor calls; it
-    begins with `location`."""
+    """The chat message `entry` without `ignored` keys. Each of its tool calls gets the form that
+    `_tool_call` returns. UserError for a message without a role, and for a message with neither
+    content nor tool calls. The error message begins with `location`."""
     error = UserError(
         f"{location}: expected messages with a role and a content that are strings, found "
         f"{entry!r:.80}"
@@ -269,7 +277,7 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
         raise error
     message = _without_keys(entry, ignored)
     if calls := _decode(message.pop("tool_calls", None) or [], f"{location}: tool_calls", list):
-        # a message with calls may have no content
+        # A message with calls may have no content, which then becomes "".
         message = {
             "content": "",
             **message,
@@ -281,9 +289,9 @@ def _message(entry: Any, location: str, ignored: Collection[str]) -> Mapping[str
 
 
 def _tool_call(call: Any, location: str) -> dict[str, Any]:
-    """A call of a function in the form of chat templates, with its arguments as an object.
-    UserError for a call without a name."""
-    # a data set may omit the outer object of that form, or have it already
+    """A call of a function in the form of chat templates: {"type": "function", "function": {"name",
+    "arguments"}}, where arguments are an object. `call` has this form, or is the inner object,
+    perhaps with type and id. Arguments may be JSON text. UserError for a call without a name."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(
@@ -294,14 +302,16 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
     )
     if "function" in call:
         return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+    # type and id belong to the outer object
     call_fields = {key: call[key] for key in ("type", "id") if key in call}
     function = {**_without_keys(call, call_fields), "arguments": arguments}
     return {"type": "function", **call_fields, "function": function}
 
 
 def _tools(value: Any, location: str) -> Tools:
-    """The functions in `value`, a list or its JSON text, in the form of chat templates. UserError
-    for a function without a name."""
+    """Functions that a model may call, in the form of chat templates (see `Tools`). `value`: a list
+    of functions in this form or without its outer object, or the JSON text of such a list.
+    UserError for a function without a name."""
     tools = []
     for tool in _decode(value or [], f"{location}: tools", list):
         entry = (
@@ -316,8 +326,9 @@ def _tools(value: Any, location: str) -> Tools:
 
 
 def _decode(value: Any, location: str, kind: type) -> Any:
-    """The list or object that `value` is, or that `value` holds as JSON text. kind: list or dict,
-    whichever is expected. UserError, which begins with `location`, for any other value."""
+    """`value`, decoded if it is JSON text. kind: the expected type of the result, list or dict.
+    UserError for a result of another type, and for damaged JSON. The error message begins with
+    `location`."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -352,7 +363,7 @@ def has_answer(document: Document) -> bool:
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
-    """Description of how `tokenize` turns this document into text, for the report."""
+    """Description of how `tokenize` turns the document into text, for the report on a set."""
     if isinstance(document, Text):
         return "as it stands"
     if not tokenizer.chat_template:
@@ -364,11 +375,11 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
-    """Keys of the record's other texts that a model does not read. Such a text has a word that the
-    document's text lacks, and the chat template does not read its key. (A text of more than one
-    word that is not read raises UserError elsewhere.)
+    """Keys of the record whose values are texts that the model does not read: the text has a word
+    that the document lacks, and the chat template does not read the key. All these texts are
+    single words, because longer texts that are not read raise UserError elsewhere.
 
-    tokenizer: the tokenizer with the chat template; None to assume that there is no template.
+    tokenizer: the tokenizer with the chat template. None means that there is no chat template.
     """
     if isinstance(document, Text):
         return document.unread
@@ -377,12 +388,13 @@ def unread_texts(document: Document, tokenizer: Any) -> tuple[str, ...]:
         from moe_lab.models.transformers_private import template_variables
 
         arguments = _without_keys(arguments, template_variables(_template(arguments, tokenizer)))
-    return _other_texts(arguments, " ".join(message["content"] for message in document.messages))
+    text = " ".join(message["content"] for message in document.messages)
+    return _keys_of_other_texts(arguments, text)
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
-    """Token ids of one document. special_tokens: whether the tokenizer adds special tokens to text
-    that no chat template wrote."""
+    """Token ids of one document. special_tokens: whether the tokenizer adds special tokens to a
+    text that was not written by a chat template."""
     text, adds_special = document_text(document, tokenizer, special_tokens)
     ids: list[int] = tokenizer(text, add_special_tokens=adds_special, verbose=False)["input_ids"]
     return ids
@@ -392,9 +404,9 @@ def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> t
     """(text of a document as the model reads it, whether the tokenizer must add special tokens).
     special_tokens: see `tokenize`.
 
-    Chat templates write special tokens themselves, and the tokenizer would repeat the first of
-    them. UserError when the chat template leaves out content of the document, or when there is no
-    chat template and the document needs one.
+    A chat template writes special tokens itself. If the tokenizer added special tokens, the first
+    special token would be there twice. UserError when the chat template leaves out content of the
+    document, or when the document needs a chat template and there is none.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         source = f"{document.location} holds conversations with"
@@ -414,10 +426,10 @@ def from_template(
     tokenizer: Any,
     **options: Any,
 ) -> str:
-    """Render messages with the tokenizer's chat template. The template gets the `options`, and
-    those `arguments` that are variables of the template; an option replaces an argument of the same
-    name. The template writes `_date` as today's date. UserError when the template raises an error
-    for these messages."""
+    """The text into which the tokenizer's chat template renders the messages. The template gets the
+    `options`, and the `arguments` that are variables of the template. An option replaces an
+    argument of the same name. Where the template writes today's date, it writes the date of
+    `_date`. UserError when the template raises an error."""
     from jinja2 import TemplateError
 
     from moe_lab.models.transformers_private import rendered_on, template_variables
@@ -433,8 +445,8 @@ def from_template(
                 list(messages), **{**values, **options, "tokenize": False}
             )
     except (TemplateError, TypeError) as error:
-        # TypeError comes from a template that appends the arguments of a call, an object, to a
-        # text.
+        # A template that appends the arguments of a call to a text raises TypeError, because the
+        # arguments are an object.
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"the model's chat template refuses messages with roles {roles}: {error}"
@@ -443,15 +455,16 @@ def from_template(
 
 
 def _date(tokenizer: Any) -> str:
-    """The date that a chat template writes as today's date: the tokenizer's date, if
-    `load_tokenizer` has set it, or else the default of `ModelConfig`."""
+    """The date, as ISO text, that chat templates write as today's date. It is the date that
+    `load_tokenizer` has set on the tokenizer, or else the default of ModelConfig.date."""
     date: str = getattr(tokenizer, "date", ModelConfig.date)
     return date
 
 
 def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> argument of a chat template: the fields of a record, and the arguments within its
-    field TEMPLATE_ARGUMENTS, which replace fields of the same name."""
+    """Name of a variable of chat templates -> value. The names are the `arguments`, without the
+    argument TEMPLATE_ARGUMENTS, and the keys of this argument, which replace arguments of the same
+    name."""
     return {
         **_without_keys(arguments, [TEMPLATE_ARGUMENTS]),
         **arguments.get(TEMPLATE_ARGUMENTS, {}),
@@ -459,8 +472,8 @@ def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(arguments: Mapping[str, Any], tokenizer: Any) -> str:
-    """The chat template that the tokenizer uses with these arguments. A tokenizer may have separate
-    templates with and without tools."""
+    """The text of the chat template that the tokenizer uses with the `arguments`. A tokenizer may
+    have one template for conversations with tools, and another for those without."""
     template: str = tokenizer.get_chat_template(
         tools=_flat_arguments(arguments).get("tools") or None
     )
@@ -474,14 +487,14 @@ def render_whole(
     source: str,
     **options: Any,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template, and check that the template reads
-    all of the conversation.
+    """The text into which the tokenizer's chat template renders a conversation. UserError if the
+    template does not read all of the conversation. The error message begins with `source`.
+    arguments, options: see `from_template`.
 
-    Templates ignore fields that they do not know, such as tools, documents or the role of a
-    message. Some templates omit the thoughts in earlier answers. UserError for texts with words
-    that the rendered text lacks, for TEMPLATE_ARGUMENTS that are no variables of the template, and
-    for a list or object if the template renders the same text without it. The message of the error
-    begins with `source`. arguments, options: see `from_template`.
+    Templates ignore fields that they do not know, such as tools or documents. Some templates omit
+    the thoughts in earlier answers. Three things are errors: a text with words that the rendered
+    text lacks; an argument in TEMPLATE_ARGUMENTS that is no variable of the template; a list or
+    object without which the template renders the same text.
     """
     from moe_lab.models.transformers_private import template_variables
 
@@ -494,18 +507,19 @@ def render_whole(
     texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
     _check_unread(texts, text, source)
     for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
-        # templates rewrite tools, for example as declarations of functions
+        # The words of tools are not checked, because templates rewrite tools, for example as
+        # declarations of functions.
         if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
             raise _unread_error(source, key, value)
         try:
-            other_text = from_template(
+            text_without_value = from_template(
                 remaining_messages, remaining_arguments, tokenizer, **options
             )
         except UserError:
             # A template that refuses the conversation without the value does read the value, for
             # example the calls of a message that has no other content.
             continue
-        if other_text == text:
+        if text_without_value == text:
             raise _unread_error(source, key, value)
     return text
 
@@ -513,8 +527,9 @@ def render_whole(
 def _omissions(
     messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """For each list or object that is not empty, among the arguments and the values of messages,
-    yield its key, its value, all messages without it, and all arguments without it."""
+    """For each non-empty list or object among the values of `arguments` and of messages, yield (its
+    key, the list or object, all messages without this key, all arguments without this key). The
+    key is removed where the list or object is, and nowhere else."""
     for key, value in arguments.items():
         if is_content(value) and not isinstance(value, str):
             yield key, value, messages, _without_keys(arguments, [key])
@@ -547,10 +562,10 @@ class _Content(NamedTuple):
     text: str
 
 
-def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> None:
-    """Raise UserError unless `text`, into which a chat template rendered the messages, has all
-    words of their contents, names, and other texts that are content (see `is_content`). The message
-    of the error begins with `source`."""
+def _check_words(messages: Sequence[Mapping[str, Any]], text: str, error_start: str) -> None:
+    """Raise UserError if `text`, into which a chat template rendered the messages, lacks a word of
+    a message: of its content, of its name, or of another text for which `is_content` is true. The
+    error message begins with `error_start`."""
     contents = [
         _Content(message["role"], key, value)
         for message in messages
@@ -558,20 +573,21 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, source: str) 
         if key == "content" or (isinstance(value, str) and (key == "name" or is_content(value)))
     ]
     missing_words = _missing_words([content.text for content in contents], text)
-    # First come contents that are not in `text` as they stand, since these most likely lack words.
+    # The error names the first content that has a missing word. Contents that are in `text` as they
+    # stand come last, because most likely the missing word is from another content.
     for role, key, value in sorted(contents, key=lambda content: content.text.strip() in text):
         for word in _words(value):
             if word in missing_words:
                 raise UserError(
-                    f"{source} role={role} {key}={value!r:.60}, of which the model's chat template "
-                    f"leaves out {word!r}: expected a set without it, or a model whose template "
-                    "reads it"
+                    f"{error_start} role={role} {key}={value!r:.60}, of which the model's chat "
+                    f"template leaves out {word!r}: expected a set without it, or a model whose "
+                    "template reads it"
                 )
 
 
 def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
-    """Word of the contents -> how many of its occurrences `text` lacks. Words of which `text` has
-    as many occurrences as the contents are left out."""
+    """Word -> how many more occurrences the word has in `contents` than in `text`. Words that have
+    no more occurrences in `contents` are left out."""
     end = 0
     for content in contents:
         start = text.find(content.strip(), end)
@@ -580,8 +596,9 @@ def _missing_words(contents: Sequence[str], text: str) -> Counter[str]:
         end = start + len(content.strip())
     else:
         return Counter()  # `text` has all contents, one after another
-    # A template may move a message, or write it as JSON. Then `text` has the words of the message,
-    # but not its text as it stands. Escapes such as \n in JSON would join with the word after them.
+    # A template may move a message, or write a message as JSON. Then `text` has the words of the
+    # message, but not the message as it stands. In JSON, an escape such as \n would count as a part
+    # of the word after the escape, so words are counted with and without escapes.
     return _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
 
 

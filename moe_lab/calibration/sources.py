@@ -44,15 +44,15 @@ path, one file of C4 with 0.3 GB is read in place of its split of 300 GB."""
 
 
 def read(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source that are not empty, in the order of the source; with
-    calibration.joined, one document with all of them. UserError when there are no such
-    documents."""
+    """All documents of the source that are not empty, in the order of the source. With
+    calibration.joined, the only document is the text of all documents. UserError when all documents
+    are empty."""
     file = locate(settings.path)
     if file is None and not is_hub_file(settings.path):
-        records_of_hub = (
+        hub_records = (  # pairs (location, record) of a data set on the hub
             (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
         )
-        documents = _documents(records_of_hub, settings)
+        documents = _documents(hub_records, settings)
     else:
         documents = _read_file(file or download_file(settings.path), settings)
     if settings.joined:
@@ -66,8 +66,8 @@ def read(settings: CalibrationConfig) -> list[Document]:
 
 
 def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
-    """Join all documents into one text, empty documents included. UserError for documents that are
-    not plain texts."""
+    """One plain text: all documents, also empty documents, with blank lines between them. UserError
+    if a document is not a plain text."""
     if not all(isinstance(document, Text) for document in documents):
         raise UserError(
             f"calibration.joined=true: {settings.path} holds more than plain texts: expected a "
@@ -79,7 +79,7 @@ def _join(documents: list[Document], settings: CalibrationConfig) -> Document:
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """All documents of the source, as in `read`. UserError if no document has an answer."""
+    """The documents that `read` returns. UserError if no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
         raise UserError(
@@ -96,11 +96,11 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 
 def locate(path: str) -> Path | None:
-    """The local file that `path` names; None if `path` names a data set on the hub or a file of
-    such a data set. UserError for a folder, an empty file, a format that is not read, and a missing
-    file. For a missing file, the message has the nearest name in its folder."""
+    """The local file that `path` names. None if `path` names a data set on the hub, or a file of a
+    data set on the hub. UserError for a folder, an empty file, a format that is not read, and a
+    missing file. For a missing file, the message suggests the most similar name in the folder."""
     if is_hub_file(path):
-        file_format(path, Path(path))  # only for its errors, as below
+        file_format(path, Path(path))  # raises UserError for a format that is not read
         return None
     file = local_path(path)
     if file.is_dir():
@@ -118,8 +118,8 @@ def locate(path: str) -> Path | None:
 
 
 def _may_be_hub_id(path: str) -> bool:
-    """Whether `path`, which is no local file, may be NAME or OWNER/NAME of a data set on the hub.
-    False for a path that looks like the mistyped path of a file."""
+    """Whether `path`, at which there is no local file, may be the id of a data set on the hub: NAME
+    or OWNER/NAME. False for a path that looks like the mistyped path of a local file."""
     parent = Path(path).parent
     is_in_folder = parent != Path(".") and parent.is_dir()
     looks_like_file = Path(path).suffix in TEXT_SUFFIXES + JSON_SUFFIXES + UNREADABLE_SUFFIXES
@@ -127,7 +127,8 @@ def _may_be_hub_id(path: str) -> bool:
 
 
 def _missing_error(path: str, file: Path) -> UserError:
-    """The error for a file that does not exist, with the nearest name in its folder."""
+    """The error for a file that does not exist. The message suggests the most similar file name in
+    the folder."""
     if not file.parent.is_dir():
         return UserError(
             f"calibration.path={path} does not exist: there is no folder {file.parent}"
@@ -142,9 +143,9 @@ def _missing_error(path: str, file: Path) -> UserError:
 
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """Format of a file by its suffix, ignoring .gz: "document" (the whole text is one document) or
-    "json" (each record has one document). UserError for any other suffix; its message has `path`,
-    the value of the `setting`."""
+    """Format of `file` by its suffix, ignoring .gz: "document" (the whole file is one document) or
+    "json" (each record is one document). UserError for any other suffix. setting, path: name and
+    value of the setting that names the file, for the error message."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "document"
@@ -164,8 +165,8 @@ def file_format(path: str, file: Path, setting: str = "calibration.path") -> str
 
 
 def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
-    """The documents of a local file. With calibration.joined, the lines of a text file are separate
-    documents, which the caller joins."""
+    """The documents of a local file. A text file is one document. But with calibration.joined, each
+    line of a text file is a document; the caller joins the lines with blank lines."""
     if file_format(str(file), file) == "json":
         return _documents(records(file, "calibration.path"), settings)
     text = text_of(file, "calibration.path").replace("\r\n", "\n")
@@ -173,7 +174,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
-    """The documents in records, which come as pairs (location, record)."""
+    """The document of each record. records: pairs (location, record)."""
     return [
         document(record, settings.field, location, settings.template, settings.ignored)
         for location, record in records
@@ -181,14 +182,14 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
 
 
 def lines(text: str) -> list[str]:
-    """Split a text into lines like the rows of WikiText on the hub: a blank line becomes "", and
-    any other line ends with a line end, the last one too."""
+    """The lines of a text, in the form that rows of WikiText have on the hub. A blank line is "".
+    Any other line, also the last line, ends with a line feed."""
     rows = text.removesuffix("\n").split("\n") if text else []
     return [f"{row}\n" if row.strip() else "" for row in rows]
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """A list with the document in the first record of a local JSON file; [] for other sources.
+    """A list with one document, from the first record of a local JSON file. [] for other sources.
     UserError for a local file that is not UTF-8 text."""
     file = locate(settings.path)
     if file is None:
