@@ -43,8 +43,9 @@ class Refused(RuntimeError):
 
 
 class Child(AbstractContextManager["Child"]):
-    """A process that runs `serve`, in a session of its own. Its standard error is a temporary log.
-    `environment`, `folder` (the current folder of the process) and `umask`: as in Popen."""
+    """A child process that runs `serve`, which calls methods of an object, the worker. The child
+    has a session of its own, and writes its standard error to a temporary file, the log.
+    `environment`, `folder` (the current folder of the child) and `umask`: as in Popen."""
 
     def __init__(
         self,
@@ -67,30 +68,30 @@ class Child(AbstractContextManager["Child"]):
             umask=umask,
         )
         self._log_content = b""
-        """Content of the log when it was last read, for reading after `close`."""
+        """Content of the log when the log was last read. After `close` there is only this copy."""
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Lines of replies; "" after the process has closed its output."""
+        """Replies of the child, one line each; "" after the child has closed its output."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
-        """The result of the worker's method `method`, which is not a generator. Arguments and
-        errors are those of `replies`."""
+        """Call the worker's method `method`, which must not be a generator, and return the result.
+        The arguments and errors are those of `replies`."""
         return next(self.replies(method, seconds, **arguments))["done"]
 
     def replies(
         self, method: str, seconds: float | None = None, **arguments: Any
     ) -> Iterator[dict[str, Any]]:
-        """The replies to a request, which calls the worker's method `method` with `arguments`. The
-        last reply has the key `done`; each other reply has an item of a generator. `seconds`: time
-        limit for each reply; None: no limit.
+        """Call the worker's method `method` with `arguments`, and yield the child's replies. If the
+        method is a generator, there is a reply {"item": value} for each value. The last reply is
+        {"done": result}. `seconds`: time limit for each reply; None: no limit.
 
-        Raises Refused if the reply is an error, Ended if the process has ended, and TimeoutError if
-        a reply takes too long. After Ended and TimeoutError the process does not run any more. If
-        the caller does not take the last reply, the process is ended, too, because the next request
-        would get the remaining replies.
+        Raises Refused if the method fails, Ended if the child has ended, and TimeoutError if a
+        reply takes too long. After Ended and TimeoutError the child does not run any more. The
+        child is also ended if the caller stops before the last reply, because the remaining replies
+        would be taken for those to the next request.
         """
         assert self.process.stdin is not None
         is_finished = False
@@ -107,7 +108,7 @@ class Child(AbstractContextManager["Child"]):
                         f"no reply within {seconds:g} s: {_last_line(self.log())}"
                     ) from None
                 if not line:
-                    self._replies.put("")  # for the next request
+                    self._replies.put("")  # the next request must raise Ended, too
                     code = self.process.wait()
                     reason = (
                         f"killed by {signal.Signals(-code).name}"
@@ -125,8 +126,8 @@ class Child(AbstractContextManager["Child"]):
                 self.close()
 
     def log(self) -> str:
-        """Text that the process has printed so far."""
-        # pread, because seek would move the position at which the process writes
+        """Text that the child has printed so far, without its replies."""
+        # pread, because seek would move the position at which the child writes
         if not self._log.closed:
             self._log_content = os.pread(
                 self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0
@@ -134,14 +135,14 @@ class Child(AbstractContextManager["Child"]):
         return self._log_content.decode(errors="replace")
 
     def close(self) -> None:
-        """Let the process end by itself within GRACE seconds. Then kill its process group, which
-        has the process and the processes that it has started."""
+        """Close the child's standard input, and wait up to GRACE seconds for the child to end. Then
+        kill what is left of its process group: the child, and processes that the child started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
-        # either error means that no process of the group is left
+        # one of these errors is raised if no process of the group is left
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -149,37 +150,40 @@ class Child(AbstractContextManager["Child"]):
         self._log.close()
 
     def _listen(self) -> None:
-        """Put the lines of the replies into the queue, and "" after the last line."""
+        """Put each line of the child's output into the queue, and "" after the last line."""
         assert self.process.stdout is not None
-        with self.process.stdout as replies:
-            for line in replies:
+        with self.process.stdout as output:
+            for line in output:
                 self._replies.put(line)
         self._replies.put("")
 
 
 def _last_line(log: str) -> str:
-    """The last line of a log that is not blank, or a text for messages about a log without one."""
+    """The last non-blank line of a log, for error messages. For a log without such a line, a text
+    that says so."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing in its log"
 
 
 def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
-    """Answer the requests on standard input with methods of `worker`. At the end of standard input,
-    call `at_end`, and then kill this process and its process group.
+    """Answer requests on standard input, which are JSON lines [method of `worker`, arguments], by
+    JSON lines on standard output. At the end of standard input, call `at_end`, and then kill this
+    process and its process group.
 
-    If a method is a generator, each value that the generator yields is an item. Text that is
-    printed to standard output goes to standard error.
+    The reply is {"done": result of the method}, or {"error": message, "kind": class of the error}.
+    If the method is a generator, replies {"item": value} come before {"done": null}. Everything
+    that a method prints goes to standard error.
     """
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # replies go to the original output, and everything that is printed to standard error
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # only replies may be written to the original standard output: prints go to standard error
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 
     def reply(**content: Any) -> None:
         """Write one line to the original standard output."""
-        replies.write(json.dumps(content) + "\n")
-        replies.flush()
+        output.write(json.dumps(content) + "\n")
+        output.flush()
 
     threading.Thread(target=_receive, args=(requests, at_end), daemon=True).start()
     while True:
@@ -192,13 +196,13 @@ def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
                 result = None
             reply(done=result)
         except Exception as error:  # noqa: BLE001 - the parent process reports the error
-            sys.excepthook(*sys.exc_info())
+            sys.excepthook(*sys.exc_info())  # prints the stack trace to standard error
             reply(error=_sentence(error), kind=type(error).__name__)
 
 
 def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> None:
-    """Put the requests on standard input into a queue. At the end of standard input, call `at_end`,
-    and then kill this process and its process group."""
+    """Put each request [method, arguments] on standard input into the queue `requests`. At the end
+    of standard input, call `at_end`, and then kill this process and its process group."""
     # not sys.stdin: a thread that waits for it holds a lock, which would block forked processes
     with os.fdopen(os.dup(0), encoding="utf-8") as lines:
         for line in lines:
@@ -208,12 +212,12 @@ def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> 
 
 
 def _sentence(error: Exception) -> str:
-    """The message of an error on one line. For a ValidationError of pydantic, the messages of all
-    mistakes."""
-    reasons = [str(error)]
+    """The message of an error, on one line. For a ValidationError of pydantic, the line has the
+    messages of all mistakes. For an error without a message, it is the name of the class."""
+    messages = [str(error)]
     if hasattr(error, "errors"):
-        reasons = [part["msg"] for part in error.errors()]
-    return " ".join("; ".join(reasons).split()) or type(error).__name__
+        messages = [mistake["msg"] for mistake in error.errors()]
+    return " ".join("; ".join(messages).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

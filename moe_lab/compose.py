@@ -58,19 +58,20 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def multirun(texts: Sequence[str]) -> Iterator[None]:
-    """A context in which hydra.main can compose conf/config.yaml with overrides. `texts`: words of
-    a command line. Raises SettingsError for secrets in the overrides, which Hydra would write into
-    the store."""
+    """A context in which hydra.main can compose conf/config.yaml. `texts`: the arguments of a
+    command line, overrides and options. Raises SettingsError for overrides whose values may not be
+    stored, such as secrets, because Hydra writes the overrides into the store."""
     from moe_lab.config.table import basic_lines
 
     parsed = overrides.parse(text for text in texts if "=" in text and not text.startswith("-"))
     with Mistakes() as mistakes:
         for _, override in parsed:
-            # glob(...) has a pattern of names of files, and no values
+            # glob(...) has a pattern of file names in place of values
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
             for value in overrides.values(override):
                 mistakes += storage_problems(value, override.key_or_group)
+    # for ${sweeps:...} and ${basic_settings:} in conf/config.yaml
     OmegaConf.register_new_resolver("sweeps", _sweeps_folder)
     OmegaConf.register_new_resolver("basic_settings", basic_lines)
     try:
@@ -87,8 +88,8 @@ _temporary_folder = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_")
 
 
 def _sweeps_folder(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: hydra/ in the store. For a dry run, and without a
-    store, it is a temporary folder."""
+    """Folder in which Hydra records a multirun: hydra/ in the store, or a temporary folder for a
+    dry run or without a store."""
     if dry_run or not store:
         return _temporary_folder().name
     return f"{store_folder(store)}/hydra"
@@ -96,11 +97,12 @@ def _sweeps_folder(store: str, dry_run: bool) -> str:
 
 @contextmanager
 def _config_store() -> Iterator[None]:
-    """A context in which Hydra's ConfigStore has the choices of `register_choices`. At the end, the
-    ConfigStore is restored."""
+    """A context in which Hydra's ConfigStore has the registered criteria and allocations as
+    choices. At the end, the ConfigStore is as it was before."""
     repo = ConfigStore.instance().repo
     saved_choices = {group: dict(repo[group]) for group in REGISTRIES if group in repo}
-    # Hydra spends most of its time on copies of all registered choices, one for each group
+    # Hydra copies the ConfigStore for each group, which takes most of Hydra's time. A copy of the
+    # store is therefore the store itself in this context.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     try:
         register_choices(())
@@ -129,42 +131,46 @@ def register_choices(modules: Sequence[str]) -> None:
 
 
 class Groups:
-    """Access to the configuration groups through Hydra, which composes each choice once.
-    `searchpath`: further folders with files of groups, from hydra.searchpath."""
+    """The configuration groups and their choices, composed by Hydra and cached. `searchpath`: value
+    of hydra.searchpath, folders with files of groups besides conf/."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
-        # as overrides for Hydra
+        # the search path as an override for Hydra
         self._searchpath = (
             [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
         )
         self._names: dict[str, list[str]] = {}
         """Group -> names of its choices."""
         self._contents: dict[Choice, dict[str, Any]] = {}
-        """Choice -> content, of the choices that were composed."""
+        """(group, name of a choice) -> settings, for the choices that were composed so far."""
 
     def names(self, group: str) -> list[str]:
-        """Names of the choices of a group; choices in subgroups have names of the form
+        """Sorted names of the choices of a group. Choices of its subgroups have names of the form
         SUBGROUP/NAME. [] if there is no such group."""
         if group not in self._names:
-            options = GlobalHydra.instance().config_loader().get_group_options
-            folders = options(group, ObjectType.GROUP, overrides=self._searchpath)
+            list_names = GlobalHydra.instance().config_loader().get_group_options
+            subgroups = list_names(group, ObjectType.GROUP, overrides=self._searchpath)
             nested = [
-                f"{folder}/{name}" for folder in folders for name in self.names(f"{group}/{folder}")
+                f"{subgroup}/{name}"
+                for subgroup in subgroups
+                for name in self.names(f"{group}/{subgroup}")
             ]
             self._names[group] = sorted(
-                [*options(group, ObjectType.CONFIG, overrides=self._searchpath), *nested]
+                [*list_names(group, ObjectType.CONFIG, overrides=self._searchpath), *nested]
             )
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """Choice -> content. All new choices are composed in one call of Hydra, because a call
-        takes 50 ms for one choice as well as for fifty. Raises SettingsError with a sentence for
-        each choice that cannot be composed, or that sets a key outside its group."""
+        """(group, name of a choice) -> settings, for `choices`. All new choices are composed in one
+        call of Hydra, because a call takes 50 ms for one choice as well as for fifty. Raises
+        SettingsError with a sentence for each choice that cannot be composed, or that sets a key
+        outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
         try:
             self._compose(new_choices)
-        except UserError:  # the call for all choices may not name the choice that is the cause
+        except UserError:
+            # The message may name the wrong choice. Calls with one choice each name the right one.
             with Mistakes() as mistakes:
                 for choice in new_choices:
                     with mistakes.caught():
@@ -172,10 +178,12 @@ class Groups:
         return {choice: self._contents[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose `choices` in one call of Hydra, each under a key of its own, and store their
-        contents. A UserError names the first choice, which need not be the cause."""
+        """Compose `choices` in one call of Hydra, and store the content of each in `_contents`.
+        UserError if a choice cannot be composed or sets a key outside its group. The message names
+        the first of `choices`, even if another one is to blame."""
         if not choices:
             return
+        # +GROUP@KEY=NAME puts the content of a choice under a key that no other choice uses
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
         keyed_overrides = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
@@ -194,8 +202,8 @@ class Groups:
 
 
 def _plain_content(config: DictConfig) -> dict[str, Any]:
-    """A configuration as plain dictionaries, without Hydra's settings and without missing values
-    (???). Interpolations are not resolved."""
+    """A composed configuration as plain dictionaries. Hydra's own settings and missing values (???)
+    are left out. Interpolations are not resolved."""
 
     def without_missing(content: Any) -> Any:
         """The content without keys whose value is missing, at all levels."""
@@ -208,28 +216,32 @@ def _plain_content(config: DictConfig) -> dict[str, Any]:
 
 
 def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
-    """(settings, cells with their benchmarks) of the study that a command line describes. `texts`:
-    overrides. `config_name`: the file to which they are applied. Must be called within a
-    `hydra_context`. SettingsError with all mistakes in overrides and settings. If these have no
-    mistakes, SettingsError with all mistakes in cells."""
+    """The study that a command line describes: (settings, cells with their benchmarks). `texts`:
+    overrides. `config_name`: name of the file in conf/ to which the overrides are applied. Must be
+    called within a `hydra_context`.
+
+    SettingsError with all mistakes in overrides and settings. Cells are checked only if there are
+    no such mistakes, and then SettingsError has all mistakes in cells.
+    """
     with Mistakes() as mistakes:
         parsed = overrides.parse(texts)
         with mistakes.caught():
             register_choices(overrides.list_of_texts("plugins", parsed))
-        # the search path of the command line alone: overrides determine what is composed
+        # `add_to_draft` comes before the composition, so only the search path of the command line
+        # is known
         groups = Groups(overrides.list_of_texts("hydra.searchpath", parsed))
         draft = grid.Draft()
         hydra_texts: list[str] = []
         for text, override in parsed:
             with mistakes.caught():
                 hydra_texts += overrides.add_to_draft(text, override, groups, draft)
-        document, draft.file_names, searchpath = _compose_study(hydra_texts, config_name)
-        # now also with the search path that composed files set
+        settings, draft.file_names, searchpath = _compose_study(hydra_texts, config_name)
+        # the composed files may have added folders to the search path
         groups = Groups(searchpath)
-        draft.lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
-        draft.composed = {axis: document.pop(axis, None) for axis in grid.AXES}
+        draft.lists = [settings.pop("grid", None) or {}, *(settings.pop("more", None) or [])]
+        draft.composed = {axis: settings.pop(axis, None) for axis in grid.AXES}
         with mistakes.caught():
-            config: Config = valid(Config, document, "")
+            config: Config = valid(Config, settings, "")
             register_choices(config.plugins)
         with mistakes.caught():
             points = grid.points(draft, groups)
@@ -239,8 +251,8 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
 def _compose_study(
     texts: Sequence[str], config_name: str
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """What Hydra composes from the file `config_name` with the overrides `texts`: (plain settings,
-    group -> name of the chosen file, folders of hydra.searchpath)."""
+    """Compose the file `config_name` with the overrides `texts`. Returns (settings as plain
+    dictionaries, group -> name of the chosen file, folders of hydra.searchpath)."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
@@ -250,26 +262,24 @@ def _compose_study(
 
 
 def explain(error: BaseException) -> str:
-    """An error of Hydra or OmegaConf as one sentence. For a choice that does not exist, it has the
-    nearest valid choice."""
-    if (
-        isinstance(error, MissingConfigException)
-        and error.missing_cfg_file
-        and error.options is not None
-    ):
+    """An error of Hydra or OmegaConf as one sentence. For an unknown choice, the sentence has the
+    nearest known choice."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        # Hydra gives a list of options for a file of a group, and None for --config-name
+        if error.options is None:
+            return (
+                f"--config-name={error.missing_cfg_file}: there is no such file, in conf/ or in "
+                "--config-dir"
+            )
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return str(unknown(group.lstrip("/") or "config", name, error.options))
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return (
-            f"--config-name={error.missing_cfg_file}: there is no such file, in conf/ or in "
-            "--config-dir"
-        )
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError when Hydra's sweeper is not `basic`, so that it needs a number from each job,
-    and `objective` is not set. `choices`: group of Hydra -> name of the chosen file."""
+    """Raise UserError for a sweeper of Hydra that needs a number from each job if `objective`, the
+    setting that names this number, is not set. All sweepers except `basic` need one. `choices`:
+    group of Hydra -> name of the chosen file."""
     sweeper = choices.get("hydra/sweeper", "basic")
     if sweeper != "basic" and not config.objective:
         raise UserError(

@@ -201,14 +201,14 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
 
 
 def whole_text(file: Path, setting: str) -> str:
-    """Read a file as one text. A text file is read as it is; the documents of a JSON file are
-    joined by blank lines. `setting`: name of the setting that names the file. UserError for
-    conversations, which only a model's chat template can turn into text, and for files that
-    `text_of` cannot read."""
+    """Read a file as one text. For a text file, this is the content with Unix line ends. For a JSON
+    file, it is the texts of all records, joined by blank lines. `setting`: name of the setting that
+    names the file, for error messages. UserError for a conversation that only a chat template can
+    turn into text, and for a file that cannot be read."""
     if file_format(str(file), file, setting) == "document":
         return text_of(file, setting).replace("\r\n", "\n")
     texts = [document(record, None, location).plain for location, record in records(file, setting)]
-    if None in texts:  # for a conversation
+    if None in texts:  # `plain` is None for a conversation that only a chat template can format
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"
         )
@@ -216,8 +216,9 @@ def whole_text(file: Path, setting: str) -> str:
 
 
 def text_of(file: Path, setting: str) -> str:
-    """Read a UTF-8 text file, which may be gzipped. UserError for any other file, with the line
-    that is not text. setting: name of the setting that names the file."""
+    """The content of a UTF-8 text file, which may be gzipped. `setting`: name of the setting that
+    names the file, for error messages. UserError for a file that cannot be read or is not UTF-8;
+    the message has the line and the byte where this was noticed."""
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -226,7 +227,8 @@ def text_of(file: Path, setting: str) -> str:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
     try:
         text = raw.decode("utf-8-sig")
-        position = raw.find(0)  # no text in UTF-8 has this byte; UTF-16 and binary formats do
+        # A zero byte is a sign of UTF-16 or of a binary format. find returns -1 if there is none.
+        position = raw.find(0)
     except UnicodeDecodeError as error:
         position = error.start
     if position >= 0:
@@ -239,10 +241,12 @@ def text_of(file: Path, setting: str) -> str:
 
 
 def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
-    """Yield (location, record) for each record of a file with a JSON list or JSON lines. UserError
-    for any other file, with the damaged line. setting: name of the setting that names the file."""
+    """Yield (location, record) for each record of a file with a JSON list or JSON lines. The
+    location, for error messages, is "FILE record NUMBER" in a list and "FILE line NUMBER"
+    otherwise. `setting`: see `text_of`. UserError, with the number of the line, for damaged
+    JSON."""
     text = text_of(file, setting)
-    number = 1
+    start_line = 1
     try:
         if text.lstrip().startswith("["):
             yield from (
@@ -252,13 +256,13 @@ def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
             return
         # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may
         # hold unescaped.
-        for number, line in enumerate(text.split("\n"), start=1):
+        for start_line, line in enumerate(text.split("\n"), start=1):
             if line.strip():
-                yield f"{file} line {number}", json.loads(line)
+                yield f"{file} line {start_line}", json.loads(line)
     except (ValueError, RecursionError) as error:
         # The JSON is damaged, or has a number of too many digits or too many nested brackets.
-        # lineno counts from 1 within the text that was decoded: one line, or a list from line 1 on
-        line_of_error = number + getattr(error, "lineno", 1) - 1
+        # json.loads was called with the text from `start_line` on, and counts lineno from 1 there.
+        line_of_error = start_line + getattr(error, "lineno", 1) - 1
         raise UserError(
             f"{file} line {line_of_error} is damaged JSON: {getattr(error, 'msg', error)}"
         ) from None
@@ -281,8 +285,8 @@ def hub_file(path: str) -> tuple[str, str]:
 
 
 def download_file(path: str) -> Path:
-    """The local copy of hf://datasets/OWNER/NAME/FILE, which is downloaded if there is none yet.
-    UserError when it cannot be downloaded."""
+    """Download the file hf://datasets/OWNER/NAME/FILE, unless there is a local copy already.
+    Returns the path of the local copy. UserError when the file cannot be downloaded."""
     from huggingface_hub import hf_hub_download
 
     name, file = hub_file(path)
@@ -293,19 +297,19 @@ def download_file(path: str) -> Path:
 
 
 def download(settings: CalibrationConfig) -> None:
-    """Download a source that is on the hub, if there is no local copy yet. UserError when it cannot
-    be downloaded."""
+    """Download the file or data set at `settings.path` if it is on the hub and there is no local
+    copy yet. UserError when the download fails."""
     if locate(settings.path) is not None:
         return
     if is_hub_file(settings.path):
         download_file(settings.path)
     else:
-        next(hub_rows(settings), None)  # reads the first row
+        next(hub_rows(settings), None)  # the generator downloads before it yields the first row
 
 
 def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
-    """Yield (number of the row, from 1; record) for each row of the source's split on the hub.
-    UserError when the split cannot be downloaded."""
+    """Yield (row number, counted from 1; record) for each row of the split `settings.split` of a
+    data set on the hub. UserError when the split cannot be downloaded."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -317,7 +321,8 @@ def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[int, Any]]:
 
 
 def _unreachable_error(path: str, error: Exception) -> UserError:
-    """The error for a source that is no local file and could not be downloaded."""
+    """The error for a source that is no local file and could not be downloaded. `error`: the
+    exception of the download."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     return UserError(
         f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "

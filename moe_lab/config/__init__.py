@@ -84,16 +84,17 @@ OWNED = {
 
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of sbatch in `options`, with hyphens instead of underscores in their names.
-    ValueError for an option in OWNED, and for an abbreviation of such an option."""
+    """The given options of sbatch (name -> value), with hyphens instead of underscores in their
+    names. ValueError for an option that moe_lab sets itself (OWNED), in full or abbreviated."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
+    # sbatch accepts abbreviations, but gpus is an option itself and no abbreviation of
+    # gpus-per-node
     for name in options.keys() - {"gpus"}:
-        # sbatch accepts abbreviated names; gpus is a name of its own, not short for gpus-per-node
         owned = next((option for option in OWNED if option.startswith(name)), None)
         if owned is not None:
-            option = name if name == owned else f"{name}, short for {owned},"
+            subject = name if name == owned else f"{name}, short for {owned},"
             raise ValueError(
-                f"{option} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
+                f"{subject} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
             )
     return options
 
@@ -174,8 +175,8 @@ class ResourcesConfig(Group):
     take precedence over `jobs`."""
 
     def of_model(self, model: ModelConfig) -> JobConfig | None:
-        """The entry of `models` for the name of a model, or else for its name without _topN. None
-        if there is no entry."""
+        """The entry of `models` for `model.name`. If there is none, the entry for this name without
+        the ending _topN. None if there is neither."""
         return self.models.get(
             model.name, self.models.get(model.name.removesuffix(f"_top{model.top_k}"))
         )

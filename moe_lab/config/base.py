@@ -44,8 +44,8 @@ LARGEST = 2**63 - 1
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A validator that raises ValueError, with the message `expected`, unless `pattern` matches the
-    whole text."""
+    """A validator for a setting: it raises ValueError(expected) unless the regular expression
+    `pattern` matches the whole text."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -85,8 +85,8 @@ class Group:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """An object of this class with the values of `settings`, an object of a base class.
-        `settings` itself if it is of this class already."""
+        """An object of this class with the values of `settings`, which is an object of a base
+        class. If `settings` is an object of this class already, it is returned itself."""
         if isinstance(settings, cls):
             return settings
         return cls(**{field.name: getattr(settings, field.name) for field in fields(settings)})
@@ -94,7 +94,8 @@ class Group:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that change a result, JSON-ready: all fields except those in `runtime`.
-        TypeError when `references` is not empty and no subclass resolves them."""
+        TypeError for a class that has `references` and does not override this property, because the
+        content of the references would be missing."""
         if self.references:
             raise TypeError(
                 f"{type(self).__name__} does not know what its {', '.join(self.references)} "
@@ -106,17 +107,18 @@ class Group:
     @classmethod
     def _check_internal(cls, content: Any) -> Any:
         """Raise ValueError for values of `internal` fields in a file or a command."""
-        # values from a file or a command come as a dict, values from Python do not
-        for name in cls.internal & content.keys() if isinstance(content, dict) else ():
-            raise ValueError(
-                f"{name} is set by other settings, and neither by a file nor by a command"
-            )
+        # only files and commands give a dict; Python code may set these fields
+        if isinstance(content, dict):
+            for name in cls.internal & content.keys():
+                raise ValueError(
+                    f"{name} is set by other settings, and neither by a file nor by a command"
+                )
         return content
 
     @model_validator(mode="after")
     def _check_storable(self) -> Self:
-        """Raise ValueError for values that cannot be stored and shown with the results, whether
-        they come from a file, a command or Python."""
+        """Raise ValueError for values that cannot be stored with the results, whether they come
+        from a file, a command or Python."""
         for field in fields(self):
             for problem in storage_problems(getattr(self, field.name), field.name):
                 raise ValueError(problem)
@@ -124,9 +126,9 @@ class Group:
 
 
 def storage_problems(value: Any, setting: str) -> Iterator[str]:
-    """A sentence for each value in a setting that cannot be stored with results. Such values are
-    secrets, numbers that are infinite, NaN or too large, and texts with an interpolation of
-    OmegaConf."""
+    """A sentence for each part of `value`, the value of a setting, that cannot be stored with
+    results: secrets, infinite numbers and NaN, whole numbers above LARGEST, and texts with an
+    interpolation of OmegaConf."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from storage_problems(inner, f"{setting}.{name}")
@@ -138,7 +140,7 @@ def storage_problems(value: Any, setting: str) -> Iterator[str]:
     elif isinstance(value, int) and abs(value) > LARGEST:
         yield f"{setting}={value:.3g}: expected a number of at most {LARGEST}"
     elif isinstance(value, str) and "${" in value and not setting.startswith("hydra."):
-        # settings of Hydra are not stored
+        # Hydra's own settings may have interpolations, because they are not stored with results
         yield (
             f"{setting}={value}: settings have no interpolation: expected the value, or $NAME for "
             "a shell"
@@ -148,10 +150,10 @@ def storage_problems(value: Any, setting: str) -> Iterator[str]:
 
 
 class SettingsError(UserError):
-    """Mistakes in settings; `sentences` has one for each."""
+    """One or several mistakes in settings. `sentences`: one sentence for each mistake."""
 
     def __init__(self, sentences: Iterable[str]) -> None:
-        """An error with each of `sentences` once; several are listed under a heading."""
+        """The message has each of `sentences` once. Several sentences get a heading."""
         distinct = list(dict.fromkeys(sentences))
         heading = [] if len(distinct) == 1 else ["several mistakes:"]
         super().__init__("\n  - ".join([*heading, *distinct]))
@@ -165,8 +167,8 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Raise SettingsError if the list, with the mistakes of a UserError that ended the block,
-        is not empty. Any other exception that ended the block is raised instead."""
+        """If a UserError ended the block, add its mistakes to the list. Then raise SettingsError if
+        the list is not empty. Any other exception that ended the block is raised instead."""
         if isinstance(error, UserError):
             self += error.sentences
         if self and (error is None or isinstance(error, UserError)):
@@ -174,8 +176,8 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A context that a UserError ends. The mistakes of the error are added to the list, and the
-        program continues after the context."""
+        """A context that catches a UserError and adds its mistakes to the list. The program then
+        continues after the context, and later checks can add mistakes."""
         try:
             yield
         except UserError as error:
@@ -183,11 +185,12 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
 
 
 def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
-    """The settings in `content` as an object of the type `kind`.
+    """Check `content`, settings as plain values, and return an object of the type `kind`.
+    SettingsError with all mistakes.
 
-    SettingsError with all mistakes. `group`: dotted name of the settings in messages, such as
-    allocation.parameters; "" for a whole study. `origin`: the choice that `content` is from, such
-    as calibration=c4; "" if messages name no choice.
+    `group`: dotted name of the settings in messages, such as allocation.parameters; "" for a whole
+    study. `origin`: the choice that messages name as the origin of `content`, such as
+    calibration=c4; "" for none.
     """
     try:
         settings: T = TypeAdapter(kind).validate_python(content)
@@ -200,22 +203,24 @@ def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
 
 
 def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
-    """A sentence for each mistake in the settings `group`, which are of the type `kind`. A sentence
-    has the setting, its value, what is expected, and the nearest valid choice."""
-    for item in error.errors(include_url=False):
+    """A sentence for each mistake in `error`. The sentence has the setting, its value, what is
+    expected, and the nearest valid choice. `kind`, `group`: type and dotted name of the settings
+    that were checked."""
+    for mistake in error.errors(include_url=False):
+        # pydantic's location has the keys to the setting, and between them types of unions
         path = [
             str(part)
-            for part in item["loc"]
-            if part not in _BRANCHES and not str(part).endswith("]")
+            for part in mistake["loc"]
+            if part not in _UNION_TYPES and not str(part).endswith("]")
         ]
         key = ".".join(filter(None, [group, *path]))
-        if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
+        if mistake["loc"][-1:] == ("[key]",):  # a key that is no value of the mapping's Literal
             yield _unknown_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
         else:
-            yield _sentence(dict(item), kind, key, path)
+            yield _sentence(dict(mistake), kind, key, path)
 
 
-_BRANCHES = ("int", "float", "str", "bool", "none", "nullable")
+_UNION_TYPES = ("int", "float", "str", "bool", "none", "nullable")
 """Parts of pydantic's location of a mistake that name a type of a union, not a setting. Parts in
 brackets do so, too."""
 _EXPECTED = {
@@ -240,8 +245,8 @@ _EXPECTED = {
 
 
 def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
-    """The sentence for a `mistake` that pydantic found in the setting `key`, which is at `path`
-    inside the type `kind`."""
+    """The sentence for one `mistake`, an item of ValidationError.errors(). `key`: dotted name of
+    the setting. `path`: the keys that lead to it from settings of the type `kind`."""
     mistake_type = mistake["type"]
     value = mistake["input"]
     if mistake_type == "missing":
@@ -252,7 +257,8 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
         return str(unknown(key, str(value), choices(type_at(kind, path))))
     if mistake_type == "value_error":
         message = str(mistake["ctx"]["error"])
-        # a check of a whole group begins its message with a setting: tokens=1 is less than ...
+        # The message does not name the setting if a single value was checked. If a whole group was
+        # checked, the message begins with the setting at fault: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"
             if isinstance(value, str | int | float)
@@ -265,8 +271,8 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
 
 
 def _unknown_setting(key: str, known: Iterable[str]) -> str:
-    """The sentence for a setting `key` that does not exist. `known`: names of the settings in its
-    group."""
+    """The sentence for a setting that does not exist. `key`: its dotted name. `known`: names of the
+    settings that exist in the same group."""
     group, dot, name = key.rpartition(".")
     names = sorted(known)
     close = nearest(name, names)
@@ -275,8 +281,8 @@ def _unknown_setting(key: str, known: Iterable[str]) -> str:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Name -> type of each setting of a group that users can type; {} for a type that is not a
-    group."""
+    """The settings of the group `kind` that users can set: name -> type annotation. {} if `kind` is
+    not a group."""
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
     hints = get_type_hints(kind, include_extras=True)
@@ -285,9 +291,9 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 
 def type_at(kind: Any, path: Iterable[str]) -> Any:
-    """The type of the setting at `path`, a list of keys, inside the type `kind` of a group. X for a
-    type X | None, Any for a setting inside Any, None if there is no such setting. A key of a
-    mapping and an index of a list have the type of all entries."""
+    """The type of the setting that `path`, a list of keys, leads to from the group `kind`. Instead
+    of X | None, the type is X. In a mapping or list, any key or index leads to the type of the
+    entries. Any path inside Any leads to Any. None if there is no such setting."""
     for part in path:
         plain = without_none(kind)
         if get_origin(plain) is Annotated:
@@ -314,13 +320,13 @@ def without_none(kind: Any) -> Any:
 
 
 def choices(kind: Any) -> list[str]:
-    """The values of a Literal; [] for any other type."""
+    """The values of a Literal, as texts; [] for any other type."""
     return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a setting of this type is a text, so that typed values such as 2026_11_25 or 7e3 are
-    not read as numbers."""
+    """Whether a setting of the type `kind` is a text: a str, or a Literal with texts. Hydra would
+    read some values of these settings, such as 2026_11_25 or 7e3, as numbers."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return kind is str or any(
@@ -329,9 +335,9 @@ def is_text(kind: Any) -> bool:
 
 
 def identity(value: Any) -> Any:
-    """The part of `value` that changes a result, JSON-ready. This is the attribute `identity` if
-    the value has one, and `identity_fields` for any other dataclass. For a mapping or a list, it
-    has the identities of the entries. Other values are returned unchanged."""
+    """The part of `value` that changes a result, JSON-ready. For an object with an attribute
+    `identity`, the part is this attribute; for any other dataclass, `identity_fields`; for a
+    mapping or a list, the identities of the entries. Other values are returned unchanged."""
     document = getattr(value, "identity", None)
     if document is not None:
         return document
@@ -345,8 +351,8 @@ def identity(value: Any) -> Any:
 
 
 def identity_fields(group: Any, *without: str) -> dict[str, Any]:
-    """Name -> identity, for the fields of a dataclass that change a result. Fields in `runtime` and
-    the names in `without` are left out."""
+    """The fields of a dataclass that change a result: name -> `identity` of the value. Fields named
+    in `group.runtime` or in `without` are left out."""
     skipped = {*getattr(group, "runtime", ()), *without}
     return {
         field.name: identity(getattr(group, field.name))

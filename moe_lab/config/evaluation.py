@@ -108,8 +108,9 @@ class BackendConfig(Group):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change a completion: the name; for a server also the command line, and
-        for vLLM also the arguments, without those in PLACEMENT."""
+        """The settings that change a completion: the name, the command line of a server, and the
+        arguments of vLLM. Arguments in PLACEMENT are left out, because they only place the model on
+        devices and limit its memory."""
         if self.name == "server":
             return {"name": self.name, "command": self.command}
         if self.name == "vllm":
@@ -121,7 +122,8 @@ class BackendConfig(Group):
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
-        """Raise ValueError for arguments without vLLM, and for reserved or invalid arguments."""
+        """Raise ValueError for arguments of a backend other than vllm, for arguments that moe_lab
+        sets, and for parallel sizes that are not positive whole numbers."""
         if self.arguments and self.name != "vllm":
             raise ValueError(
                 f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
@@ -141,8 +143,8 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 
 
 def _validate_harness(name: str) -> str:
-    """`name` itself, for pydantic. ValueError unless a module in the folder HARNESSES has this
-    name. No module is imported."""
+    """Return `name`, as a validator does. ValueError unless it is the name of a harness, a module
+    in the folder HARNESSES. The module is not imported."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
     if name in names:
         return name

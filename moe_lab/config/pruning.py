@@ -124,7 +124,7 @@ class ModelConfig(Group):
     precedence."""
 
     def __post_init__(self) -> None:
-        """Append _topN to the name of a model with `top_k` N, unless the name has this ending."""
+        """If `top_k` is a number N, append _topN to the name, unless the name has this ending."""
         ending = f"_top{self.top_k}"
         if self.top_k is not None and not self.name.endswith(ending):
             object.__setattr__(self, "name", self.name + ending)
@@ -240,17 +240,18 @@ class CalibrationConfig(Group):
 
     @property
     def rows(self) -> int:
-        """Number of rows to fill: tokens / length, rounded down."""
+        """Number of rows of the calibration set: tokens / length, rounded down."""
         return self.tokens // self.length
 
     @property
     def batches(self) -> int:
-        """Number of batches; the last batch may have fewer rows."""
+        """Number of batches of `batch_size` rows; the last batch may have fewer rows."""
         return -(-self.rows // self.batch_size)  # rounded up
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
-        """Raise ValueError for fewer tokens than one row, and for more parts than batches."""
+        """Raise ValueError if `tokens` is less than one row (`length`), or if a pass has more
+        `parts` than batches."""
         if self.tokens < self.length:
             raise ValueError(
                 f"tokens={self.tokens} is less than one row of length={self.length}: expected at "
@@ -266,19 +267,21 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Raise ValueError if there is neither a path nor a mixture. Raise ValueError for a mixture
-        with settings that its sets have, or with shares that do not add up to 1. Raise ValueError
-        for both a field and a template."""
-        for name in OF_DOCUMENTS if self.sources else ():
-            if (value := getattr(self, name)) != getattr(type(self), name):
-                raise ValueError(
-                    f"{name}={value} beside sources: each set of a mixture is read by its own "
-                    f"{name}: expected it in the file of that set"
-                )
-        total = math.fsum(source.share for source in self.sources)
-        if self.sources and abs(total - 1) > 1e-6:
-            raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
-        if not self.sources and not self.path:
+        """Raise ValueError if there is neither a path nor a mixture (`sources`), and if both a
+        field and a template are set. Raise ValueError for a mixture whose shares do not add up to
+        1, and for one with a setting of OF_DOCUMENTS, because its sets have their own values."""
+        if self.sources:
+            for name in OF_DOCUMENTS:
+                value = getattr(self, name)
+                if value != getattr(type(self), name):  # the default
+                    raise ValueError(
+                        f"{name}={value} beside sources: each set of a mixture is read by its own "
+                        f"{name}: expected it in the file of that set"
+                    )
+            total = math.fsum(source.share for source in self.sources)
+            if abs(total - 1) > 1e-6:
+                raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
+        elif not self.path:
             raise ValueError(
                 "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a "
                 "mixture, sources=[{calibration: NAME, share: 0.5}, ...]"
@@ -330,10 +333,9 @@ class AllocationConfig(Group):
     """Parameters of the allocation and of the replacement."""
 
     @model_validator(mode="after")
-    def _check_readers(self) -> Self:
-        """Raise ValueError for a setting that the allocation does not read, for layers that a
-        protection other than super does not read, and if the allocation needs a search text that is
-        not set."""
+    def _check_combination(self) -> Self:
+        """Raise ValueError for a setting that only another allocation reads, for
+        allocation=evolutionary without `search`, and for `protect_layers` without protect=super."""
         for name, reader in ONLY_FOR.items():
             if getattr(self, name) is not None and self.name != reader:
                 raise ValueError(
@@ -409,19 +411,21 @@ class RecoveryConfig(Group):
 
     @property
     def text_role(self) -> str | None:
-        """The setting in TEXTS that names the text of the recovery. None if weights are neither
-        trained nor fitted."""
+        """Name of the setting that names the text of the recovery: instructions, distill or fit.
+        None if weights are neither trained nor fitted."""
         return next((role for role in TEXTS if getattr(self, role) is not None), None)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change the trained or fitted weights, before they are stored in `bits`.
-        The text has an identity of its own, so only the role of the text counts here."""
+        """The settings that change the trained or fitted weights, and `text_role`. `bits` and
+        `modules` are left out, because weights are quantised afterwards; the name of the text is
+        left out, because the text has an identity of its own."""
         return {**super().identity, "text": self.text_role}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        """Raise ValueError for several texts, and for settings that the recovery does not read."""
+        """Raise ValueError for several texts, for train=routers without a text, and for settings
+        that the recovery does not read and that differ from their defaults."""
         texts = [
             f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None
         ]
@@ -438,16 +442,18 @@ class RecoveryConfig(Group):
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
-            names = tuple(field.name for field in fields(type(self)))
-            relevant_names = tuple(name for name in names if name not in OF_ADAPTERS)
+            relevant_names = tuple(
+                field.name for field in fields(type(self)) if field.name not in OF_ADAPTERS
+            )
             self._check_unread(
                 relevant_names, "is about adapters, which train=routers does not have"
             )
         return self
 
     def _check_unread(self, relevant_names: tuple[str, ...], reason: str) -> None:
-        """Raise ValueError for a setting that differs from its default and is not in
-        `relevant_names`. `reason`: the middle of the message."""
+        """Raise ValueError for a setting that the recovery does not read, unless the setting has
+        its default. `relevant_names`: the settings that the recovery reads. `reason`: the part of
+        the message that says why the setting is not read."""
         for setting in fields(type(self)):
             value = getattr(self, setting.name)
             default = setting.default
@@ -476,7 +482,7 @@ class ExportConfig(Group):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
-        """Raise ValueError for a format without a shape."""
+        """Raise ValueError for format=gguf without a shape, which writes no checkpoint."""
         if self.shape is None and self.format != "safetensors":
             raise ValueError(
                 f"format={self.format} without a shape writes nothing: add export=natural"

@@ -33,7 +33,8 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All settings. The settings of jobs, which several groups have, are listed once."""
+    """All settings. The settings of a Slurm job are listed once, under resources.every;
+    resources.jobs and resources.models have the same settings."""
     return [
         *_settings_of(CellConfig, ""),
         *_settings_of(Config, ""),
@@ -43,16 +44,18 @@ def settings() -> list[Setting]:
 
 def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
     """The settings of the class `kind`, and then the settings of its subgroups. `group`: dotted
-    name of the group of `kind`."""
+    name of the group whose class is `kind`; "" for settings outside groups."""
     meanings = _meanings(kind)
     subgroups = []
     for name, hint in fields_of(kind).items():
-        inner = without_none(hint)
-        # a list of groups is a setting, and its groups are a subgroup, too
-        subgroup = get_args(inner)[0] if get_origin(inner) is list else inner
-        if fields_of(subgroup):
-            subgroups.append((subgroup, f"{group}.{name}".lstrip(".")))
-        if not fields_of(inner):
+        setting_type = without_none(hint)
+        entry_type = setting_type
+        if get_origin(setting_type) is list:
+            (entry_type,) = get_args(setting_type)
+        # a list of groups is listed as a setting, and its entries' settings as those of a subgroup
+        if fields_of(entry_type):
+            subgroups.append((entry_type, f"{group}.{name}".lstrip(".")))
+        if not fields_of(setting_type):
             yield Setting(
                 group,
                 name,
@@ -65,11 +68,12 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
 
 
 def _meanings(kind: Any) -> dict[str, str]:
-    """Field -> the text under the field in the source of the class `kind`."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef)
+    """The texts under the fields in the source code of the class `kind`: name of a field -> text on
+    one line."""
+    (class_definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(class_definition, ast.ClassDef)
     meanings = {}
-    for field, text in pairwise(body.body):
+    for field, text in pairwise(class_definition.body):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)
@@ -88,12 +92,12 @@ def _default(field: Field[Any]) -> str:
 
 
 def basic_lines() -> str:
-    """A text with a line for each basic setting: the setting with its default, and the first
-    sentence of its meaning."""
-    lines = {
+    """A text for --help with a line for each basic setting: SETTING=DEFAULT and the first sentence
+    of the meaning."""
+    meanings = {
         f"{setting.key}={setting.default}": setting.meaning.split(". ")[0].rstrip(".")
         for setting in settings()
         if setting.basic
     }
-    width = max(map(len, lines))
-    return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in lines.items())
+    width = max(map(len, meanings))
+    return "\n".join(f"{setting:{width}}  {meaning}" for setting, meaning in meanings.items())

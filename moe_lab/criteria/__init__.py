@@ -46,9 +46,9 @@ MISSING_REASONS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it.
-    Arrays are fp64 copies that cannot be written; names and shapes are those of
-    moe_lab/statistics."""
+    """One MoE layer that `criterion` scores, with `n_experts` (E) experts of `width` (I) channels
+    each. layer["tokens"] is the statistic `tokens`, a read-only fp64 array. Names and shapes of all
+    statistics: docs/new_criterion.md."""
 
     criterion: Criterion
     index: int
@@ -61,20 +61,21 @@ class Layer:
 
     @property
     def gate(self) -> str:
-        """The gate that the user chose. UserError unless the criterion declares uses_gate."""
+        """Name of the gate that the user chose. UserError unless the criterion declares
+        uses_gate."""
         self._check_declared("uses_gate", "the gate, as layer.gate or in sums with alpha > 0")
         return self._gate
 
     @property
     def random(self) -> numpy.random.Generator:
-        """Generator that all layers of one call of `score` share, in layer order. UserError unless
-        the criterion declares uses_seed."""
+        """Random generator, which all layers in one call of `score` share and use in the order of
+        layers. UserError unless the criterion declares uses_seed."""
         self._check_declared("uses_seed", "layer.random")
         return self._random
 
     def _check_declared(self, declaration: str, value: str) -> None:
-        """Raise UserError, which says that the criterion reads `value`, unless the criterion
-        declares the flag `declaration`."""
+        """Raise UserError unless the criterion declares the flag `declaration`: uses_gate or
+        uses_seed. `value`: what the criterion reads without the flag, for the message."""
         if not getattr(self.criterion, declaration):
             name = self.criterion.name
             raise UserError(
@@ -84,21 +85,23 @@ class Layer:
 
     @property
     def tokens(self) -> Array:
-        """N_j, tokens routed to expert j (E,)."""
+        """N_j, the number of tokens routed to expert j; shape (E,)."""
         return self["tokens"]
 
     def sum(self, alpha: int, beta: int) -> Array:
-        """sum_t g^alpha ||f||^beta over the tokens routed to each expert (E,), with the chosen
-        gate."""
+        """sum_t g^alpha ||f||^beta over the tokens t routed to each expert, shape (E,). g: gate
+        value of the token and expert, for the chosen gate. f: output of the expert. alpha, beta: 0,
+        1 or 2."""
         gate = self.gate if alpha else "model"  # g^0 = 1, whatever the gate
         return self[f"sums_{gate}"][:, alpha, beta]
 
     def mean(self, alpha: int, beta: int) -> Array:
-        """`sum(alpha, beta)` / N_j (E,); 0 for an expert that saw no token."""
+        """`sum(alpha, beta)` / N_j, shape (E,); 0 for an expert without tokens."""
         return self.sum(alpha, beta) / numpy.maximum(self.tokens, 1)
 
     def __getitem__(self, name: str) -> Array:
-        """The statistic called `name`, read-only. UserError when this layer has none."""
+        """The statistic called `name`, a read-only fp64 array. UserError when this layer has no
+        such statistic."""
         if name not in self._arrays:
             available = ", ".join(sorted(self._arrays)) or "nothing"
             raise UserError(
@@ -135,8 +138,9 @@ class Criterion:
 
     @property
     def needs_plain_weights(self) -> bool:
-        """Whether the criterion cannot score a quantised checkpoint, whose weights are no plain
-        numbers. So it is for criteria that read weights, and for all criteria of channels."""
+        """Whether the criterion cannot score a quantised checkpoint, because the criterion reads
+        weights as plain numbers. True for criteria that read weights, and for all criteria of
+        channels."""
         return self.granularity == "channel" or "weights" in self.needs
 
 
@@ -178,7 +182,8 @@ class IdentifiedCriterion(CriterionConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The name and parameters, with the digest of the source that a plugin's criterion has."""
+        """Name, parameters and source: the digest of the code if a plugin defines the criterion,
+        "" for a criterion of moe_lab."""
         return {
             "name": self.name,
             "parameters": dict(self.parameters),
@@ -198,9 +203,9 @@ def reads_text(name: str) -> bool:
 
 
 def check(name: str, parameters: Mapping[str, Any]) -> None:
-    """Raise UserError unless the criterion exists, accepts all `parameters`, gets all parameters
-    that it requires, and can score a trial layer."""
-    # the first argument is the layer
+    """Raise UserError unless the criterion `name` exists, accepts all `parameters`, gets all
+    parameters that it requires, and can score a trial layer of random numbers."""
+    # without the first argument, which is the layer
     accepted = dict(list(inspect.signature(get(name).function).parameters.items())[1:])
     for key in parameters:
         check_known(f"criterion.parameters of {name}", key, accepted)
@@ -212,9 +217,10 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
     layer = Layer(
         get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
     )
-    # a criterion that reads an unlisted statistic cannot be tried, which is no error
+    # The trial layer has only statistics of known shape. A criterion that reads another statistic
+    # is accepted without a trial.
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
-        _scores(layer, parameters, "on a trial layer", remedy="return one number for each")
+        _repeatable_scores(layer, parameters, "on a trial layer", "return one number for each")
 
 
 def score(
@@ -227,24 +233,24 @@ def score(
     seed: int | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> dict[int, Array]:
-    """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion
-    of channels.
+    """Scores by the criterion `name`, fp64, higher meaning keep: layer -> array of shape (E,), or
+    (E, I) from a criterion of channels.
 
     `inputs`: layer -> name of a statistic -> numpy array or CPU tensor, with the results of the
-    steps in `get(name).needs`. `experts`: layer -> E. `widths`: layer -> I, which criteria of
-    channels need. `gate`: name of the gate that weighs expert outputs; None stands for "model".
-    `seed`: for criteria that use one. UserError for an unknown name, gate or parameter, a missing
-    seed or width, statistics that are missing or of another shape, and scores that are NaN or
-    infinite.
+    steps in `get(name).needs`. `experts`: layer -> E. `widths`: layer -> I; only criteria of
+    channels need widths. `gate`: name of the gate that weighs expert outputs; None means "model".
+    `seed`: only for criteria that use a seed. UserError for an unknown name, gate or parameter, a
+    missing seed or width, statistics that are missing or have a wrong shape, and scores that are
+    NaN or infinite.
     """
-    rule = get(name)
+    definition = get(name)
     parameters = dict(parameters or {})
     check(name, parameters)
     gate = gate or "model"
     check_known("gate", gate, GATES)
-    if rule.uses_seed and seed is None:
+    if definition.uses_seed and seed is None:
         raise UserError(f"criterion={name} needs a seed")
-    if rule.granularity == "channel" and widths is None:
+    if definition.granularity == "channel" and widths is None:
         raise UserError(
             f"criterion={name} scores channels, expected the width of every layer's experts"
         )
@@ -253,20 +259,26 @@ def score(
     scores = {}
     for index in sorted(experts):
         width = (widths or {}).get(index, 0)
-        layer = Layer(rule, index, experts[index], width, inputs.get(index, {}), gate, random)
+        arrays = inputs.get(index, {})
+        layer = Layer(definition, index, experts[index], width, arrays, gate, random)
         location = f"in layer {index}"
-        scores[index] = _scores(layer, parameters, location, "the statistics are of another model")
-        # each row of `indices` is (expert,), or (expert, channel)
-        if len(indices := numpy.argwhere(~numpy.isfinite(scores[index]))):
+        scores[index] = _repeatable_scores(
+            layer, parameters, location, "the statistics are of another model"
+        )
+        # one row for each score that is not finite: (expert,) or (expert, channel)
+        indices = numpy.argwhere(~numpy.isfinite(scores[index]))
+        if len(indices):
             position = ", channel ".join(map(str, indices[0]))
             raise UserError(f"criterion={name} gives NaN or Inf {location}, expert {position}")
     return scores
 
 
-def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str) -> Array:
-    """The scores of a layer, (E,) or (E, I). Arguments and errors are those of `_call_criterion`.
-    UserError also if a second call of the criterion gives other scores, although layer.random
-    starts in the same state."""
+def _repeatable_scores(
+    layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str
+) -> Array:
+    """The scores of a layer, shape (E,) or (E, I). The criterion is called twice, both times with
+    layer.random in the same state; UserError if the scores differ. Arguments and other errors are
+    those of `_call_criterion`."""
     layer_copy = replace(layer, _random=deepcopy(layer._random))
     scores = _call_criterion(layer, parameters, location, remedy)
     second_scores = _call_criterion(layer_copy, parameters, location, remedy)
@@ -282,11 +294,11 @@ def _scores(layer: Layer, parameters: Mapping[str, Any], location: str, remedy: 
 def _call_criterion(
     layer: Layer, parameters: Mapping[str, Any], location: str, remedy: str
 ) -> Array:
-    """The scores of a layer, (E,) or (E, I), from one call of the criterion.
+    """The scores of a layer, shape (E,) or (E, I), from one call of the criterion. UserError if the
+    call fails, or if the result is not one real number for each expert or channel.
 
-    UserError if the call fails, or unless it returns one real number for each expert or channel.
-    `location` says in the message where the criterion was called, such as "in layer 3". `remedy`
-    is the end of the message about a wrong shape.
+    `location`: where the criterion is called, for messages, such as "in layer 3". `remedy`: the end
+    of the message about a wrong shape.
     """
     name = layer.criterion.name
     try:
@@ -301,11 +313,11 @@ def _call_criterion(
     except Exception as error:
         # Frame 0 is this function, frame 1 the criterion. There is only frame 0 if the criterion
         # does not accept the arguments, or if numpy cannot convert its result.
-        line = traceback.extract_tb(error.__traceback__)[:2][-1]
+        frame = traceback.extract_tb(error.__traceback__)[:2][-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"criterion={name} fails {location} of {layer.n_experts} experts with {layer.width} "
-            f"channels each: {reason} ({line.filename}, line {line.lineno})"
+            f"channels each: {reason} ({frame.filename}, line {frame.lineno})"
         ) from error
     shape: tuple[int, ...] = (layer.n_experts,)
     units = "experts"
@@ -354,16 +366,16 @@ class _UnknownStatistic(Exception):
 
 
 class _TrialArrays(dict[str, Array]):
-    """The statistics of the trial layer: random numbers between .5 and 1.5, seeded by the name of
-    the statistic."""
+    """The statistics of the trial layer: name of a statistic -> random numbers between .5 and 1.5,
+    made when the statistic is read, with a seed from its name."""
 
     def __contains__(self, name: object) -> bool:
-        """The trial layer has all statistics."""
+        """True for every name, because `__missing__` makes the statistic when it is read."""
         return True
 
     def __missing__(self, name: str) -> Array:
-        """A new array of random numbers for the statistic `name`, the same in each call.
-        _UnknownStatistic unless the shape of the statistic is known."""
+        """Random numbers for the statistic `name`, the same in each call. Raises _UnknownStatistic
+        unless the shape of the statistic is known."""
         is_of_channels = "channel_" in name or name.startswith("snip_")
         if not is_of_channels and name not in _SHAPES:
             raise _UnknownStatistic
