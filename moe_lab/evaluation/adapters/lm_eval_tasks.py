@@ -139,11 +139,10 @@ def _load_defined(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     # definition_files: the file that defines the task; empty if parameters.definition is set
     *definition_files, items_file = harness_of(benchmark).data_files(benchmark)
     manager = TaskManager(include_defaults=False)
-    defaults = {"task": benchmark.name, "test_split": "test"}
     definition = (
         str(definition_files[0])
         if definition_files
-        else {**defaults, **benchmark.parameters["definition"]}
+        else {"task": benchmark.name, "test_split": "test", **benchmark.parameters["definition"]}
     )
     loaded = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
     for task in loaded["tasks"].values():
@@ -233,12 +232,11 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
     lm-eval could show an item as its own example."""
     evaluated_split = _evaluated_split(task)
     fewshot_split = _fewshot_split(task)
-    shots = task.config.num_fewshot
+    config = task.config
+    shots = config.num_fewshot
     # lm-eval excludes the item from its examples only if the task sets fewshot_config.split, and
     # this is the test split
-    excludes_item = (
-        fewshot_split is not None and task.config.fewshot_config.split == task.config.test_split
-    )
+    excludes_item = fewshot_split is not None and config.fewshot_config.split == config.test_split
     if fewshot_split == evaluated_split and not excludes_item:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the "

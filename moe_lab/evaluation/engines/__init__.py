@@ -99,7 +99,7 @@ class GeneratedText:
 
 
 class Engine(ABC):
-    """A model under the plan that is evaluated."""
+    """A model to evaluate, with the plan of its pruning applied."""
 
     tokenizer: Any
     """The model's tokenizer."""
@@ -117,11 +117,11 @@ class Engine(ABC):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """The text after each prompt. Raises FloatingPointError if a chosen token has no finite
-        likelihood and the engine can tell."""
+        """Generate a text after each prompt. FloatingPointError if a chosen token has no finite
+        likelihood; only engines that see likelihoods can check this."""
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """The likelihood of each row. UserError for an engine that computes none, which does not
+        """The likelihood of each row. UserError by default: engines that compute likelihoods
         override this method."""
         raise UserError(
             f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm"
@@ -135,28 +135,29 @@ def generated_text(
     generation: GenerationSettings,
     ends: Collection[int],
 ) -> GeneratedText:
-    """The text of the `new_tokens` after the `prompt_tokens`, up to the first end token. `ends`:
-    the ids of end tokens."""
+    """The text of the `new_tokens`, which follow the `prompt_tokens`, up to the first end token.
+    `ends`: ids of the end tokens."""
+    # number of tokens before the end token
     length = next(
         (index for index, token in enumerate(new_tokens) if token in ends), len(new_tokens)
     )
-    marks = dict(generation.marks)
+    marks = dict(generation.marks)  # id of a special token to keep -> its text
     end_of_prompt = prompt_tokens[-_CONTEXT_TOKENS:]
     tokens = [*end_of_prompt, *new_tokens[:length]]
     text = ""
     start = len(end_of_prompt)
     # The tokens between two marks are decoded together, after a few earlier tokens as context,
-    # because the text of a token may depend on the tokens before it.
+    # because the text of a token may depend on the tokens before it. `_decode` omits marks.
     mark_indices = [index for index in range(start, len(tokens)) if tokens[index] in marks]
     for end in (*mark_indices, len(tokens)):
-        context = max(0, start - _CONTEXT_TOKENS)
-        prefix = _decode(tokenizer, tokens[context:start])
-        text += _decode(tokenizer, tokens[context:end])[len(prefix) :]
+        context_start = max(0, start - _CONTEXT_TOKENS)
+        context_text = _decode(tokenizer, tokens[context_start:start])
+        text += _decode(tokenizer, tokens[context_start:end])[len(context_text) :]
         if end < len(tokens):
             text += marks[tokens[end]]
         start = end + 1
-    is_cut = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
-    return GeneratedText(text, "limit" if is_cut else "end")
+    reached_limit = len(new_tokens) >= generation.max_tokens and length == len(new_tokens)
+    return GeneratedText(text, "limit" if reached_limit else "end")
 
 
 def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -167,8 +168,8 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: the tokenizer's end token, and the end tokens in the checkpoint's
-    generation_config.json or else in its config.json."""
+    """Ids of the tokens that end a text: the tokenizer's end token, and the end tokens in the
+    checkpoint's generation_config.json. If this file has none, those in config.json count."""
     ends = read_json_if_there(checkpoint / "generation_config.json").get("eos_token_id")
     if ends is None:
         ends = read_json_if_there(checkpoint / "config.json").get("eos_token_id")
@@ -176,18 +177,18 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
 
 
 def appended_tokens(tokenizer: Any) -> list[int]:
-    """The tokens, such as an end token, that a tokenizer appends to every text. Tokens that it puts
-    before a text are not among them."""
+    """Ids of the tokens, such as an end token, that a tokenizer appends to every text. Tokens that
+    the tokenizer puts before a text are not included."""
     plain_tokens, all_tokens = (
-        tokenizer(["a"], add_special_tokens=special, verbose=False).input_ids[0]
-        for special in (False, True)
+        tokenizer(["a"], add_special_tokens=adds_special, verbose=False).input_ids[0]
+        for adds_special in (False, True)
     )
     return list(all_tokens[all_tokens.index(plain_tokens[0]) + len(plain_tokens) :])
 
 
 def check_finite(number: float, name: str) -> None:
-    """Raise FloatingPointError if `number`, a token's logit or log-likelihood (`name`), is not
-    finite. Without the check, a model that overflows would still give a text."""
+    """Raise FloatingPointError if `number` is not finite. `name`: what the number is, "logit" or
+    "log-likelihood". Without this check, a model that overflows would still generate texts."""
     if not math.isfinite(number):
         raise FloatingPointError(
             f"the {name} of a token is {number}, expected a finite number: the model's weights or "
@@ -201,12 +202,12 @@ def check_finite(number: float, name: str) -> None:
 def wrong(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
-    """Yield a sentence for each wrong setting of the back end, and for each benchmark or model that
-    the back end cannot serve. backend=hf has no such setting and serves all."""
+    """Yield an error message for each wrong setting of the back end, and for each benchmark and
+    each model that the back end does not support. For backend=hf there are no such messages."""
     if backend.name == "hf":
         return
     if backend.name == "server":
-        # any checkpoint, port and name, as only the errors count
+        # check the command with any checkpoint, port and name
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
             if benchmark.max_new_tokens and not harness_of(benchmark).two_phases:
@@ -224,9 +225,9 @@ def wrong(
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
-    """The arguments of backend.command, with values in place of {checkpoint}, {port}, {name} and
-    environment variables. UserError for a command without {checkpoint} or {port}, a command that a
-    shell could not split, and a variable that is not set."""
+    """The program and arguments of backend.command, with {checkpoint}, {port}, {name} and
+    environment variables replaced by their values. UserError for a command without {checkpoint} or
+    {port}, a command that a shell could not split, and an environment variable that is not set."""
     line = backend.command or ""
     if "{checkpoint}" not in line or "{port}" not in line:
         raise UserError(
@@ -253,7 +254,7 @@ def check_installed(backend: BackendConfig) -> None:
     if backend.name == "vllm":
         check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     elif backend.name == "server":
-        # any checkpoint, port and name, as only the program counts
+        # the program does not depend on the checkpoint, the port and the name
         program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
         if shutil.which(program, path=search_path()) is None:
             raise UserError(
@@ -263,19 +264,20 @@ def check_installed(backend: BackendConfig) -> None:
 
 
 def search_path() -> str:
-    """The PATH of started programs: the folder of this interpreter, then the usual PATH."""
+    """The PATH for programs that moe_lab starts: the folder of the Python interpreter, then the
+    PATH of this process."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 def last_lines(log: str) -> str:
-    """The last error and the last line of a log, joined by "; "; the last two lines of a log
-    without an error. An error with CAUSE_MARK counts only if all errors have it. Also prints the
-    last `_LOG_LINES` lines to standard error."""
+    """The last error in a log and the last line of the log, joined by "; ". For a log without an
+    error, the last two lines. Errors with CAUSE_MARK are consequences of other errors, and count
+    only if there are no others. Also prints the last `_LOG_LINES` lines to standard error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_MOST_CHARACTERS] for line in lines if (match := _ERROR.match(line))]
     causes = [error for error in errors if CAUSE_MARK not in error] or errors
     if causes:
-        # one line if the last line is the error itself
+        # `fromkeys` drops the repetition if the last line is the error
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
     return "; ".join(lines[-2:]) or "its log is empty"

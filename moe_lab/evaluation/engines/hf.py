@@ -41,7 +41,7 @@ leave one by one, because the cache is copied each time rows leave."""
 
 @dataclass(eq=False)
 class LoadedModel(Engine):
-    """A loaded causal language model, possibly under a mask, with its tokenizer."""
+    """A loaded causal language model, unpruned or pruned by a mask, with its tokenizer."""
 
     model: Any
     """A transformers causal language model in eval mode."""
@@ -57,7 +57,7 @@ class LoadedModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`, in one batch of prompts that are padded on the left."""
+        """Implement `Engine.generate`. All prompts are one batch, and are padded on the left."""
         padding = (
             self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
         )
@@ -73,14 +73,17 @@ class LoadedModel(Engine):
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-        """Do as `Engine.score`, in batches of rows of similar length."""
+        """Implement `Engine.score`. Rows of similar length get into the same batch."""
         return log_likelihoods(self.model, rows, batch_size)
 
 
 def _readable_answer(prompt: Prompt) -> Row | None:
-    """The row of the prompt's answer. None without an answer, or if the row does not begin with the
-    tokens of the prompt, because a token may span the end of the prompt and the beginning of the
-    answer. Such an answer cannot be read after the prompt."""
+    """The row of the prompt's answer, if the model can read this row in place of the prompt. None
+    for a prompt without an answer.
+
+    The row must begin with the tokens of the prompt: in some rows, one token is the end of the
+    prompt and the beginning of the answer. All tokens after the prompt must be scored.
+    """
     row = prompt.answer
     length = len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
@@ -116,34 +119,35 @@ class Batch:
     """The tokenizer by which stop texts are found."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
-        """The numbers of those `rows` whose texts are incomplete: shorter than the limit, and
-        without an end token or a stop text. `unseen`: the number of tokens at the end of each text
-        that were added since the last call. Only they are searched."""
-        open_rows = [
+        """The `rows` with incomplete texts: shorter than the limit, and without an end token or a
+        stop text. A row is the index of a prompt and of its text in `texts`. `unseen`: number of
+        tokens at the end of each text that are new since the last call. Only new tokens are
+        searched for end tokens and stop texts."""
+        unended_rows = [
             row
             for row in rows
             if len(texts[row].tokens) < self.generation.max_tokens
             and not self.ends & set(texts[row].tokens[-unseen:])
         ]
         stop = self.generation.stop
-        if not stop or not open_rows:
-            return open_rows
-        # enough tokens for a stop text that ends in an unseen token: a token has at least one byte
+        if not stop or not unended_rows:
+            return unended_rows
+        # A stop text of n bytes has at most n tokens, and may begin before the new tokens.
         window = max(len(text.encode()) for text in stop) + unseen
-        last_tokens = [texts[row].tokens[-window:] for row in open_rows]
+        last_tokens = [texts[row].tokens[-window:] for row in unended_rows]
         endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
         return [
             row
-            for row, ending in zip(open_rows, endings, strict=True)
+            for row, ending in zip(unended_rows, endings, strict=True)
             if not any(text in ending for text in stop)
         ]
 
 
 @torch.inference_mode()
 def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
-    """The likeliest new tokens after each prompt, up to and including the first end token. Right
-    answers are read with their prompts if `_can_forget`."""
-    # otherwise generate() would take settings such as a penalty from the checkpoint
+    """The likeliest new tokens after each prompt, up to and including the first end token. If
+    `_can_remove_answers`, right answers are read with their prompts, and get a likelihood."""
+    # replaces the checkpoint's settings, such as a penalty
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
@@ -151,7 +155,7 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
         pad_token_id=batch.padding,
         use_cache=True,
     )
-    ids, attention = (table.to(model.device) for table in _padded_inputs(batch))
+    ids, attention = (tensor.to(model.device) for tensor in _padded_inputs(batch))
     texts: list[NewTokens] = []
     with patch.object(model, "generation_config", settings):
         model.generate(
@@ -160,29 +164,28 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
             custom_generate=partial(_generate, batch=batch, texts=texts),
         )
     for text in texts:
+        # length of the text up to an end token, for each end token
         lengths = (length for length, token in enumerate(text.tokens, 1) if token in batch.ends)
         del text.tokens[next(lengths, len(text.tokens)) :]
     return texts
 
 
 def _padded_inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, both (B, L + A): prompts that are padded on the left to L
-    tokens, then answers, padded on the right. The row of an answer begins with its prompt, so the
-    row is put where the prompt would be."""
+    """Token ids and attention mask, both (B, L + A), of prompts with their right answers. All
+    prompts end at position L, and are padded on the left. Answers are padded on the right. The row
+    of an answer contains the prompt."""
     longest = max(map(len, batch.prompts))
-    padding = [longest - len(prompt) for prompt in batch.prompts]
+    starts = [longest - len(prompt) for prompt in batch.prompts]
     rows = [
         answer.tokens if answer else prompt
         for prompt, answer in zip(batch.prompts, batch.answers, strict=True)
     ]
-    ids = torch.full(
-        (len(rows), max(pad + len(row) for pad, row in zip(padding, rows, strict=True))),
-        batch.padding,
-    )
+    ends = [start + len(row) for start, row in zip(starts, rows, strict=True)]
+    ids = torch.full((len(rows), max(ends)), batch.padding)
     attention = torch.zeros_like(ids)
-    for number, (pad, row) in enumerate(zip(padding, rows, strict=True)):
-        ids[number, pad : pad + len(row)] = torch.tensor(row)
-        attention[number, pad : pad + len(row)] = 1
+    for number, (start, end, row) in enumerate(zip(starts, ends, rows, strict=True)):
+        ids[number, start:end] = torch.tensor(row)
+        attention[number, start:end] = 1
     return ids, attention
 
 
@@ -195,19 +198,20 @@ def _generate(
     texts: list[NewTokens],
     **arguments: Any,
 ) -> torch.Tensor:
-    """Generate token by token, and add a text to `texts` for each prompt. transformers' `generate`
-    calls this function. `arguments`: arguments of the model's forward pass, and two settings of
-    sampling, which are not used. Returns the token ids of the rows still in the batch at the
-    end."""
+    """Generate token by token, and append a text to `texts` for each prompt. transformers'
+    `generate` calls this function with `input_ids`, `generation_config` and `arguments`. Returns
+    the token ids of the rows that are still in the batch at the end."""
+    # `arguments` without the settings of sampling are arguments of the model's forward pass
     inputs = {
         name: value
         for name, value in arguments.items()
         if name not in ("logits_processor", "stopping_criteria")
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
+    # indices in `texts`: of the rows in the batch, and of the rows with incomplete texts
     rows = open_rows = list(range(len(texts)))
     new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
-    unseen = max(len(text.tokens) for text in texts)
+    unseen = max(len(text.tokens) for text in texts)  # see `Batch.open_rows`
     while True:
         inputs = next_inputs(model, output, inputs)
         input_ids = torch.cat([input_ids, new_tokens[:, None]], dim=1)
@@ -218,7 +222,8 @@ def _generate(
         if len(open_rows) <= SHRINK * len(rows):
             indices = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
             inputs["past_key_values"].reorder_cache(indices)
-            inputs = {  # the cache stays the same object
+            # select the rows of tensors; `reorder_cache` has changed the cache in place
+            inputs = {
                 name: value[indices]
                 if torch.is_tensor(value) and value.dim() > 1 and len(value) == len(rows)
                 else value
@@ -242,32 +247,34 @@ def _generate(
 def _read(
     model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    """Read the prompts, and add the beginning of each text to `texts`. Right answers are read with
-    the prompts if `_can_forget` and if their logits do not take too much memory.
+    """Read the prompts, and append the beginning of each text to `texts`. Right answers are read
+    with the prompts if `_can_remove_answers` and if their logits do not take too much memory.
+    `ids`, `inputs`: token ids and arguments of the forward pass, for prompts with right answers.
 
-    Returns the model's output, and the token ids and arguments for the tokens that stay in the
-    cache. These tokens are the prompts, and the texts without their last tokens. `ids`, `inputs`:
-    the token ids and arguments for prompts with answers.
+    Returns the model's output, the token ids in the cache, and the arguments for these token ids.
+    The cache then has the prompts, and each text without its last token.
     """
     token_inputs = [
         name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape
     ]
     answers = batch.answers
     longest = max(map(len, batch.prompts))
-    # white space at the end of a prompt counts as part of its answer
+    # Position of the first scored token of each answer. The position may be inside the prompt,
+    # because white space at the end of a prompt counts as part of the answer.
     starts = [
         longest - (len(prompt) - row.start)
         for prompt, row in zip(batch.prompts, answers, strict=True)
         if row
     ]
+    # logits are needed from this position on: they predict the token at the next position
     first_position = min([longest, *starts]) - 1
-    """The first position after which logits are needed."""
-    logits_read = len(ids) * (ids.shape[1] - first_position)
+    logit_count = len(ids) * (ids.shape[1] - first_position)
     if (
         not starts
-        or logits_read > tokens_with_logits(model)
-        or not _can_forget(model, inputs, token_inputs)
+        or logit_count > tokens_with_logits(model)
+        or not _can_remove_answers(model, inputs, token_inputs)
     ):
+        # read the prompts without answers
         answers = [None] * len(ids)
         first_position = longest - 1
     width = ids.shape[1] if any(answers) else longest
@@ -284,19 +291,21 @@ def _read(
             prompt, answer, logits[longest - 1 - first_position :], batch.generation.max_tokens
         )
         if answer:
+            # index of the logits that predict the first scored token
             start = longest - len(prompt) + answer.start - 1 - first_position
             answer_logits = logits[start : start + len(answer.tokens) - answer.start]
             text.likelihood = likelihood(answer.tokens[answer.start :], answer_logits)
         texts.append(text)
     if any(answers):
-        ids, inputs = _forget(output.past_key_values, ids, inputs, batch, texts)
+        ids, inputs = _remove_answers(output.past_key_values, ids, inputs, batch, texts)
     return output, ids, inputs
 
 
-def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
-    """Whether the last tokens of a row can be removed from the cache. This is so if the cache holds
-    only keys and values of single tokens, the model takes position ids, and every layer has full
-    attention. `token_inputs`: names of the `inputs` with one value per token."""
+def _can_remove_answers(model: Any, inputs: dict[str, Any], token_inputs: Collection[str]) -> bool:
+    """Whether `_remove_answers` can remove the last tokens of a row from the cache. For this, the
+    cache must hold nothing but keys and values of single tokens, the model must take position ids,
+    and every layer must have full attention. `inputs`: arguments of the forward pass.
+    `token_inputs`: names of the `inputs` with one value per token."""
     cache = inputs.get("past_key_values")
     has_plain_cache = (
         type(cache) is DynamicCache
@@ -312,9 +321,9 @@ def _can_forget(model: Any, inputs: dict[str, Any], token_inputs: Collection[str
 def _beginning(
     prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, max_tokens: int
 ) -> NewTokens:
-    """The beginning of a text, of at most `max_tokens` tokens. It has the first tokens of the right
-    answer, as long as the model chooses the same tokens, and then the model's next token.
-    `logits` (n, V): after the prompt, then after each token of the answer."""
+    """The beginning of a generated text: the tokens of the right answer up to the first token that
+    the model would not choose, and then the model's choice. At most `max_tokens` tokens. `logits`
+    (n, V): row 0 after the prompt, the next rows after each token of the answer."""
     tokens = answer.tokens[len(prompt) :] if answer else ()
     likeliest_tokens, largest_logits = _likeliest_tokens(logits[: len(tokens) + 1])
     choices = likeliest_tokens.tolist()
@@ -326,18 +335,18 @@ def _beginning(
     return NewTokens(choices[: count + 1])
 
 
-def _forget(
+def _remove_answers(
     cache: DynamicCache,
     ids: torch.Tensor,
     inputs: dict[str, Any],
     batch: Batch,
     texts: Sequence[NewTokens],
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Remove the answer tokens that are not part of the texts. The attention mask hides these
-    tokens, and the last positions, which no text uses, are dropped from the cache. Returns the
-    token ids at the remaining positions, and the arguments for these token ids."""
+    """Remove the answer tokens that differ from the generated `texts`. Positions that no text uses
+    are dropped from the end of the cache. At other positions, the attention mask hides the tokens.
+    Returns the token ids at the remaining positions, and `inputs` for these token ids."""
     longest = max(map(len, batch.prompts))
-    # minus 1, as the last token of a text was chosen and has not been read
+    # minus 1, as the model has chosen the last token of a text, but has not read it
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:
@@ -351,7 +360,7 @@ def _forget(
 
 
 def _likeliest_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """The likeliest tokens (n) by logits (n, V), and their logits. NaN counts as the largest
-    logit."""
+    """The likeliest token for each row of `logits` (n, V), and the logit of this token. NaN counts
+    as the largest logit, so that `check_finite` finds it."""
     tokens = logits.float().argmax(-1)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()

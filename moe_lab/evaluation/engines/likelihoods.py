@@ -31,24 +31,24 @@ HALF_TOLERANCE = 0.05
 
 @dataclass
 class _Question:
-    """The tokens that several rows have before their start, and the answers after them."""
+    """A question, which is the tokens before `Row.start` of one or more rows, and its answers."""
 
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
-    """Tokens of an answer without its last token, which is not read -> the rows with these tokens
-    after the question."""
+    """Tokens of an answer without the last token, which is predicted and not read -> rows with this
+    question and this answer."""
 
     def __len__(self) -> int:
-        """Number of tokens that are read."""
+        """Number of tokens that are read: the question and all answers."""
         return len(self.tokens) + sum(map(len, self.answers))
 
 
 @torch.inference_mode()
 def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-    """The log-likelihood of each row, in nats, and whether each of its tokens was the likeliest.
+    """(log-likelihood in nats, whether all scored tokens are the likeliest) for each row.
 
-    A pass has at most `batch_size` questions, and at most as many tokens as `batch_size` rows of
-    the largest length and as `tokens_with_logits` allows. It always has one question.
+    A forward pass reads one question or more: at most `batch_size` questions, at most the number of
+    tokens in `batch_size` rows of the largest length, and at most `tokens_with_logits` tokens.
     """
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
@@ -61,7 +61,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
         batch = questions[:size]
         questions = questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
-            # logits[0] come after the question and predict the first token of every answer
+            # logits[0] predict the first token of every answer, logits[1:] the later tokens
             end = 1
             for answer, answer_rows in question.answers.items():
                 predictions = torch.cat([logits[:1], logits[end : end + len(answer)]])
@@ -73,34 +73,35 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
 
 
 def _questions(rows: Sequence[Row], *, can_share: bool) -> list[_Question]:
-    """The rows by question, the longest question first. If `can_share` is false, each question has
-    one answer, which one or more rows have.
+    """The rows, grouped by question and answer. The result is sorted by `len`, the longest first.
 
-    If `can_share` is true, a question has several answers as long as all its answers together are
-    no longer than the question. The remaining answers follow another copy of the question. So the
-    answers at most double the tokens that are read for a question, which bounds the memory of the
-    attention mask. Windows of a long document have only their first token in common. They are
-    longer than this question, so each window is read alone.
+    If `can_share` is false, each `_Question` has one answer. If `can_share` is true, a `_Question`
+    has several answers as long as they have together no more tokens than the question. Further
+    answers get another `_Question` with the same tokens. This limit bounds the memory of the
+    attention mask. Windows of a long document have only their first token in common, so each window
+    is read alone.
     """
-    answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
+    # tokens of a question -> tokens of an answer without the last token -> rows
+    answers_by_question: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
     for row in rows:
-        answers = answers_of.setdefault(row.tokens[: row.start], {})
+        answers = answers_by_question.setdefault(row.tokens[: row.start], {})
         answers.setdefault(row.tokens[row.start : -1], []).append(row)
     questions: list[_Question] = []
-    for tokens, answers in answers_of.items():
-        copy = _Question(tokens)
+    for tokens, answers in answers_by_question.items():
+        question = _Question(tokens)
         for answer, answer_rows in answers.items():
-            if copy.answers and not (can_share and len(copy) + len(answer) <= 2 * len(tokens)):
-                questions.append(copy)
-                copy = _Question(tokens)
-            copy.answers[answer] = answer_rows
-        questions.append(copy)
+            fits = can_share and len(question) + len(answer) <= 2 * len(tokens)
+            if question.answers and not fits:
+                questions.append(question)
+                question = _Question(tokens)
+            question.answers[answer] = answer_rows
+        questions.append(question)
     return sorted(questions, key=len, reverse=True)
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
-    """For each question, logits (n, V): row 0 after the last token of the question, the next rows
-    after each token of its answers that is read."""
+    """Logits (n, V) for each question: row 0 after the last token of the question, the next rows
+    after each token that is read of the answers."""
     longest = max(map(len, questions))
     ids = torch.zeros(len(questions), longest, dtype=torch.int64)
     for row, question in enumerate(questions):
@@ -114,12 +115,14 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
     else:
         inputs |= _separate_answers(questions, longest, model.dtype)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    first = min(len(question.tokens) for question in questions) - 1
-    options = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
+    options = {}
+    if "logits_to_keep" in _arguments(model):
+        shortest_question = min(len(question.tokens) for question in questions)
+        options["logits_to_keep"] = longest - shortest_question + 1
     logits: torch.Tensor = model(**inputs, **options, use_cache=False).logits
-    first = longest - logits.shape[1]  # 0 if the model computes all logits
+    first_position = longest - logits.shape[1]  # 0 if the model computes all logits
     return [
-        row_logits[len(question.tokens) - 1 - first : len(question) - first]
+        row_logits[len(question.tokens) - 1 - first_position : len(question) - first_position]
         for question, row_logits in zip(questions, logits, strict=True)
     ]
 
@@ -127,11 +130,11 @@ def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
 def _separate_answers(
     questions: Sequence[_Question], longest: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The model's arguments for reading several answers after each question: position ids (B, S)
-    and an attention mask (B, 1, S, S). The mask is added to attention scores and hides the answers
-    to a question from each other. `longest`: S, the width of the batch."""
+    """Arguments of the forward pass that reads several answers after each question: position ids
+    (B, S), and an attention mask (B, 1, S, S) that is added to the attention scores. The mask hides
+    the answers to a question from each other. `longest`: S, the width of the batch."""
     positions = torch.zeros(len(questions), longest, dtype=torch.int64)
-    # number of the answer of each token: 0 for the question, -1 for padding
+    # number of the answer that contains the token: from 1; 0 in the question, -1 in padding
     answer_of = torch.full((len(questions), longest), -1)
     for row, question in enumerate(questions):
         end = len(question.tokens)
@@ -139,8 +142,8 @@ def _separate_answers(
         answer_of[row, :end] = 0
         for number, answer in enumerate(question.answers, start=1):
             # every answer is read at the positions after the question
-            indices = torch.arange(len(answer))
-            positions[row, end : end + len(answer)] = len(question.tokens) + indices
+            offsets = torch.arange(len(answer))
+            positions[row, end : end + len(answer)] = len(question.tokens) + offsets
             answer_of[row, end : end + len(answer)] = number
             end += len(answer)
     visible = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
@@ -150,8 +153,8 @@ def _separate_answers(
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
-    """The log-likelihood of the tokens `targets` (n) by logits (n, V), in nats, and whether each
-    target is the likeliest token."""
+    """(log-likelihood in nats, whether all targets are the likeliest tokens) of the n token ids
+    `targets`, which are predicted by `logits` (n, V)."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)
     nats = float(scores.gather(1, ids[:, None]).double().sum())
@@ -159,8 +162,9 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether answers can be read together. This is so if the model takes position ids and a mask,
-    every layer has full attention, and `_trial_agrees`. The result is cached for each model."""
+    """Whether the model can read several answers after one question. For this, the model must take
+    position ids and a mask, every layer must have full attention, and `_trial_agrees` must be true.
+    The result is cached for each model."""
     if model not in _sharing_results:
         takes_positions = "position_ids" in _arguments(model)
         takes_mask = attention_implementation(model) in ("sdpa", "eager")
@@ -175,8 +179,7 @@ _sharing_results: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def has_full_attention(model: Any) -> bool:
-    """Whether every token attends to all tokens before it, in every layer, by the model's
-    config."""
+    """Whether, by the model's config, each token attends to all earlier tokens in every layer."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
@@ -190,17 +193,19 @@ def _arguments(model: Any) -> Collection[str]:
 
 
 def _trial_agrees(model: Any) -> bool:
-    """Whether the answers of `TRIAL` have the same logits when read together as when read alone, up
-    to rounding."""
+    """Whether the two answers of `TRIAL` get the same logits, up to rounding, in one pass for both
+    answers as in one pass for each answer."""
     tokens, answers = TRIAL
     question = _Question(tokens, {answer: [] for answer in answers})
     logits = _logits(model, [question])[0].float()
     start = 1  # logits[0] come after the question
     for answer in answers:
         reference = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
-        part = logits[start : start + len(answer)]
+        answer_logits = logits[start : start + len(answer)]
         start += len(answer)
         tolerance = TOLERANCE if model.dtype.itemsize >= 4 else HALF_TOLERANCE
-        if not float((part - reference).abs().max()) <= tolerance * float(reference.abs().max()):
+        if not float((answer_logits - reference).abs().max()) <= tolerance * float(
+            reference.abs().max()
+        ):
             return False
     return True

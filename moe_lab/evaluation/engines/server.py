@@ -97,15 +97,15 @@ class ServedModel(Engine):
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
-        """Do as `Engine.generate`, with `generation.batch_size` requests at a time.
+        """Implement `Engine.generate`, with `generation.batch_size` requests at the same time.
 
-        Raises Unavailable when the server finishes no text for too long. A single late text is no
-        error, because the server may finish all others first. Raises UserError if the server would
-        omit marks of thoughts, or stop texts that are special tokens.
+        Unavailable if the server finishes no text within `seconds`. A text may take longer as long
+        as the server finishes other texts. UserError if special tokens matter, because a server
+        omits them from texts: special tokens that mark thoughts or that are in stop texts.
         """
         ends = eos_tokens(self.ends, self.tokenizer)
-        # An end token ends a text anyway. Marks of thoughts matter only in a chat.
-        marks = [mark for number, mark in generation.marks if number not in ends]
+        # An end token ends a text even if it is omitted. Marks of thoughts matter only in a chat.
+        marks = [mark for token, mark in generation.marks if token not in ends]
         if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
                 "backend=server: a server leaves out special tokens, and "
@@ -133,12 +133,12 @@ class ServedModel(Engine):
                         future.result()  # raises the request's error
                     pending = list(not_done)
                 return [future.result() for future in futures]
-            finally:  # do not wait for other requests: they end with the server, which may hang
+            finally:  # do not wait for pending requests: the server may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def client(self, seconds: float | None = None) -> openai.OpenAI:
-        """A client with a timeout of `seconds` for each request. By default there is no timeout,
-        because a server may queue all requests."""
+        """An HTTP client for the server. `seconds`: timeout of a request. By default there is no
+        timeout, because a request may have to wait for all earlier requests."""
         transport = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
         return openai.OpenAI(
             base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=transport
@@ -147,34 +147,35 @@ class ServedModel(Engine):
     def complete(
         self, client: openai.OpenAI, prompt: str, max_tokens: int, stop: Sequence[str]
     ) -> GeneratedText:
-        """The text after `prompt` of at most `max_tokens` tokens, greedily and without penalties.
+        """The server's text after `prompt`, of at most `max_tokens` tokens, generated greedily and
+        without penalties.
 
-        At most STOPS stop texts are sent. A stop text whose beginning ends the prompt is not sent,
-        because some servers would stop at once. The caller applies all stop texts. Raises UserError
-        for a refused request and for an answer of another model, and Unavailable for a text that
-        the server broke off and for a server that has ended or fails.
+        At most STOPS stop texts are sent; the caller cuts the text at all stop texts. UserError for
+        a refused request, and for a text of another model. Unavailable for a text that the server
+        broke off, and for a server that has ended or fails.
         """
-        sent_stop = [
-            text
-            for text in stop
-            if not any(prompt.endswith(text[:end]) for end in range(1, len(text)))
+        # if the prompt ends with the beginning of a stop text, some servers would stop at once
+        sent_stops = [
+            stop_text
+            for stop_text in stop
+            if not any(prompt.endswith(stop_text[:end]) for end in range(1, len(stop_text)))
         ]
         server = f"the server of {self.name}"
         try:
-            answer = client.completions.create(
+            completion = client.completions.create(
                 model=self.name,
                 prompt=prompt,
                 max_tokens=max_tokens,
-                stop=sent_stop[:STOPS] or None,
+                stop=sent_stops[:STOPS] or None,
                 temperature=0,
                 top_p=1,
                 frequency_penalty=0,
                 presence_penalty=0,
             )
-            choice = answer.choices[0]
-            model = answer.model
+            choice = completion.choices[0]
+            model = completion.model
             text = choice.text
-            reason = choice.finish_reason
+            finish_reason = choice.finish_reason
         except openai.APIConnectionError as error:
             cause = self.exit_reason()
             state = f"ended: {cause}" if cause else f"does not answer ({error.__cause__ or error})"
@@ -194,16 +195,18 @@ class ServedModel(Engine):
                 f"what answers at {self.url} serves {model}, expected {self.name}: is it another "
                 "server?"
             )
-        if not isinstance(text, str) or reason not in COMPLETE:
+        if not isinstance(text, str) or finish_reason not in COMPLETE:
             raise Unavailable(
-                f"{server} broke a text off: finish_reason={reason}, expected "
+                f"{server} broke a text off: finish_reason={finish_reason}, expected "
                 f"{' or '.join(COMPLETE)}"
             )
-        return GeneratedText(text, "limit" if reason == "length" else "end")
+        return GeneratedText(text, "limit" if finish_reason == "length" else "end")
 
     def _request_text(self, prompt: Prompt) -> str:
-        """The text that the server tokenizes to exactly the prompt's tokens. A server always adds
-        the tokenizer's special tokens. UserError if there is no such text."""
+        """The text to send to the server, which the server tokenizes to the prompt's tokens.
+        UserError if there is no such text."""
+        # A server adds the tokenizer's special tokens to every text. So the text of a prompt that
+        # begins with the special token is sent without this token.
         candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
             if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
