@@ -48,8 +48,9 @@ def test_numbers_of_experts_are_those_of_the_sums(
     row = experts.set_index(["layer", "expert"]).loc[(layer, expert)]
     of_layer = sums()[layer]
     count = of_layer["tokens"][expert]
-    assert row["gate"] == pytest.approx(of_layer["sums_model"][expert][1][0] / count)
-    assert row["norm"] == pytest.approx(of_layer["sums_model"][expert][0][1] / count)
+    of_expert = of_layer["sums_model"][expert]
+    assert row["gate"] == pytest.approx(of_expert[1][0] / count)
+    assert row["norm"] == pytest.approx(of_expert[0][1] / count)
     assert row["first"] == pytest.approx(of_layer["ala_first"][expert] / TOKENS)
     assert row["second"] == pytest.approx(of_layer["ala_second"][expert] / TOKENS)
     assert row["ablation"] == pytest.approx(ablations()[layer]["ablation"][expert])
@@ -60,7 +61,8 @@ def test_numbers_of_experts_are_those_of_the_sums(
 def test_experts_without_tokens_have_no_means(experts: pd.DataFrame) -> None:
     assert len(experts) == LAYERS * EXPERTS
     silent = experts[experts["expert"] == SILENT]
-    assert silent[["gate", "norm", "size"]].isna().all(axis=None) and (silent["first"] == 0).all()
+    assert silent[["gate", "norm", "size"]].isna().all(axis=None)
+    assert (silent["first"] == 0).all()
 
 
 def test_layer_losses_are_means_over_tokens(golden: Study) -> None:
@@ -71,74 +73,87 @@ def test_layer_losses_are_means_over_tokens(golden: Study) -> None:
 def test_agreement_is_counted_over_all_and_inside_layers(
     golden_results: Results, experts: pd.DataFrame
 ) -> None:
-    row = (
-        attributions.agreement_table(golden_results, "t")
-        .frame.set_index("Estimate")
-        .loc["Mean router weight"]
-    )
+    table = attributions.agreement_table(golden_results, "t")
+    row = table.frame.set_index("Estimate").loc["Mean router weight"]
     seen = experts.dropna(subset=["gate", "ablation"])
     gates = list(seen["gate"])
     losses = list(seen["ablation"])
     assert row["Pearson, model loss"] == pytest.approx(pearsonr(gates, losses).statistic)
     assert row["Rank, model loss"] == pytest.approx(spearmanr(gates, losses).statistic)
-    inside = [
-        spearmanr(layer["gate"], layer["ablation"]).statistic for _, layer in seen.groupby("layer")
-    ]
-    assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
+    inside = 0.0
+    for _, layer in seen.groupby("layer"):
+        inside += spearmanr(layer["gate"], layer["ablation"]).statistic
+    assert row["Rank in a layer, model loss"] == pytest.approx(inside / LAYERS)
+
+
+def test_equal_estimates_have_no_order_to_agree_with() -> None:
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
-    assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
+    assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"])
 
 
-SCORES = np.array([[8.0, 1, 1, 0], [3, 3, 2, 2]])
+SCORES = np.array(
+    [
+        [8.0, 1, 1, 0],
+        [3, 3, 2, 2],
+    ]
+)
 
 
 def test_concentration_is_the_share_of_the_best_channels() -> None:
     curve = tables.concentration({4: SCORES})
     assert [row[:2] for row in curve] == [(4, 0)] * 5 + [(4, 1)] * 5
     assert [share for _, _, share, _ in curve] == pytest.approx([0, 0.25, 0.5, 0.75, 1] * 2)
-    assert [held for *_, held in curve] == pytest.approx([0, 0.8, 0.9, 1, 1, 0, 0.3, 0.6, 0.8, 1])
-    assert all(np.isnan(held) for *_, held in tables.concentration({0: np.zeros((1, 2))}))
-    assert len(tables.concentration({0: np.ones((5, 1000))})) == 5 * tables.POINTS
+    of_first = [0, 0.8, 0.9, 1, 1]
+    of_second = [0, 0.3, 0.6, 0.8, 1]
+    assert [held for *_, held in curve] == pytest.approx(of_first + of_second)
+
+
+def test_concentration_of_zeros_is_missing() -> None:
+    curve = tables.concentration({0: np.zeros((1, 2))})
+    assert all(np.isnan(held) for *_, held in curve)
+
+
+def test_concentration_of_many_channels_is_at_some_points() -> None:
+    curve = tables.concentration({0: np.ones((5, 1000))})
+    assert len(curve) == 5 * tables.POINTS
 
 
 def test_coverage_is_the_share_of_retained_scores() -> None:
-    retained = np.array([[True, False, False, False], [True, True, True, False]])
+    retained = np.array(
+        [
+            [True, False, False, False],
+            [True, True, True, False],
+        ]
+    )
     covered = pytest.approx((8 + 3 + 3 + 2) / 20)
     assert tables.budgets({4: SCORES}, {4: retained}) == [(4, covered, 0.5)]
-    assert tables.budgets({4: SCORES - 2}, {4: retained}) == [(4, 1.0, 0.5)], (
-        "negative scores count as 0"
-    )
+    some_negative = {4: SCORES - 2}
+    assert tables.budgets(some_negative, {4: retained}) == [(4, 1.0, 0.5)], "they count as 0"
 
 
 def test_budgets_hold_what_plans_keep(golden: Study, budgets: pd.DataFrame) -> None:
     assert len(budgets) == budgets["cell"].nunique() * LAYERS > 0
+    shares = golden.retained.set_index(["cell", "layer"])["share"].sort_index()
     for row in budgets.itertuples():
-        counts = (
-            golden.retained[
-                (golden.retained["cell"] == row.cell) & (golden.retained["layer"] == row.layer)
-            ]["share"]
-            * WIDTH
-        )
+        counts = shares.loc[(row.cell, row.layer)] * WIDTH
         layer = scores()[row.layer]
-        best = sum(
-            sum(sorted(layer[position], reverse=True)[: round(count)])
-            for position, count in enumerate(counts)
-        )
-        assert row.coverage == pytest.approx(best / layer.sum()) and row.kept == pytest.approx(
-            counts.mean() / WIDTH
-        )
+        retained = 0.0
+        for channels, count in zip(layer, counts, strict=True):
+            retained += sum(sorted(channels, reverse=True)[: round(count)])
+        assert row.coverage == pytest.approx(retained / layer.sum())
+        assert row.kept == pytest.approx(counts.mean() / WIDTH)
 
 
 def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd.DataFrame) -> None:
     """By the square root, or not at all."""
-    roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
-    mean = sum(70 + layer for layer in range(LAYERS)) / LAYERS
-    for row in layer_budgets.budget_strips(
-        budgets.assign(smoothing="sqrt"), golden.layer_losses
-    ).itertuples():
-        assert row.loss == pytest.approx((70 + row.layer) / mean)
-        assert row.smoothed == pytest.approx(roots[row.layer] / sum(roots) * LAYERS)
-    plain = layer_budgets.budget_strips(budgets.assign(smoothing="none"), golden.layer_losses)
+    losses = np.arange(70, 70 + LAYERS)
+    roots = losses**0.5
+    by_root = budgets.assign(smoothing="sqrt")
+    for row in layer_budgets.budget_strips(by_root, golden.layer_losses).itertuples():
+        assert row.loss == pytest.approx(losses[row.layer] / losses.mean())
+        assert row.smoothed == pytest.approx(roots[row.layer] / roots.mean())
+    unsmoothed = budgets.assign(smoothing="none")
+    plain = layer_budgets.budget_strips(unsmoothed, golden.layer_losses)
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
@@ -151,7 +166,8 @@ CHANNEL_SUMS = pytest.mark.parametrize(
 def root_means(layer: int, expert: int, name: str) -> list[float]:
     """The root of the mean square of each channel of an expert."""
     of_layer = sums()[layer]
-    return [(square / of_layer["tokens"][expert]) ** 0.5 for square in of_layer[name][expert]]
+    tokens = of_layer["tokens"][expert]
+    return [(square / tokens) ** 0.5 for square in of_layer[name][expert]]
 
 
 def statistics_of(golden: Study, statistic: str, layer: int) -> pd.DataFrame:
@@ -166,11 +182,12 @@ def test_raw_statistics_of_experts_are_means_over_channels(
     statistic: str, name: str, golden: Study
 ) -> None:
     rows = statistics_of(golden, statistic, 2)
-    assert SILENT not in rows.index and len(rows) == EXPERTS - 1
-    for expert in rows.index:
+    assert SILENT not in rows.index
+    assert len(rows) == EXPERTS - 1
+    for expert, row in rows.iterrows():
         channels = root_means(2, expert, name)
-        expected = np.mean(channels), np.std(channels)
-        assert (rows["mean"][expert], rows["std"][expert]) == pytest.approx(expected)
+        assert row["mean"] == pytest.approx(np.mean(channels))
+        assert row["std"] == pytest.approx(np.std(channels))
 
 
 @CHANNEL_SUMS
@@ -180,17 +197,21 @@ def test_raw_statistics_of_layers_are_means_over_channels(
     rows = statistics_of(golden, statistic, 2)
     channels = [value for expert in rows.index for value in root_means(2, expert, name)]
     frame = golden.raw_statistics
-    layers = raw_statistics.by_layer(frame[frame["statistic"] == statistic]).set_index("layer")
-    row = layers.loc[2]
-    assert (row["mean"], row["std"]) == pytest.approx((np.mean(channels), np.std(channels)))
+    layers = raw_statistics.by_layer(frame[frame["statistic"] == statistic])
+    row = layers.set_index("layer").loc[2]
+    assert row["mean"] == pytest.approx(np.mean(channels))
+    assert row["std"] == pytest.approx(np.std(channels))
     assert row["ablation"] == pytest.approx(rows["ablation"].mean())
 
 
 def test_raw_statistics_of_weights_are_means_of_their_sums(golden: Study) -> None:
     row = statistics_of(golden, "weight", 1).loc[4]
-    mean, square = (weights()[1][name][4] / 64 for name in ("abs_sum", "square_sum"))
-    expected = mean, (square - mean**2) ** 0.5, 64
-    assert (row["mean"], row["std"], row["count"]) == pytest.approx(expected)
+    sums_of_weights = weights()[1]
+    mean = sums_of_weights["abs_sum"][4] / 64
+    square = sums_of_weights["square_sum"][4] / 64
+    assert row["mean"] == pytest.approx(mean)
+    assert row["std"] == pytest.approx((square - mean**2) ** 0.5)
+    assert row["count"] == 64
 
 
 def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Study) -> None:
@@ -199,8 +220,8 @@ def test_quantiles_of_router_entropies_are_those_of_their_histogram(golden: Stud
     even = pd.DataFrame({"entropy": [step / 8 for step in range(1, 9)], "tokens": 5, "layer": 0})
     row = profile.quantiles(even.assign(model="m", calibration="c")).iloc[0]
     assert [row[share] for share in profile.QUANTILES] == pytest.approx(profile.QUANTILES)
-    counts = golden.router_entropies.query("layer == 2").sort_values("entropy")["tokens"].tolist()
-    assert counts == sums()[2]["router_entropy"].tolist()
+    histogram = golden.router_entropies.query("layer == 2").sort_values("entropy")
+    assert histogram["tokens"].tolist() == sums()[2]["router_entropy"].tolist()
 
 
 def test_bars_of_experts_have_scores_and_attributions() -> None:
@@ -208,40 +229,52 @@ def test_bars_of_experts_have_scores_and_attributions() -> None:
     values = np.square(np.random.default_rng(1).integers(0, 9, (2, 100)).astype(float))
     columns = ["layer", "expert", "channels", "score"]
     curves = pd.DataFrame(tables.concentration({3: values}), columns=columns)
-    shares = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0], "share": [0.25, 0.75, 1.0]})
-    experts = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0], "first": [2.0, -1.0, 9.0]})
+    numbers = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0]})
+    shares = numbers.assign(share=[0.25, 0.75, 1.0])
+    experts = numbers.assign(first=[2.0, -1.0, 9.0])
     stacks = channel_scores.expert_stacks(curves, shares, experts, 3)
     for expert in (0, 1):
-        ordered = sorted(values[expert], reverse=True)
-        pieces = [sum(ordered[10 * tenth : 10 * tenth + 10]) / sum(ordered) for tenth in range(10)]
-        assert stacks.loc[expert, list(range(10))].tolist() == pytest.approx(pieces)
-    assert stacks["kept"].tolist() == [0.25, 0.75] and stacks["attribution"].tolist() == [1.0, -0.5]
+        tenths = np.sort(values[expert])[::-1].reshape(10, 10).sum(axis=1)
+        expected = tenths / tenths.sum()
+        assert stacks.loc[expert, list(range(10))].tolist() == pytest.approx(expected)
+    assert stacks["kept"].tolist() == [0.25, 0.75]
+    assert stacks["attribution"].tolist() == [1.0, -0.5]
+
+
+def test_layers_to_draw_are_the_first_the_middle_and_the_last() -> None:
     assert score_rows.shallow_middle_deep([5, 1, 3, 4, 1]) == [1, 3, 5]
     assert score_rows.shallow_middle_deep([2]) == [2]
 
 
-def test_damaged_sums_are_a_gap_and_missing_ones_are_not(results: Results, tmp_path: Path) -> None:
+def test_missing_sums_are_no_gap(results: Results) -> None:
     chapter = [name for name, output in outputs().items() if output.chapter == "attribution"]
-    others = ("aimer.table4", "coverage.table1", *chapter)
-    assert [outputs()[name].items(results) for name in others] == [[]] * len(
-        others
-    ) and not results.study.gaps
-    few = {"calibrations": ("pocket_general",), "ratios": (0.5,), "tasks": (), "overlap": False}
-    store = write_store(tmp_path / "store", criteria=("snip",), allocations=("coverage",), **few)
+    for name in ("aimer.table4", "coverage.table1", *chapter):
+        assert outputs()[name].items(results) == []
+    assert not results.study.gaps
+
+
+def test_damaged_sums_are_a_gap(tmp_path: Path) -> None:
+    store = write_store(
+        tmp_path / "store",
+        criteria=("snip",),
+        allocations=("coverage",),
+        calibrations=("pocket_general",),
+        ratios=(0.5,),
+        tasks=(),
+        overlap=False,
+    )
     add(store, "made_up", "coverage")
     for path in store.glob("statistics/*/experts.parquet"):
         path.write_bytes(b"not a table")
     study = load(store, "made_up")
-    assert study.experts.empty and [gap.reason for gap in study.gaps] == [
-        "experts.parquet is damaged"
-    ]
+    assert study.experts.empty
+    assert [gap.reason for gap in study.gaps] == ["experts.parquet is damaged"]
 
 
 def test_statistics_of_criteria_depend_on_their_settings() -> None:
     def reads(criterion: str) -> set[str]:
         return {signal for signal, is_used in criteria.signals(criterion).items() if is_used}
 
-    assert (
-        reads("s_family(alpha=0,b=0,beta=2)") == reads("ean") == {"Text", "Activations"}
-        and reads("random") == set()
-    )
+    assert reads("ean") == {"Text", "Activations"}
+    assert reads("s_family(alpha=0,b=0,beta=2)") == {"Text", "Activations"}
+    assert reads("random") == set()
