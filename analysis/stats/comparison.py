@@ -236,16 +236,15 @@ class Comparison:
         """Low and high end of a cell's interval from the outcomes of its items, see `interval`; NaN
         without outcomes."""
         answers = self._binary_outcomes(target)
-        rows = [self._row_numbers[plan] for plan in self.plans_by_seed[cell].values()]
-        if answers is None or np.isnan(answers[rows]).all():
+        if answers is None:
             return self.estimate(target, {cell: 1.0}).interval
-        if len(rows) > 1:
-            estimate = self.estimate(target, {cell: 1.0})
-            # an error of 0 means that seeds and items all agree, and gives no interval
-            if estimate.error != 0:
-                return estimate.interval
-        plan_answers = answers[rows[0]]
-        low, high = uncertainty.wilson(np.nansum(plan_answers), np.isfinite(plan_answers).sum())
+        plans = self.plans_by_seed[cell].values()
+        answers_by_plan = [answers[self._row_numbers[plan]] for plan in plans]
+        answered = [row for row in answers_by_plan if np.isfinite(row).any()]
+        # where seeds and items all agree, the standard error is 0 and gives no interval
+        if not answered or (len(plans) > 1 and np.nanmin(answered) != np.nanmax(answered)):
+            return self.estimate(target, {cell: 1.0}).interval
+        low, high = uncertainty.wilson(np.nansum(answered[0]), np.isfinite(answered[0]).sum())
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 from moe_lab.config.base import identity
 from moe_lab.json_files import digest
 from moe_lab.paths import shorten
+from moe_lab.results import DIGITS
 from moe_lab.study.resources import Resources
 
 LONGEST_LABEL = 200
@@ -152,9 +153,9 @@ class Step(StepFields):
 
     @property
     def folder(self) -> str:
-        """Path inside the store: kind, readable label, and the first `results.DIGITS` digits of the
-        id, which suffice to be unique."""
-        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
+        """Path inside the store: kind, readable label, and the first DIGITS digits of the id, which
+        suffice to be unique."""
+        return f"{self.kind}/{shorten(self.label(), LONGEST_LABEL)}-{self.id[:DIGITS]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields and identity entries. The entries are pickled, too, so that the process that

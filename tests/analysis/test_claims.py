@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, family, first, results_of, study_of
-from scipy.stats import t
+from scipy.stats import binomtest, t
 from synthetic import write_store
 
 from analysis import names
@@ -405,6 +405,15 @@ def test_averaged_columns_resample_shared_answers_together() -> None:
     low_of_both, high_of_both = study_comparison.interval(("humaneval", "humaneval_plus"))
     width = high[0] - low[0]
     assert high_of_both[0] - low_of_both[0] == pytest.approx(width, abs=0.01)
+
+
+def test_interval_of_equal_plans_is_that_of_an_evaluated_one() -> None:
+    """The first of three seeds was not evaluated, the other two solve all items."""
+    axes = [UNPRUNED, *(cell("reap", seed=seed) for seed in (1, 2, 3))]
+    outcomes = {"gsm8k": [first(40), None, first(40), first(40)]}
+    low, high = comparison_of(axes, outcomes).interval(("gsm8k",))
+    expected = binomtest(40, 40).proportion_ci(method="wilson")
+    assert (low[1], high[1]) == pytest.approx((expected.low, expected.high))
 
 
 def table(results: Results, name: str) -> pd.DataFrame:
