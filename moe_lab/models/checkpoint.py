@@ -57,7 +57,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, from the headers of all its shards. UserError when a shard is
     missing or damaged, or when the shards and the index list different tensors."""
-    shards, index = _shards(folder)
+    shards, index = _shards_and_index(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
     for shard in shards:
@@ -74,8 +74,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """(metadata, name of a tensor -> entry) of one safetensors file, with the tensors in the order
-    of their bytes. UserError when the file is damaged."""
+    """(metadata, name of a tensor -> where its bytes are), from the header of one safetensors file.
+    The tensors come in the order of their bytes. UserError when the file is damaged."""
     try:
         with safe_open(path, framework="np") as safe_file:
             metadata: dict[str, str] = safe_file.metadata() or {}
@@ -88,9 +88,9 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     header.pop("__metadata__", None)
     entries = {}
     for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = fields["data_offsets"]
+        start, end = fields["data_offsets"]  # counted from `base`
         entries[name] = Entry(
-            path.name, fields["dtype"], tuple(fields["shape"]), base + first, last - first
+            path.name, fields["dtype"], tuple(fields["shape"]), base + start, end - start
         )
     return metadata, entries
 
@@ -116,21 +116,22 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def bits_of(dtype: str) -> int:
-    """Number of bits of one number of the type `dtype`, a name in safetensors such as BF16 or
-    F8_E4M3."""
+    """Number of bits that one value of a tensor takes. `dtype`: the name of its type in
+    safetensors, such as BF16 or F8_E4M3."""
     number = re.search(r"\d+", dtype)
-    return int(number[0]) if number else 8  # BOOL
+    return int(number[0]) if number else 8  # BOOL takes a byte
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
-    """The precision of the weights that a config.json states, such as bfloat16; "None" if it states
-    none. Older files have the field `torch_dtype`."""
+    """The precision of the weights according to config.json, such as bfloat16. "None" if
+    config.json states no precision. Older files have the field `torch_dtype`."""
     return str(config.get("dtype", config.get("torch_dtype")))
 
 
-def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """(names of the weight files, index: tensor -> file) of a checkpoint; the index is None for a
-    single file. UserError when a file is missing, or the index is missing or damaged."""
+def _shards_and_index(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    """(names of the weight files, index: name of a tensor -> name of its file) of a checkpoint. The
+    index is None for a checkpoint of a single file. UserError when a file is missing, or the index
+    is missing or damaged."""
     if (folder / SINGLE).exists():
         return (SINGLE,), None
     if not (folder / INDEX).exists():
@@ -148,6 +149,7 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
         raise UserError(f"{folder / INDEX} is damaged: expected a weight_map from tensor to file")
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
+        # the index of a foreign checkpoint must not lead to files outside the folder
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
             tensors = list(index.values()).count(shard)
             raise UserError(

@@ -47,55 +47,58 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
-    """The numbers in GPU_COUNTS that divide the number of attention heads: among so many GPUs vLLM
-    can divide each layer of a model. vLLM must not place different layers on different GPUs,
-    because masks need all layers in each process."""
+    """The numbers of GPUs, out of GPU_COUNTS, among which vLLM can divide each layer of a model:
+    the numbers that divide the number of attention heads. Whole layers are not distributed over
+    GPUs, because masks need all layers in each process."""
     heads = config.get("text_config", config).get("num_attention_heads") or 0
     return [count for count in GPU_COUNTS if heads % count == 0]
 
 
 def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
-    """Name in model.expected -> number, for the numbers that a config.json states."""
-    text = config.get("text_config", config)
+    """Name in model.expected -> number, for the names in FIELDS whose number config.json states."""
+    text_config = config.get("text_config", config)
     numbers = {}
     for name, fields in FIELDS.items():
-        value = next((text[field] for field in fields if field in text), None)
+        value = next((text_config[field] for field in fields if field in text_config), None)
         if isinstance(value, int):
             numbers[name] = value
     return numbers
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and, if known, width (channels per expert) of a layer. They are read from
+    """{"n_experts": number, "top_k": number, "width": channels per expert} of a MoE layer, without
+    "width" if it is not known. None when n_experts or top_k is not known. The numbers are read from
     config.json, or from `model.expected` if config.json states no numbers. `model.top_k` overrides
-    top_k. None when n_experts or top_k is not known."""
-    numbers = stated_numbers(config_of(settings)) or _expected(settings)
+    top_k."""
+    numbers = stated_numbers(config_of(settings)) or _expected_numbers(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
-    # name in model.expected -> name in the result
-    names = {"experts": "n_experts", "top_k": "top_k", "width": "width"}
-    shape = {name: numbers[field] for field, name in names.items() if field in numbers}
+    # name in model.expected -> key of the result
+    keys = {"experts": "n_experts", "top_k": "top_k", "width": "width"}
+    shape = {key: numbers[name] for name, key in keys.items() if name in numbers}
     return shape if {"n_experts", "top_k"} <= shape.keys() else None
 
 
-def _expected(settings: ModelConfig) -> dict[str, int]:
-    """The numbers of `model.expected`; {} if this setting is null."""
+def _expected_numbers(settings: ModelConfig) -> dict[str, int]:
+    """Name in model.expected -> number; {} if model.expected is null."""
     return vars(settings.expected) if settings.expected else {}
 
 
 def experts_implementation(device: str) -> str:
-    """Name of the function of transformers that runs experts. `device`: a device or a device
-    map."""
-    # On the CPU, grouped_mm would convert weights on every call, and `cpu_experts` replaces eager.
+    """Name of the experts implementation of transformers to load a model with. `device`: a device
+    or a device map."""
+    # On the CPU, grouped_mm would convert the weights on every call. Eager is slow there, too, so
+    # `load_model` replaces it by `cpu_experts` where this gives the same bits.
     return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
     """The smallest number of experts that a layer can retain. `router`: top_k, n_group and
-    topk_group of its router. A router needs `top_k` experts to choose from. A group-limited router
-    (`n_group` > 1) retains equally many experts in each group: at least two, because groups are
-    ranked by their two best experts, and so many that the `topk_group` groups that a token reaches
-    (None: all) have `top_k` experts together."""
+    topk_group of the layer's router. Without groups (`n_group` = 1), the number is `top_k`.
+
+    With groups, each group retains equally many experts: at least two, because groups are ranked by
+    their two best experts. A token reaches `topk_group` groups (None: all groups), which must have
+    `top_k` experts together."""
     top_k = int(router["top_k"])
     n_group = int(router["n_group"])
     if n_group == 1:
@@ -104,20 +107,21 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
 
 
 def has_packed_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json lists layers with packed experts, each of which has its own width."""
+    """Whether config.json describes a layer with packed experts: it lists the width of each
+    expert."""
     layers = config.get(LAYERS_FIELD, {}).get("layers", {})
     return any("widths" in layer for layer in layers.values())
 
 
 def quantization(settings: ModelConfig) -> str | None:
     """The method by which the weights of a model are quantised, such as fp8. None for plain
-    weights, and if the model's config.json is not known."""
+    weights. None also if neither the model's folder nor the hub has a config.json."""
     return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The method by which the weights of a model with this config.json are quantised; "quantised
-    weights" if config.json does not name it, None for plain weights."""
+    """The method by which the weights of a model with this config.json are quantised, such as fp8.
+    "quantised weights" if config.json does not name the method. None for plain weights."""
     section = config.get("quantization_config") or config.get("text_config", {}).get(
         "quantization_config"
     )
@@ -129,10 +133,11 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 def check_chat_template(
     settings: ModelConfig, setting: str, tools: bool, alternative: str = ""
 ) -> None:
-    """Raise UserError when a model on this machine has no chat template. If `tools`, raise
-    UserError also when its chat template does not accept tools. Models elsewhere are not checked.
-    `setting`: the setting that needs the template, for the message. `alternative`: the end of the
-    message, which names an alternative to an instruction-tuned model."""
+    """Raise UserError when a model has no chat template. With `tools`, raise UserError also when
+    the chat template does not accept tools. Only a model in a local folder is checked.
+
+    `setting`: the setting or benchmark that needs the template, for the message. `alternative`: the
+    end of the message, such as ", or a set of plain texts"."""
     folder = local_path(settings.path)
     if not folder.is_dir():
         return
@@ -147,7 +152,7 @@ def check_chat_template(
             f"{setting} needs a chat template, and model={settings.name} has none: expected an "
             f"instruction-tuned model{alternative}"
         )
-    # the template that transformers uses instead of `template` when it gets tools
+    # transformers uses this template instead of `template` when it gets tools
     for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
     if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
@@ -174,8 +179,9 @@ def check_plain_weights(model: ModelConfig, setting: str) -> None:
 
 
 def check_trained_top_k(model: ModelConfig, setting: str) -> None:
-    """Raise UserError when model.top_k is set, which changes a loaded model but no files.
-    `setting`: the setting for which files are written, such as export=natural, for the message."""
+    """Raise UserError when model.top_k is set: model.top_k changes only loaded models, not the
+    files of a checkpoint. `setting`: the setting that needs such files, such as export=natural, for
+    the message."""
     if model.top_k is not None:
         raise UserError(
             f"{setting} gives a checkpoint that routes as it was trained, not by "
@@ -184,16 +190,16 @@ def check_trained_top_k(model: ModelConfig, setting: str) -> None:
 
 
 def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """Raise UserError naming the first number that differs from `model.expected`. `numbers`: name
-    in model.expected -> actual number; names without a number are not compared. The number of
+    """Raise UserError for the first number that differs from `model.expected`. `numbers`: name in
+    model.expected -> actual number; names that are not in `numbers` are not compared. The number of
     parameters is compared last, because it says least about the cause."""
-    for name, value in sorted(
-        _expected(settings).items(), key=lambda item: item[0] == "parameters"
+    for name, expected in sorted(
+        _expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
     ):
-        if (actual := numbers.get(name, value)) != value:
+        if (actual := numbers.get(name, expected)) != expected:
             raise UserError(
                 f"model={settings.name}: {settings.path} has {name}={actual}, but "
-                f"model.expected.{name}={value}: give the path and revision of that model, or "
+                f"model.expected.{name}={expected}: give the path and revision of that model, or "
                 "model=local, which expects nothing"
             )
 
@@ -201,7 +207,7 @@ def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
 OVERHEAD = 1.1
 """Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
-"""Upper bound of the bytes of one token's logits: a vocabulary of about 130,000 in fp32."""
+"""Upper bound of the bytes of one token's logits: fp32, for a vocabulary of about 130,000."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; an upper bound
 if heads share keys and values."""
@@ -209,8 +215,8 @@ if heads share keys and values."""
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers from which memory and time are estimated: fields of ExpectedConfig, and the bytes
-    of a loaded weight."""
+    """The numbers of a model from which memory and time are estimated: fields of ExpectedConfig,
+    and the bytes of a loaded weight."""
 
     parameters: int
     moe_layers: int
@@ -232,42 +238,46 @@ class Size:
 
     @property
     def logits(self) -> float:
-        """Upper bound of the bytes of one token's logits: LOGITS, or less for a model so small that
-        a vocabulary head with all its parameters would have fewer rows."""
+        """Upper bound of the bytes of one token's logits in fp32: LOGITS, or less for a small
+        model. Each logit takes `hidden` parameters of the vocabulary head, so a model has at most
+        parameters / hidden logits."""
         return min(LOGITS, 4 * self.parameters / self.hidden)
 
     def layer_weights(self, layers: int = 1) -> float:
-        """Bytes of the weights of `layers` decoder layers, the embeddings and the vocabulary
-        head, with OVERHEAD."""
-        # all numbers here are numbers of parameters
+        """Estimated bytes of the weights of `layers` decoder layers, of the embeddings and of the
+        vocabulary head, times OVERHEAD."""
+        # all variables count parameters
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
-        # embeddings and head: two matrices with LOGITS / 4 rows at most, as logits take 4 bytes
-        of_vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
-        of_layer = routed + (unrouted - of_vocabulary) / self.moe_layers
-        return OVERHEAD * self.bytes_per_parameter * (layers * of_layer + of_vocabulary)
+        # embeddings and head: two matrices with a row for each logit, at most LOGITS / 4 rows each,
+        # because a logit takes 4 bytes
+        vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
+        layer = routed + (unrouted - vocabulary) / self.moe_layers
+        return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
 
     def activations(self, layers: float = 1) -> float:
-        """Bytes per token of the activations that `layers` decoder layers keep."""
-        # about 20 vectors of the hidden size, and 6 of the width for each chosen expert
+        """Estimated bytes per token of the activations of `layers` decoder layers."""
+        # a layer has about 20 vectors of the hidden size, and for each of the top_k experts of a
+        # token 6 vectors of the expert's width
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
     def cache(self, tokens: int) -> float:
-        """Bytes of the keys and values of `tokens` tokens in all layers."""
+        """Bytes of the KV cache: keys and values of `tokens` tokens in all MoE layers."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Upper bound of the bytes of hidden states between decoder layers. A forward pass keeps
-        the states of two layers, and of the layer from which the pass would resume. With
-        `backward`, the states of all layers are kept, too."""
+        """Upper bound of the bytes of the hidden states that a layer by layer pass over `tokens`
+        tokens stores. A forward pass stores the states before and after the current layer, and
+        those from which a killed pass resumes. With `backward`, it also stores the states of all
+        layers."""
         layers = self.moe_layers + 3 if backward else 3
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected`, or from the model's files if `model.expected` is
-    null, but with `model.top_k` if that is set. None if a number is missing."""
-    numbers = _expected(settings) or _measured(settings.path, settings.revision)
+    null. `model.top_k`, if set, overrides top_k. None if a number is missing."""
+    numbers = _expected_numbers(settings) or _numbers_from_files(settings.path, settings.revision)
     try:
         return Size(
             parameters=numbers["parameters"],
@@ -283,11 +293,13 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 
 @lru_cache(maxsize=64)
-def _measured(path: str, revision: str | None) -> dict[str, int]:
-    """Name in model.expected -> number, and "bytes" -> bytes of a parameter, for the numbers that
-    are known. They are read from config.json and the headers of the weight files. For a model that
-    is not downloaded, the number of parameters is the size of its weight files in the hub's list,
-    divided by the bytes of a weight, and all layers count as MoE layers."""
+def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
+    """Name in model.expected -> number, for the numbers that config.json and the headers of the
+    weight files state; also "bytes" -> bytes of a weight.
+
+    The headers are not known for a model that is not downloaded. Its number of parameters is the
+    size of the weight files in the hub's list, divided by the bytes of a weight, and all layers
+    count as MoE layers."""
     folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
@@ -306,7 +318,6 @@ def _measured(path: str, revision: str | None) -> dict[str, int]:
             if is_weights(name) and "consolidated" not in name
         )
         weight_bytes = 1 if quantization_method(config) else numbers["bytes"]
-        numbers |= (
-            {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]} if size else {}
-        )
+        if size:
+            numbers |= {"parameters": size // weight_bytes, "moe_layers": numbers["layers"]}
     return numbers

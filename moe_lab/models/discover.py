@@ -33,8 +33,8 @@ ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True)
 class RoutingTensor:
-    """A tensor with one row or entry per expert, along `axis`, from which the router computes where
-    tokens go."""
+    """A tensor from which the router computes where tokens go. It has one row or entry per expert
+    along `axis`."""
 
     module: nn.Module
     """The module that owns the tensor: the router, a child of it, or the MoE block."""
@@ -43,7 +43,7 @@ class RoutingTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The current tensor."""
+        """The tensor that `module` has now: pruning replaces it by a slice."""
         value = getattr(self.module, self.name)
         assert isinstance(value, torch.Tensor)
         return value
@@ -99,19 +99,21 @@ class MoELayer:
         return max(self.widths)
 
     def tensors(self, expert: int) -> dict[str, torch.Tensor]:
-        """Name in the experts module -> tensor of one expert, a view. Not for ragged experts."""
+        """Name of a stack in the experts module -> view of one expert's tensor in the stack. Not
+        for ragged experts."""
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
     def projections(self, expert: int) -> dict[str, torch.Tensor]:
-        """Role -> projection or bias of one expert, a view with channels as rows."""
+        """Role, such as gate -> view of one expert's projection or bias, with channels as rows."""
         if is_ragged(self.experts):
             gate_up, down = self.experts.weights(expert)  # type: ignore[operator]
             return {**split(gate_up, GATE_UP), "down": down}
         return self.family.split(self.tensors(expert))
 
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
-        """The weights of one expert. `tensors`: its tensors by the names in the experts module,
-        as the method `tensors` returns them; None: the current tensors."""
+        """The weights of one expert, in the layout of `Weights`. `tensors`: the expert's tensors,
+        in the form that the method `tensors` returns; None: its current tensors. Ragged experts
+        always have their current tensors."""
         if is_ragged(self.experts):
             inward, down = self.experts.weights(expert)  # type: ignore[operator]
             return Weights(inward, down.t())
@@ -120,22 +122,23 @@ class MoELayer:
         name = next(iter(self.family.stacks))  # the stack of the projections before the activation
         inward = tensors[name]
         down = tensors["down_proj"]
-        # transposed experts have their channels along the last axis
+        # Only transposed experts have channels along the last axis of this stack.
         if self.family.stacks[name].channels == -1:
             inward = inward.t()
             down = down.t()
         return Weights(inward, down, tensors.get(f"{name}_bias"), tensors.get("down_proj_bias"))
 
     def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """phi (n, I), the input of the down projection of an expert, from its rows of the hidden
-        states (n, H)."""
+        """phi (n, I), the input of an expert's down projection. `states` (n, H): the hidden states
+        of the expert's tokens. `weights`: the expert's weights."""
         projected = linear(states, weights.inward)
         if weights.inward_bias is not None:
             projected = projected + weights.inward_bias
         return activation(self.experts)(projected)
 
     def output(self, phi: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """f (n, H), the output of an expert before the gate, from phi (n, I)."""
+        """f (n, H), the output of an expert, not multiplied by the gates. `phi` (n, I): the input
+        of the expert's down projection."""
         f = linear(phi, weights.down)
         if weights.down_bias is not None:
             f = f + weights.down_bias
@@ -143,8 +146,8 @@ class MoELayer:
         return f if norm is None else norm(f)
 
     def expert_output(self, states: torch.Tensor, expert: int) -> torch.Tensor:
-        """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n,
-        H)."""
+        """f (n, H), the output of `expert`, not multiplied by the gates. `states` (n, H): the
+        hidden states of the expert's tokens."""
         weights = self.weights(expert)
         return self.output(self.phi(states, weights), weights)
 
@@ -167,8 +170,8 @@ def check_in_memory(layer: MoELayer) -> None:
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """All layers of `model` with routed experts, in decoder order. The model may be on the meta
-    device. UserError, with the reason, for experts and routers that moe_lab does not handle, and
-    for experts that can be neither scored nor pruned."""
+    device. UserError, with the reason, for a model that is not supported, and for ragged experts,
+    which can be neither scored nor pruned."""
     layers = routed_layers(model)
     for layer in layers:
         if is_ragged(layer.experts):
@@ -180,8 +183,8 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def routed_layers(model: nn.Module) -> list[MoELayer]:
-    """All layers of `model` with routed experts, in decoder order. Unlike in `moe_layers`, the
-    experts of a layer may differ in width. UserError for a model that is not supported."""
+    """All layers of `model` with routed experts, in decoder order. Unlike `moe_layers`, this
+    function accepts ragged experts. UserError for a model that is not supported."""
     kind = _model_type(model)
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
@@ -189,10 +192,11 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
     if not names:
         config: Any = getattr(model, "config", None)
         counts = [getattr(config, field, None) for field in COUNT_FIELDS]
+        # the configuration tells apart a model without experts and experts that were not found
         has_experts = any(isinstance(count, int) and count > 1 for count in counts)
         reason = REGISTRY if has_experts else "has no routed experts"
         raise UserError(f"model_type={kind} is not supported: it {reason}")
-    layers = [_layer(model, name, kind) for name in names]
+    layers = [_moe_layer(model, name, kind) for name in names]
     indices = [layer.index for layer in layers]
     if len(set(indices)) != len(indices):
         raise UserError(
@@ -203,15 +207,15 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers' experts registry runs the module."""
-    # the decorator of the registry sets these attributes
+    """Whether the module holds experts that an experts implementation of transformers computes."""
+    # @use_experts_implementation of transformers sets these attributes
     attributes = ("is_concatenated", "is_transposed", "has_gate")
     return all(hasattr(module, name) for name in attributes)
 
 
 def is_ragged(module: nn.Module) -> bool:
-    """Whether experts of unequal width are packed into two matrices, as in our exports and in
-    pruned models."""
+    """Whether the experts are ragged: experts of unequal width, packed into two matrices, as in
+    pruned models and their exports."""
     return hasattr(module, "gate_up_packed") and hasattr(module, "widths")
 
 
@@ -220,14 +224,15 @@ def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
-def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
-    """The MoE layer of the experts module `name`. UserError for a layer that moe_lab cannot
-    handle."""
+def _moe_layer(model: nn.Module, name: str, kind: str) -> MoELayer:
+    """The MoE layer whose experts module has the path `name`. `kind`: model_type. UserError for a
+    layer that moe_lab cannot handle."""
     experts = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
 
     def refusal(reason: str) -> UserError:
-        """The error that the layer is not supported. `reason`: a clause without subject."""
+        """The error for a layer that is not supported. `reason`: the end of a sentence whose
+        subject is the experts module."""
         return UserError(f"model_type={kind} is not supported: {name} {reason}")
 
     numbers = [part for part in name.split(".") if part.isdigit()]
@@ -235,7 +240,7 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         raise refusal("is not in a numbered decoder layer")
     text_config = getattr(getattr(model, "config", None), "get_text_config", None)
     family = family_of(text_config().model_type if callable(text_config) else kind)
-    widths, hidden = _shape(experts, family, refusal)
+    widths, hidden = _widths_and_hidden(experts, family, refusal)
     n_experts = len(widths)
     routers = [
         child
@@ -250,7 +255,7 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     top_k = getattr(router, "top_k", None)
     if not (isinstance(top_k, int) and 1 <= top_k <= n_experts):
         raise refusal(f"has a router that gives a token {top_k} of {n_experts} experts")
-    n_group, topk_group = _groups(router)
+    n_group, topk_group = _group_counts(router)
     return MoELayer(
         family=family,
         name=name,
@@ -268,13 +273,14 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     )
 
 
-def _shape(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
-    """(number of channels of each expert, hidden size). Raises `refusal(reason)` for experts that
-    are not stored as `family` says."""
+def _widths_and_hidden(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...], int]:
+    """(number of channels of each expert, hidden size). Raises `refusal(reason)` when `experts`, an
+    experts module, is neither ragged nor stored as `family` describes."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
     first = next(iter(family.stacks.values()))
-    expected = (  # transposed, concatenated, with a gate, with biases
+    # both tuples: whether experts are transposed, concatenated, have a gate, have biases
+    expected = (
         first.channels == -1,
         not first.interleaved,
         "gate" in first.roles,
@@ -294,18 +300,18 @@ def _shape(experts: Any, family: Family, refusal: Any) -> tuple[tuple[int, ...],
     if not isinstance(down, torch.Tensor) or down.dim() != 3:
         raise refusal("is not a stack of experts (experts, rows, columns)")
     count = down.shape[0]
-    for part, tensor in experts.named_parameters():
+    for name, tensor in experts.named_parameters():
         if tensor.dim() < 2 or tensor.shape[0] != count:
             raise refusal(
-                f"holds {part} {tuple(tensor.shape)}, which has no first axis of {count} experts"
+                f"holds {name} {tuple(tensor.shape)}, which has no first axis of {count} experts"
             )
     width, hidden = down.shape[1:] if experts.is_transposed else (down.shape[2], down.shape[1])
     return (width,) * count, hidden
 
 
-def _groups(router: nn.Module) -> tuple[int, int]:
-    """(number of groups of a router, number of groups that a token can be routed to); (1, 1) for a
-    router without groups."""
+def _group_counts(router: nn.Module) -> tuple[int, int]:
+    """(number of groups of experts, number of groups that a token can be routed to) of a router;
+    (1, 1) if it has no groups or ignores them."""
     n_group: Any = getattr(router, "num_group", None) or 1
     topk_group: Any = getattr(router, "topk_group", None) or 1
     if n_group == 1 or getattr(router, "topk_method", None) in UNGROUPED_METHODS:
@@ -316,10 +322,11 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 def _routing_tensors(
     router: nn.Module, block: nn.Module, n_experts: int, refusal: Any
 ) -> tuple[RoutingTensor, ...]:
-    """The tensors of the router and of the block itself, which must all have an axis of experts,
-    and of which exactly one must be the router's weight. Otherwise `refusal(reason)` is raised. The
-    axis is known from the tensor's name, not from its size, because the number of experts may equal
-    the hidden size."""
+    """All tensors of the router, and the tensors that the block owns itself. `refusal(reason)` is
+    raised if a tensor has no axis of experts, or if there is not exactly one weight of a router.
+
+    The axis of experts is known from the tensor's name, not from a size, because the number of
+    experts may equal the hidden size."""
     routing: list[RoutingTensor] = []
     for owner in (*router.modules(), block):
         for name, tensor in [
@@ -345,7 +352,7 @@ def _routing_tensors(
 
 def part_of(name: str) -> str:
     """The part of the model to which a module or tensor belongs: experts, shared_experts, attention
-    or rest. `name`: its path."""
+    or rest. `name`: path of the module or tensor in the model."""
     path = name.split(".")
     if not any(name_part.isdigit() for name_part in path):
         return "rest"
@@ -358,9 +365,9 @@ def part_of(name: str) -> str:
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of each linear map of a part, which is shared_experts or attention. Maps to a
-    single number are left out, because such a map is the gate of a shared expert, which counts as a
-    router."""
+    """(path, module) of each nn.Linear in `part`, which is shared_experts or attention. Modules
+    with a single output are left out: these are gates of shared experts, and such gates count as
+    routers."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

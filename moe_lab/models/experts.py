@@ -55,7 +55,8 @@ class Rows:
 
 
 def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, slice of its rows) for every expert that has rows; `ends` as in `Rows`."""
+    """(expert id, slice of the expert's rows) for every expert that has rows. `ends`: the end of
+    each expert's rows, as in `Rows`."""
     start = 0
     for expert, end in enumerate(ends):
         if end > start:
@@ -64,8 +65,10 @@ def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
 
 
 def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
-    """The routed pairs of `index` (T, K), the expert ids of each token, sorted by expert."""
-    # transposed, so that the stable sort leaves the pairs of an expert in the order of `Rows`
+    """The routed (token, expert) pairs, sorted by expert. `index` (T, K): the expert ids of each
+    token."""
+    # The transpose lists the pairs by k, then by token; the stable sort keeps this order within an
+    # expert.
     expert, order = torch.sort(index.t().reshape(-1), stable=True)
     return Rows(
         token=order % index.shape[0],
@@ -82,9 +85,11 @@ def routed_output(
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
     """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-    `weights` (T, K): the gates. `compute(expert, part, states)` returns an expert's output (n, H)
-    for the slice `part` of `rows`, or None if the expert adds nothing. `states` (n, H) are the
-    hidden states of these rows."""
+    `hidden` (T, H), `weights` (T, K): the hidden states and gates of the tokens.
+
+    `compute(expert, part, states)` returns the output (n, H) of an expert, or None if the expert
+    adds nothing. `part`: the slice of the expert's rows in `rows`. `states` (n, H): the hidden
+    states of these rows."""
     gates = weights[rows.token, rows.column, None]
     output = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
@@ -96,13 +101,14 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Weighted sums of expert outputs, (t, R, H), at least fp32. Entry (t, r) is the sum over
-    experts of the outputs for the token `hidden[t]` (H,), times the gates `gates[t, r]` (E,). Only
-    experts with a nonzero gate are run."""
+    """R weighted sums of expert outputs for each token, (T, R, H), at least fp32. Sum r of token t
+    is the sum over experts e of gates[t, r, e] times the output of expert e for `hidden[t]`.
+    `hidden`: (T, H). `gates`: (T, R, E). Experts with only zero gates for a token are not run for
+    this token."""
     n_experts = gates.shape[2]
-    has_gate = (gates != 0).any(1)
-    n = max(int(has_gate.sum(1).max()), 1)  # most experts of a token
-    # `chosen` (t, n): the used experts of each token, then unused experts, which are not run
+    has_gate = (gates != 0).any(1)  # (T, E)
+    n = max(int(has_gate.sum(1).max()), 1)  # the largest number of used experts of a token
+    # `chosen` (T, n): ids of the used experts of each token, then of unused ones up to n
     order = has_gate.int().sort(dim=1, descending=True, stable=True)
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
@@ -120,8 +126,8 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
 
 
 def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """The gates of all experts (T, E), at least fp32: `weights` (T, K) at the expert ids `index`
-    (T, K), and 0 elsewhere."""
+    """The gates of all experts, (T, E), at least fp32: the gates `weights` (T, K) of the experts
+    `index` (T, K), and 0 for all other experts."""
     gates = wide(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
 
@@ -134,13 +140,13 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 def replace_experts(
     layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack
 ) -> None:
-    """Compute the experts of `layer` by the function that `make` returns for their current
-    function, until `undo` is closed."""
+    """Replace the function that computes the experts of `layer`, until `undo` is closed. `make`
+    gets the current function and returns the new function."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        # keyword arguments come in the order of the parameters
+        # models that pass keyword arguments pass them in the order of `ExpertsFunction`
         return function(*args, *kwargs.values())
 
     forward.replaces_experts = True  # type: ignore[attr-defined]
@@ -148,14 +154,14 @@ def replace_experts(
 
 
 def are_replaced(layer: MoELayer) -> bool:
-    """Whether the experts of `layer` are computed by a function that `replace_experts` made."""
+    """Whether `replace_experts` has replaced the function that computes the experts of `layer`."""
     return hasattr(vars(layer.experts).get(_forward_name(layer.experts)), "replaces_experts")
 
 
 def _forward_name(module: nn.Module) -> str:
-    """Name of the attribute that holds the forward of a module. If accelerate has hooked the
-    module, this is the forward behind the hook, because the hook must run first: it loads offloaded
-    weights."""
+    """Name of the attribute that holds the forward function of a module. If accelerate has added a
+    hook to the module, this is the original function, which the hook calls after it has loaded
+    offloaded weights."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -167,9 +173,10 @@ def cpu_experts(
     followed by a norm."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
-    # in `_all_at_once` products begin at any row, so each row must begin at a multiple of ALIGNMENT
+    # `_batched_output` multiplies slices that begin at any row. So that this gives the same bits as
+    # new tensors, each row must begin at a multiple of ALIGNMENT.
     is_aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
-    compute = _all_at_once if len(hidden) <= SMALL_BATCH and is_aligned else _one_by_one
+    compute = _batched_output if len(hidden) <= SMALL_BATCH and is_aligned else _sequential_output
     return compute(module, hidden, rows, weights)
 
 
@@ -177,18 +184,18 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if the bits stay the
-    same. The experts of all `layers` must be fp32 and of the form that `cpu_experts` computes, and
-    the first layer must give the same bits for a few tokens."""
-    if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if outputs stay the
+    same bit for bit. The experts of all `layers` must be fp32 and of the form that `cpu_experts`
+    computes. Equality is tried on a few tokens in the first layer only."""
+    if layers and all(_is_plain(layer.experts) for layer in layers) and _has_eager_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
 
-def _all_at_once(
+def _batched_output(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). Except for the matrix products, one operation
-    computes all experts."""
+    """The gated sum of expert outputs (T, H). Matrix products are computed for each expert, all
+    other operations for all experts at once."""
     gathered = hidden.index_select(0, rows.token)
     slices = list(parts(rows.ends))
     projected = torch.cat(
@@ -201,11 +208,11 @@ def _all_at_once(
     )
 
 
-def _one_by_one(
+def _sequential_output(
     module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The gated sum of expert outputs (T, H). One expert is computed after the other, which needs
-    no memory for the outputs of all experts."""
+    """The gated sum of expert outputs (T, H). Experts are computed one after the other, so that
+    memory holds the outputs of one expert at a time."""
 
     def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of an expert for its `states` (n, H)."""
@@ -226,9 +233,10 @@ def _is_plain(module: Any) -> bool:
     )
 
 
-def _same_bits(layer: MoELayer) -> bool:
-    """Whether `cpu_experts` gives the bits of the experts' own forward, both in the way in which it
-    computes few tokens and in the way in which it computes many."""
+def _has_eager_bits(layer: MoELayer) -> bool:
+    """Whether the output of `cpu_experts` equals that of the experts' own forward bit for bit, for
+    random tokens. Both functions that `cpu_experts` chooses from, for few and for many tokens, are
+    tried."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(TRIAL_TOKENS, layer.hidden, generator=random)
     weights, index = torch.rand(TRIAL_TOKENS, layer.n_experts, generator=random).topk(layer.top_k)
@@ -236,7 +244,7 @@ def _same_bits(layer: MoELayer) -> bool:
     with torch.no_grad():
         expected = layer.experts(hidden, index, weights)
         few_tokens_output = cpu_experts(layer.experts, hidden, index, weights)
-        many_tokens_output = _one_by_one(layer.experts, hidden, rows, weights)
+        many_tokens_output = _sequential_output(layer.experts, hidden, rows, weights)
     return torch.equal(few_tokens_output, expected) and torch.equal(many_tokens_output, expected)
 
 
@@ -254,7 +262,7 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
 
 
 def bypass(layer: nn.Module, state: Any, undo: ExitStack) -> None:
-    """Make `layer` return `state` without computing anything, until `undo` is closed."""
+    """Make a decoder `layer` return `state` without computing anything, until `undo` is closed."""
     undo.enter_context(patch.object(layer, "forward", lambda *inputs, **named: state))
 
 
@@ -270,8 +278,9 @@ def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """The output of `layer` in `run()`, which runs the model. Layers after `layer` are not run.
-    UserError unless the output is a bare tensor, RuntimeError if `layer` is not run."""
+    """The output of a decoder `layer` when `run()` runs the model. The run ends there: later layers
+    are not computed. UserError unless the output is a bare tensor, RuntimeError if `run()` does not
+    run the layer."""
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
         """A hook that ends `run()` with the output of the layer."""

@@ -18,22 +18,22 @@ from moe_lab.models.transformers_private import NameMapping
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
-    """Facts of a model: numbers of layers, experts and parameters. The model is built on the meta
-    device, and no weight is read.
+    """Name -> value, for the numbers of layers, experts and parameters of a model. No weight is
+    read.
 
-    `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the
-    parameters of one routed expert. `decoder_layers`: number of layers, including layers without
-    experts. `shared_width`: channels of all shared experts of a layer together. `parameters`:
-    parameters of the whole model. If experts of a layer have unequal widths, `width` and
-    `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that
-    is not supported, differs from `model.expected`, or has weights of another size.
+    `layers`: number of a decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width, and
+    numbers of parameters. If experts of a layer have unequal widths, `width` and
+    `expert_parameters` are rounded means, and `widths` lists all widths. `decoder_layers`: number
+    of layers, including layers without experts. `shared_width`: channels of all shared experts of a
+    layer together. UserError for a model that is not supported, that differs from `model.expected`,
+    or whose weight files do not fit its config.json.
     """
     return {"model": settings.name, **model_facts(_build(local_folder(settings), settings))}
 
 
 def _build(folder: Path, settings: ModelConfig) -> Any:
-    """The model of a folder, on the meta device, with model.top_k. UserError if the model differs
-    from `model.expected`, or the files of the folder differ from the model."""
+    """The model in `folder`, on the meta device. `model.top_k`, if set, is applied. UserError if
+    the model differs from `model.expected`, or its weight files do not fit its config.json."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     if any(folder.glob("*.safetensors")):
         checkpoint = open_checkpoint(folder)
@@ -44,7 +44,8 @@ def _build(folder: Path, settings: ModelConfig) -> Any:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """The facts of a model object, with weights or on the meta device; see `facts`."""
+    """The facts that `facts` returns, except for the name, of a model object. The model may be on
+    the meta device."""
     sizes = architecture(model)
     return {
         "model_type": model.config.model_type,
@@ -57,7 +58,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 def architecture(model: Any) -> ExpectedConfig:
     """The sizes of a model in the form of `model.expected`. If layers differ in a size, the largest
-    value counts. SettingsError for a size that no model has."""
+    value counts. SettingsError for a size that `model.expected` does not accept."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
@@ -76,7 +77,7 @@ def architecture(model: Any) -> ExpectedConfig:
 
 
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:
-    """The facts of one layer, as in `facts`."""
+    """The facts of one layer: a value of `layers` in `facts`."""
     parameters = sum(weight.numel() for weight in layer.experts.parameters())
     router_parameters = sum(part.tensor.numel() for part in layer.routing)
     facts_of_layer: dict[str, Any] = {
@@ -114,7 +115,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
         most = max(layer.widths)
         channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
-        moe[layer.index] = f"{experts}; {_router(layer, model.config.get_text_config())}"
+        moe[layer.index] = f"{experts}; {_describe_router(layer, model.config.get_text_config())}"
         routing += [f"{paths[id(part.module)]}.{part.name}" for part in layer.routing]
     return {
         "model_type": model.config.model_type,
@@ -126,7 +127,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _router(layer: MoELayer, config: Any) -> str:
+def _describe_router(layer: MoELayer, config: Any) -> str:
     """A description of the router of a layer, such as "Qwen3MoeTopKRouter, the best 8,
     norm_topk_prob=True". `config`: the configuration of the model's text part."""
     properties = [type(layer.router).__name__, f"the best {layer.top_k}"]

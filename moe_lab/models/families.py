@@ -109,8 +109,8 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 
 
 def port_of(kind: str) -> dict[str, str]:
-    """{file name: source code} of the port of the family with the model_type `kind`, if
-    transformers cannot load this family; otherwise {}."""
+    """File name -> source code of the port (see `Port`) that loads models of the model_type `kind`;
+    {} if there is no port, because transformers loads such models."""
     if kind not in PORTS:
         return {}
     file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
@@ -136,23 +136,25 @@ class Axes(NamedTuple):
 
 
 def split(tensor: Any, axes: Axes) -> dict[str, Any]:
-    """Role -> view of a part of `tensor`, of torch or numpy: (..., I, H) for a matrix, (..., I) for
-    a bias, (..., H) for the bias of down."""
+    """Role -> view of the part of `tensor` that holds the role's projection (..., I, H) or bias:
+    (..., I), and (..., H) for the bias of down. `tensor` is a tensor of torch or an array of
+    numpy."""
+    # without channels, there is nothing to divide: the tensor holds the bias of down only
     if axes.channels is None:
         return {role: tensor for role in axes.roles}
     if not axes.is_bias and axes.channels == -1:
         tensor = tensor.swapaxes(-1, -2)
     hidden_axis = () if axes.is_bias else (slice(None),)  # biases have no axis H
-    count = len(axes.roles)
-    size = tensor.shape[-1 if axes.is_bias else -2] // count
+    n_roles = len(axes.roles)
+    width = tensor.shape[-1 if axes.is_bias else -2] // n_roles
     views = {}
-    for number, role in enumerate(axes.roles):
-        part = (
-            slice(number, None, count)
+    for position, role in enumerate(axes.roles):
+        channels = (
+            slice(position, None, n_roles)
             if axes.interleaved
-            else slice(number * size, (number + 1) * size)
+            else slice(position * width, (position + 1) * width)
         )
-        views[role] = tensor[(..., part, *hidden_axis)]
+        views[role] = tensor[(..., channels, *hidden_axis)]
     return views
 
 
@@ -206,41 +208,45 @@ class Family:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The projections and biases of an expert."""
+        """The roles of all projections and biases of an expert, such as gate; see `Axes.roles`."""
         return tuple(role for axes in self.stacks.values() for role in axes.roles)
 
     def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Role -> view with channels first. `tensors`: name in the experts module -> stack, or
-        tensor of one expert."""
+        """Role -> view of the role's projection or bias, with channels first, as from `split`.
+        `tensors`: name in the experts module -> stack of all experts, or tensor of one expert."""
         views: dict[str, Any] = {}
         for name, tensor in tensors.items():
             views |= split(tensor, self.stacks[name])
         return views
 
     def block_tensors(self, names: Iterable[str]) -> dict[str, BlockTensor]:
-        """Name -> role, for each tensor that belongs to a MoE block. `names`: names of all tensors
-        of a checkpoint. Extra prediction layers are left out. UserError for a decoder layer with
-        several MoE blocks."""
+        """Name of a tensor -> its role, for each tensor that belongs to a MoE block. `names`: names
+        of all tensors of a checkpoint. Tensors of extra prediction layers are left out. UserError
+        for a decoder layer with several MoE blocks."""
         names = list(names)
-        extra = prediction_prefixes(names)
+        extra_prefixes = prediction_prefixes(names)
         blocks: dict[str, int] = {}  # prefix of the block's tensors -> decoder layer
         for name in names:
             match = _EXPERT_TENSOR.fullmatch(name)
-            if match and not name.startswith(extra) and not match["block"].endswith(DISK_SHARED):
+            if not match or name.startswith(extra_prefixes):
+                continue
+            # some families name the tensors of shared experts like stacks of routed experts
+            if not match["block"].endswith(DISK_SHARED):
                 blocks[match["block"]] = int(match["layer"])
         if len(set(blocks.values())) != len(blocks):
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
         block_tensors = {}
         for name in names:
             block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
-            if block is not None and not name.startswith(extra):
+            if block is not None and not name.startswith(extra_prefixes):
                 block_tensors[name] = self._block_tensor(
                     block, blocks[block], name.removeprefix(block)
                 )
         return block_tensors
 
     def _block_tensor(self, block: str, layer: int, name: str) -> BlockTensor:
-        """The role of the tensor `name`, relative to its block."""
+        """The role of a tensor in its MoE block. `block`: prefix of the block. `layer`: number of
+        the decoder layer. `name`: name of the tensor without the prefix."""
         if match := re.fullmatch(r"experts\.(\d+)\.(.+)", name):
             return BlockTensor(block, layer, "expert", int(match[1]), EXPERT_TENSORS.get(match[2]))
         if re.fullmatch(_STACKS, name):
@@ -257,8 +263,8 @@ class Family:
 
 
 def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
-    """Name -> axes of each stack of experts, with biases, that hidden states multiply from the
-    left. `interleaved`: as in `Axes`."""
+    """Name of a stack -> its axes, for transposed experts with biases: hidden states h are
+    multiplied as h @ W, not as h @ W.T. `interleaved`: as in `Axes`."""
     return {
         "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
         "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
@@ -298,12 +304,13 @@ _EXPERT_TENSOR = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the tensors of layers that predict several tokens, sorted. Such a layer is in a
-    block of its own (EXTRA_PREDICTION_BLOCKS), or is numbered after the decoder layers and known by
-    its PREDICTION_PROJECTION."""
+    """Prefixes of the tensors of extra prediction layers, sorted. `names`: names of all tensors of
+    a checkpoint. The layers are in a block of their own (EXTRA_PREDICTION_BLOCKS), or are numbered
+    after the decoder layers. A numbered layer is an extra prediction layer if the name of one of
+    its tensors contains PREDICTION_PROJECTION."""
     prefixes = set()
     for name in names:
-        # `projection` is "" unless the name contains it
+        # `projection` is "" if the name does not contain PREDICTION_PROJECTION
         layer, projection, _ = name.partition(PREDICTION_PROJECTION)
         block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
         if block or projection:
@@ -312,19 +319,22 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """The prefixes that `prediction_prefixes` gives, if a tensor with such a prefix belongs to an
-    expert; otherwise ()."""
+    """Prefixes of the tensors of extra prediction layers, if at least one of these layers has
+    routed experts; otherwise (). `names`: names of all tensors of a checkpoint."""
     names = list(names)
-    extra = prediction_prefixes(names)
-    have_experts = any(name.startswith(extra) and _EXPERT_TENSOR.fullmatch(name) for name in names)
-    return extra if have_experts else ()
+    prefixes = prediction_prefixes(names)
+    have_experts = any(
+        name.startswith(prefixes) and _EXPERT_TENSOR.fullmatch(name) for name in names
+    )
+    return prefixes if have_experts else ()
 
 
 def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port, has a causal language model of the model_type
-    `kind`. The source of transformers is read as text, because importing transformers takes seconds
-    and memory that an export does not need otherwise."""
+    """Whether the installed transformers, or a port in PORTS, has a causal language model for the
+    model_type `kind`. The source of transformers is read as text, because importing transformers
+    takes seconds and much memory, and an export does not need the import otherwise."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    # the table ends before the next line that begins neither with a space nor with a parenthesis
     table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
     return kind in PORTS or (table is not None and f'"{kind}"' in table[0])

@@ -38,30 +38,30 @@ NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 
 
 def sha256_of(file: Path) -> str:
-    """sha256 (hex) of a file's bytes. The digest of a large file is remembered, and the file is
-    read again only if its path, size, time or inode has changed."""
-    real = file.resolve()
+    """sha256 (hex) of a file's bytes. The digest of a large file is remembered in the user's cache,
+    and the file is read again only if its path, size, time of change or inode differs."""
+    path = file.resolve()
     # the hub's cache names a large file by its sha256
-    if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
-        return real.name
-    status = real.stat()
+    if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
+        return path.name
+    status = path.stat()
     if status.st_size < REMEMBERED_FROM:
-        return _hash_file(real)
+        return _hash_file(path)
     state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         entry: dict[str, Any] = json_files.read_sealed(record, SHAPE)
-        # the file is as it was when it was hashed
+        # all fields of `state` are as they were when the file was hashed
         if entry.items() >= state.items():
             return str(entry["sha256"])
-    sha256 = _hash_file(real)
+    sha256 = _hash_file(path)
     record.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_sealed(record, {"path": str(real), **state, "sha256": sha256})
+    json_files.write_sealed(record, {"path": str(path), **state, "sha256": sha256})
     return sha256
 
 
 def _hash_file(file: Path) -> str:
-    """sha256 (hex) of a file's bytes, read now."""
+    """sha256 (hex) of a file's bytes, never from the cache."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -71,11 +71,11 @@ def hub_answers() -> bool:
     FIRST_SECONDS."""
     from huggingface_hub import constants
 
-    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+    return not constants.HF_HUB_OFFLINE and _is_reachable(constants.ENDPOINT)
 
 
 @lru_cache
-def _answers(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     """Whether the server at `address` answers within FIRST_SECONDS."""
     from httpx import HTTPError
     from huggingface_hub import get_session
@@ -95,9 +95,9 @@ def _answers(address: str) -> bool:
 
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
-    """File -> (size, digest), for all files of the repository `name` on the hub; None when the hub
-    cannot be reached or has no such repository. The digest is sha256; for small files, it is git's
-    blob id. `kind`: model or dataset."""
+    """Path of a file -> (bytes, digest), for all files of the repository `name` on the hub. None
+    when the hub cannot be reached or has no such repository. The digest is the sha256 of files that
+    are stored in git LFS, and git's blob id of all other files. `kind`: model or dataset."""
     if not hub_answers():
         return None
     from httpx import HTTPError
@@ -119,8 +119,8 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
 @lru_cache(maxsize=256)
 def hub_config(name: str, revision: str | None) -> dict[str, Any]:
-    """config.json of a model on the hub, from the cache or the network; {} when neither has the
-    file."""
+    """The content of config.json of a model on the hub, from the hub's local cache or the network;
+    {} when neither has the file. `name`: the model's repository."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 

@@ -355,7 +355,7 @@ def remote(
     for module in (files, config_json):
         monkeypatch.setattr(module, "stated_files", lambda *_: stated if request.param else None)
     files._hub_fingerprint.cache_clear()
-    config_json._measured.cache_clear()
+    config_json._numbers_from_files.cache_clear()
     return bool(request.param)
 
 
@@ -406,9 +406,9 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
     request = Mock()
     monkeypatch.setattr(files, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=request))
-    files._answers.cache_clear()
+    files._is_reachable.cache_clear()
     yield request
-    files._answers.cache_clear()
+    files._is_reachable.cache_clear()
 
 
 def test_hub_is_not_asked_offline(head: Mock) -> None:

@@ -245,7 +245,7 @@ def test_every_shape_has_the_bits_of_the_eager_forward(
     model = make(name)
     assert implementation(model) == experts.CPU_EXPERTS
     used = []
-    for way in ("_all_at_once", "_one_by_one"):
+    for way in ("_batched_output", "_sequential_output"):
         original = getattr(experts, way)
         monkeypatch.setattr(
             experts,
@@ -253,7 +253,9 @@ def test_every_shape_has_the_bits_of_the_eager_forward(
             lambda *args, way=way, original=original: used.append(way) or original(*args),
         )
     devices = computed(model)
-    assert set(used) == ({"_all_at_once", "_one_by_one"} if make is aligned else {"_one_by_one"})
+    assert set(used) == (
+        {"_batched_output", "_sequential_output"} if make is aligned else {"_sequential_output"}
+    )
     model.set_experts_implementation("eager")
     assert all(torch.equal(*pair) for pair in zip(devices, computed(model), strict=True))
 
