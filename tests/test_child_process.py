@@ -74,14 +74,16 @@ def test_replies_that_are_not_read_end_the_process(child: Child, tmp_path: Path)
     replies = child.replies("count", most=3)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
-    assert child.process.returncode is not None and (tmp_path / "ended").exists()
+    assert child.process.returncode is not None
+    assert (tmp_path / "ended").exists()
 
 
 def test_output_and_tracebacks_are_in_the_log(child: Child) -> None:
     child.call("echo", value=1)
     with pytest.raises(Refused):
         child.call("fail")
-    assert "said on standard output" in child.log() and "Traceback" in child.log()
+    assert "said on standard output" in child.log()
+    assert "Traceback" in child.log()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,8 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes)
-    assert parent.stdin is not None and parent.stdout is not None
+    assert parent.stdin is not None
+    assert parent.stdout is not None
     numbers = [int(number) for number in parent.stdout.readline().split()]
     assert all(map(is_running, numbers))
     parent.send_signal(signal.SIGKILL)

@@ -125,7 +125,8 @@ def test_an_installed_plugin_needs_no_setting(folder: Path) -> None:
     )
     assert result.returncode == 0 and "study: 2 cells" in result.stderr, result.stderr
     refused = moe_lab(folder, "criterion=crets", "store=store")
-    assert refused.returncode == 2 and "did you mean crest?" in refused.stderr
+    assert refused.returncode == 2
+    assert "did you mean crest?" in refused.stderr
     listed = moe_lab(folder, "model=pocket_olmoe", package="moe_lab.inspect")
     assert "crest" in listed.stdout, listed.stderr
 
@@ -152,7 +153,8 @@ def test_invalid_plugins_are_refused(
     with pytest.raises(UserError) as error:
         plugins.load(["broken"])
     sys.modules.pop("broken", None)
-    assert message in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
     assert set(known) >= set(criteria.CRITERIA)
 
 
@@ -209,7 +211,8 @@ def test_programs_start_from_this_installation(
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert output in result.stdout and bool(output) == bool(result.stdout)
+    assert output in result.stdout
+    assert bool(output) == bool(result.stdout)
 
 
 @pytest.fixture(scope="module")

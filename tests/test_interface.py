@@ -126,7 +126,8 @@ def test_the_example_of_a_sweep_runs(
     monkeypatch.setattr(sys, "executable", str(preloaded.python()))
     statistics = run("read_sweep.py", monkeypatch, tmp_path)
     cells = statistics["study"].cells
-    assert statistics["table"].notna().all().all() and len(cells) == 5
+    assert statistics["table"].notna().all().all()
+    assert len(cells) == 5
     statistics = moe_lab.calibrate(*model, GENERAL, criteria=["reap", "man"], **POCKET)
     for cell in cells[cells["criterion"] != "none"].itertuples():
         plan = moe_lab.plan(moe_lab.score(cell.criterion, statistics), cell.ratio)
@@ -265,7 +266,8 @@ def test_an_allocation_reads_the_statistics_of_the_scores(
 ) -> None:
     scores = moe_lab.score("heapr", statistics)
     plan = moe_lab.plan(scores, 0.5, "coverage")
-    assert plan.has_channels and list(scores) == ["layer", "expert", "channel", "score"]
+    assert plan.has_channels
+    assert list(scores) == ["layer", "expert", "channel", "score"]
     assert plan.removed == pytest.approx(0.5, abs=0.01)
 
 
@@ -368,4 +370,5 @@ def test_wrong_arguments_are_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(UserError) as error:
         call(model, statistics)
-    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in parts)
+    assert "\n" not in str(error.value)

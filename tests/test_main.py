@@ -49,7 +49,8 @@ def test_help_lists_every_group_quickly(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_command_without_arguments_shows_examples(tmp_path: Path) -> None:
     result = moe_lab(store=tmp_path / "store")
-    assert result.returncode == 0 and result.stdout.count("python -m moe_lab ") >= 3
+    assert result.returncode == 0
+    assert result.stdout.count("python -m moe_lab ") >= 3
 
 
 # a process takes seconds: tests/campaign makes the others in one
@@ -76,7 +77,8 @@ def test_a_mistake_ends_the_command_with_code_2(
         end_with(command_line.main)
     errors = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2
-    assert len(errors) == 1 and sentence in errors[0]
+    assert len(errors) == 1
+    assert sentence in errors[0]
     assert not (tmp_path / "store").exists()
 
 
@@ -107,7 +109,8 @@ def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
             for settings in (comma_lists, ranges)
         )
     assert cells == cells_of_ranges
-    assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3} and len(cells) % 6 == 0
+    assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3}
+    assert len(cells) % 6 == 0
 
 
 @pytest.mark.slow

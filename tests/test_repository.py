@@ -227,9 +227,11 @@ def test_private_names_of_transformers_are_used_in_one_module() -> None:
 def test_transformers_versions_are_bounded_and_allow_the_tested_one() -> None:
     requirements = re.findall(r'"(transformers\b[^"]*)"', (ROOT / "pyproject.toml").read_text())
     allowed = [Requirement(text).specifier for text in requirements]
-    assert len(allowed) == 3 and len(set(allowed)) == 1
+    assert len(allowed) == 3
+    assert len(set(allowed)) == 1
     assert {clause.operator for clause in allowed[0]} == {"<", ">="}
     constraints = (ROOT / "constraints.txt").read_text()
     pinned = re.search(r"^transformers==([\d.]+)", constraints, re.MULTILINE)
-    assert pinned is not None and pinned[1] in allowed[0]
+    assert pinned is not None
+    assert pinned[1] in allowed[0]
     assert version("transformers") in allowed[0]

@@ -62,7 +62,8 @@ def test_no_file_of_a_study_has_a_secret_of_its_environment(tmp_path: Path) -> N
     command = served(SERVER, "{port} {name} {checkpoint} --api-key $HF_TOKEN")
     result = moe_lab(tmp_path, "-m", "ratio=0.5", "tracker=wandb", command)
     assert result.returncode == 0, result.stderr
-    assert list((tmp_path / "wandb").glob("offline-run-*")) and leaks(tmp_path, result) == []
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert leaks(tmp_path, result) == []
     assert "--api-key $HF_TOKEN" in (tmp_path / "store/reports/study/report.html").read_text()
 
 
@@ -89,7 +90,8 @@ def test_secrets_of_the_environment_are_masked(
     assert MASK in document["message"]
     assert MASK in document["trace"]
     (sentence,) = storage_problems({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
-    assert sentence.startswith("resources.every.setup ") and "PLANTED" not in sentence
+    assert sentence.startswith("resources.every.setup ")
+    assert "PLANTED" not in sentence
 
 
 TYPED = [
@@ -138,7 +140,8 @@ PLAIN = [
 def test_secret_texts_are_refused_by_the_name_of_their_setting(text: str) -> None:
     settings = {"jobs": {"plan": {"setup": ["module load cuda", text]}}}
     (sentence,) = storage_problems(settings, "resources")
-    assert sentence.startswith("resources.jobs.plan.setup ") and text not in sentence
+    assert sentence.startswith("resources.jobs.plan.setup ")
+    assert text not in sentence
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_lists_of_settings_of_a_class_name_its_own(kind: Any) -> None:
         set(getattr(kind, names, ())) for names in ("basic", "internal", "runtime")
     )
     assert basic | internal | runtime <= {field.name for field in fields(kind)}
-    assert not basic & internal and not set(fields_of(kind)) & internal
+    assert not basic & internal
+    assert not set(fields_of(kind)) & internal
 
 
 def test_settings_are_frozen() -> None:
@@ -167,7 +168,8 @@ def test_settings_page_is_up_to_date(settings_page: str) -> None:
 def test_settings_page_lists_all_settings_basic_ones_first(settings_page: str) -> None:
     rows = [line.split("`")[1] for line in settings_page.splitlines() if line.startswith("| `")]
     basic = [line.split("=")[0] for line in basic_lines().splitlines()]
-    assert len(basic) > 30 and rows[: len(basic)] == basic
+    assert len(basic) > 30
+    assert rows[: len(basic)] == basic
     assert len(set(rows)) == len(rows) == len(table())
     assert {path for path in ALL if not path.startswith("resources.")} <= set(rows)
 
@@ -325,7 +327,8 @@ def test_invalid_combinations_are_one_sentence(
 @pytest.mark.parametrize("name", Files().names("suite"))
 def test_a_suite_names_known_benchmarks_once(name: str) -> None:
     names = choices.content("suite", name)["benchmarks"]
-    assert names and set(names) <= set(Files().names("benchmark"))
+    assert names
+    assert set(names) <= set(Files().names("benchmark"))
     assert len(set(names)) == len(names)
 
 
@@ -366,7 +369,9 @@ def test_a_grid_reads_each_file_and_makes_each_choice_once() -> None:
 
 def test_patterns_add_choices_once() -> None:
     names = [cell.criterion.name for cell in cells(None, {"criterion": ["man", "m*", "man"]})]
-    assert names[0] == "man" and len(names) == len(set(names)) and {"mone", "msan"} <= set(names)
+    assert names[0] == "man"
+    assert len(names) == len(set(names))
+    assert {"mone", "msan"} <= set(names)
 
 
 @given(st.lists(st.decimals("0.01", "0.99", places=2), min_size=1, max_size=4))
@@ -436,7 +441,8 @@ def test_settings_of_the_command_line_hold_for_every_choice() -> None:
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
     grid_cells = cells(None, {**lists, "recovery": ["pocket_dora"]}, settings=settings)
     values = {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in grid_cells}
-    assert values == {(1024, 7)} and len(grid_cells) == 2
+    assert values == {(1024, 7)}
+    assert len(grid_cells) == 2
     texts = grid_cells[0].texts
     assert {role: text.name for role, text in texts.items()} == {
         "search": "pocket_math_search",
@@ -495,7 +501,8 @@ def test_a_protocol_changes_published_benchmarks() -> None:
     pocket, arc_easy, mmlu = suite_benchmarks(suite, protocol)
     assert (pocket.max_length, pocket.root) == (None, None)
     assert {arc_easy.max_length, mmlu.max_length} == {99}
-    assert (arc_easy.shots, mmlu.shots) == (0, 5) and arc_easy.root == "there"
+    assert (arc_easy.shots, mmlu.shots) == (0, 5)
+    assert arc_easy.root == "there"
     assert {pocket.limit, arc_easy.limit, mmlu.limit} == {3}
 
 

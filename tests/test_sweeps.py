@@ -76,7 +76,8 @@ def graph(name: str) -> Graph:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sweep_can_start(name: str) -> None:
     settings, requests = composed(name)
-    assert settings.study == name and preflight(settings, requests) == []
+    assert settings.study == name
+    assert preflight(settings, requests) == []
 
 
 @pytest.fixture
@@ -106,8 +107,10 @@ def test_a_dry_run_for_slurm_prints_resources_of_jobs(
     slurm_table: dict[tuple[str, str], list[str]],
 ) -> None:
     configured, estimated = slurm_table["search", "8"], slurm_table["search", "4"]
-    assert configured[:3] == ["8", "2", "16"] and configured[-2:] == ["77", "long"]
-    assert estimated[:2] == ["4", "1"] and estimated[-2:] == ["1440?", "default"]
+    assert configured[:3] == ["8", "2", "16"]
+    assert configured[-2:] == ["77", "long"]
+    assert estimated[:2] == ["4", "1"]
+    assert estimated[-2:] == ["1440?", "default"]
     assert slurm_table["scores", "1"][:2] == ["8", "0"]
 
 
@@ -182,7 +185,8 @@ def step_ids(name: str) -> dict[str, str]:
 def test_step_ids_are_the_recorded_ones(name: str) -> None:
     """So that what stores hold is found again. A change that must alter ids says why."""
     recorded = json.loads(IDS.read_text(encoding="utf-8"))
-    assert recorded.keys() == {*EXPERIMENTS, *NAMES} and step_ids(name) == recorded[name]
+    assert recorded.keys() == {*EXPERIMENTS, *NAMES}
+    assert step_ids(name) == recorded[name]
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def test_a_run_has_losses_and_plan_of_a_tuned_model(
 ) -> None:
     unpruned, tuned = logged_runs
     assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
-    assert len(tuned["artifact"]) == 1 and not unpruned["artifact"]
+    assert len(tuned["artifact"]) == 1
+    assert not unpruned["artifact"]
 
 
 def test_neither_keys_nor_command_lines_are_logged(log_folder: Path) -> None:
@@ -162,7 +163,8 @@ def test_variables_of_a_wandb_agent_do_not_name_runs(
     monkeypatch.setenv("WANDB_RESUME", "must")
     tracker.log(SETTINGS, store, STUDY)
     runs = [records(run)["run"][0] for run in isolated.glob("logs/wandb/offline-run-*")]
-    assert len({run["run_id"] for run in runs}) == 2 and os.environ["WANDB_RUN_ID"] == "abcd1234"
+    assert len({run["run_id"] for run in runs}) == 2
+    assert os.environ["WANDB_RUN_ID"] == "abcd1234"
     assert {(run["project"], run["run_group"], run["display_name"]) for run in runs} == {
         ("of_the_shell", "demo", "tiny")
     }
@@ -199,7 +201,8 @@ def test_wandb_mode_is_checked_and_obeyed(
     config = Config(tracker=SETTINGS)
     monkeypatch.setenv("WANDB_MODE", "ofline")
     (sentence,) = preflight(config, [])
-    assert sentence.startswith("WANDB_MODE=ofline ") and "mean offline?" in sentence
+    assert sentence.startswith("WANDB_MODE=ofline ")
+    assert "mean offline?" in sentence
     assert preflight(Config(), []) == []
     monkeypatch.delenv("WANDB_MODE")
     assert preflight(config, []) == []

@@ -114,20 +114,23 @@ def test_missing_result_is_a_gap_in_every_table(store: Path, what: str) -> None:
             rows = table.frame[table.frame["Criterion"] == "REAP"]
             assert rows[column].isna().all() or column == "Avg", (table.name, column)
             assert not (rows[column] == 0).any()
-    assert study.gaps and "gaps" in tables
+    assert study.gaps
+    assert "gaps" in tables
 
 
 def test_study_without_results_has_a_table_of_gaps(store: Path) -> None:
     study = load(changed(store, LOST["nothing ran"]), "made_up")
     tables = tables_of(study, outputs())
-    assert "gaps" in tables and not {"ranks", "unified.table5", "winners"} & set(tables)
+    assert "gaps" in tables
+    assert not {"ranks", "unified.table5", "winners"} & set(tables)
 
 
 @pytest.mark.parametrize("what", sorted(LOST.keys() - {"nothing ran"}))
 def test_missing_result_of_a_cell_leaves_the_others(store: Path, what: str) -> None:
     tables = tables_of(load(changed(store, LOST[what]), "made_up"), TABLES)
     others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
-    assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
+    assert others["GSM8K"].notna().all()
+    assert tables["winners"].frame["Winner"].notna().all()
 
 
 def test_cell_without_cost_is_not_in_the_table_of_costs(store: Path) -> None:
@@ -203,7 +206,8 @@ def test_failed_cell_is_reported_and_has_no_score(
     assert f"gsm8k of {CELL}: failed: out of memory" in output.errors
     lines = (output.tables / "unified.table5.md").read_text().splitlines()
     row = next(line for line in lines if "REAP" in line)
-    assert re.findall(r"\| – ", row) and "0.000" not in row
+    assert re.findall(r"\| – ", row)
+    assert "0.000" not in row
     frame = pd.read_csv(output.tables / "unified.table5.csv")
     assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
 
@@ -217,11 +221,12 @@ def test_ranks_need_no_scores_of_the_unpruned_model(store: Path, failed: list[st
 
     results = Results(load(changed(store, change), "made_up"))
     average = table_of(rank_table, results).frame.set_index("Criterion")["Avg"]
-    assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (
-        failed == ["none"]
-    )
+    assert average.isna().sum() == len(failed)
+    assert average.isna()["Unpruned"] == (failed == ["none"])
     items = {name: find(name).items(results) for name in TABLES}
-    assert items["ranks"] and items["unified.table5"] and items["gaps"]
+    assert items["ranks"]
+    assert items["unified.table5"]
+    assert items["gaps"]
 
 
 def test_unpruned_model_has_benchmarks_and_no_ranks(
@@ -239,12 +244,11 @@ def test_unpruned_model_has_benchmarks_and_no_ranks(
     ]
     assert __main__.main(arguments) == 1
     errors = capsys.readouterr().err
-    assert (
-        "ranks needs results of pruned models" in errors
-        and "coverage.fig6 needs a run with timing=true" in errors
-    )
+    assert "ranks needs results of pruned models" in errors
+    assert "coverage.fig6 needs a run with timing=true" in errors
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
-    assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
+    assert frame["Criterion"].tolist() == ["Unpruned"]
+    assert frame["GSM8K"].notna().all()
     assert __main__.main(["report", *arguments[3:]]) == 0
 
 
@@ -256,12 +260,14 @@ def test_study_without_benchmarks_has_outputs_without_scores(tmp_path: Path) -> 
     )
     timed(root, "made_up")
     results = Results(load(root, "made_up"))
-    assert results.comparisons == [] and results.study.results.empty
+    assert results.comparisons == []
+    assert results.study.results.empty
     tables = [
         find(name).items(results)
         for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")
     ]
-    assert all(tables) and len(tables[0][0].frame) == 3 * 2
+    assert all(tables)
+    assert len(tables[0][0].frame) == 3 * 2
 
 
 def test_all_lists_what_it_could_make_nothing_of(

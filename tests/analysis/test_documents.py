@@ -46,7 +46,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_several_studies_are_read_as_one(store: Path) -> None:
     study = load(store, "experts,channels")
-    assert study.name == "experts+channels" and study.gaps == []
+    assert study.name == "experts+channels"
+    assert study.gaps == []
     assert study.cells["method"].tolist() == ["none", "reap", "man", "heapr"]
     benchmarks = study.results.groupby("cell")["benchmark"].agg(sorted).tolist()
     assert benchmarks == [["gsm8k", "mmlu", "rte"]] * 3 + [["gsm8k", "rte"]]
@@ -100,9 +101,8 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     name = record["cells"][0]["cell"]["model"]
     digests = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
     assert len(read["cells"]) == 2 * len(record["cells"])
-    assert (
-        digests == {f"{name}-{digest}": digest for digest in digests.values()} and len(digests) == 2
-    )
+    assert digests == {f"{name}-{digest}": digest for digest in digests.values()}
+    assert len(digests) == 2
     assert {row["model"] for row in read["families"]} <= set(digests)
     alone = document(store, ["experts"])
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
@@ -251,7 +251,8 @@ def test_rows_of_a_model_stand_together(two_models: Study) -> None:
     shuffled = two_models.damage.sample(frac=1, random_state=0)
     proxy = proxy_overlap(two_models.family.sort_values("layer", kind="stable"), shuffled)
     models = proxy["model"].tolist()
-    assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
+    assert models == sorted(models, key=models.index)
+    assert set(models) == {"a", "b"}
 
 
 def test_lead_names_the_calibration_sets_of_each_model(two_models: Study) -> None:

@@ -244,7 +244,8 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
     study, comparison = study_of(("man",))
     comparison.results.loc[1, "humaneval"] = np.nan
     table = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
-    assert table["MAN", "HumanEval"] == "missing" and table["MAN", "MBPP"] == "agrees"
+    assert table["MAN", "HumanEval"] == "missing"
+    assert table["MAN", "MBPP"] == "agrees"
     study, comparison = study_of(("mone",))
     table = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
     assert table["MoNE score", "MBPP"] == "agrees (probably with summed gates (mone_freq))"
@@ -302,10 +303,8 @@ def test_compare_writes_verdicts_beside_a_table(small: Path, tmp_path: Path) -> 
     table = pd.read_csv(out / "tables" / "unified.table2.published.csv")
     columns = {"Measured", "Published", "Deviation", "Verdict", "Measured low", "Measured high"}
     assert columns <= set(table)
-    assert (
-        table["Verdict"].str.startswith("not comparable because").all()
-        and table["Deviation"].isna().all()
-    )
+    assert table["Verdict"].str.startswith("not comparable because").all()
+    assert table["Deviation"].isna().all()
     assert len(list((out / "tables").glob("unified.table2.published.*"))) == 4
 
 

@@ -117,7 +117,8 @@ def test_page_says_how_many_plans_were_made(page: Page) -> None:
     assert ("cells" in page.kind) == (len(study.document["cells"]) > 1000)
     pruned = study.cells[study.cells["criterion"] != "none"]
     sentence = f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated"
-    assert sentence in page.text and "Nothing is missing" in page.text
+    assert sentence in page.text
+    assert "Nothing is missing" in page.text
 
 
 def test_page_has_no_chapter_of_what_was_not_run(page: Page) -> None:
@@ -125,7 +126,8 @@ def test_page_has_no_chapter_of_what_was_not_run(page: Page) -> None:
         assert f'<section id="{chapter}">' not in page.text, f"nothing of {chapter} was run"
     silent = re.search(r"This study has nothing for (.*?) \(", page.text)
     files = {path.stem for path in page.folder.glob("*/*")}
-    assert silent and not {*re.split(", | and ", silent[1])} & files
+    assert silent
+    assert not {*re.split(", | and ", silent[1])} & files
 
 
 def test_page_has_a_headline_for_each_of_the_first_rankings(page: Page) -> None:
@@ -150,9 +152,8 @@ def test_page_says_how_plans_compare_with_chance(page: Page) -> None:
 def test_headline_names_the_best_method(page: Page) -> None:
     for match, rows in page.ranked():
         best = rows.iloc[0]
-        assert (
-            match["best"].startswith(best["Criterion"]) and match["over"] == best["Interval over"]
-        )
+        assert match["best"].startswith(best["Criterion"])
+        assert match["over"] == best["Interval over"]
         scores = rows[page.mean]
         assert best[page.mean] == (scores.min() if page.kind == "perplexity" else scores.max())
 
@@ -164,7 +165,8 @@ def test_headline_has_the_numbers_of_the_best_method(page: Page) -> None:
         numbers = [float(match[key]) for key in ("score", "low", "high")]
         ends = [best[mean], float(best[f"{mean} low"]), float(best[f"{mean} high"])]
         quantity = mean.lower().replace("avg", "average")
-        assert numbers == pytest.approx(ends, abs=6e-4) and match["what"].endswith(quantity)
+        assert numbers == pytest.approx(ends, abs=6e-4)
+        assert match["what"].endswith(quantity)
         assert float(match["share"]) == pytest.approx(100 * float(best["Of unpruned"]), abs=0.51)
 
 
@@ -196,9 +198,11 @@ def test_perplexities_are_in_tables_and_summary(page: Page) -> None:
     score = man_score(page)
     table = pd.read_csv(page.folder / "tables" / "unified.table5.csv")
     perplexities = table["perplexity"]
-    assert (perplexities - score).abs().min() < 1e-4 and perplexities.between(10, 30).all()
+    assert (perplexities - score).abs().min() < 1e-4
+    assert perplexities.between(10, 30).all()
     latex = (page.folder / "tables" / "unified.table5.tex").read_text(encoding="utf-8")
-    assert f"{score:.3f}" in latex and "less is better" in latex
+    assert f"{score:.3f}" in latex
+    assert "less is better" in latex
     summary = (page.folder / report.SUMMARY).read_text()
     assert "Mean perplexity, less is better (unpruned " in summary
 
@@ -209,14 +213,16 @@ def test_page_loads_no_other_file(small_report: Path) -> None:
     ids = re.findall(r'\sid="([^"]+)"', source)
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
     assert references <= set(ids)
-    assert source.count("<svg") >= 5 and "var(--ink)" in source
+    assert source.count("<svg") >= 5
+    assert "var(--ink)" in source
 
 
 def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
     figures = {path.name for path in (small_report.parent / "figures").iterdir()}
     source = small_report.read_text(encoding="utf-8")
     linked = set(re.findall(r'href="figures/([^"]+)"', source))
-    assert "ranking.svg" in linked and linked <= figures
+    assert "ranking.svg" in linked
+    assert linked <= figures
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,8 @@ def test_named_output_is_made_in_the_requested_format(
     arguments = [f"store={small}", f"out={tmp_path}", f"format={file_format}"]
     assert main(["unified.fig2", "unified.table2", *arguments]) == 0
     [figure] = (tmp_path / "figures").iterdir()
-    assert figure.name == f"unified.fig2.{file_format}" and figure.read_bytes().startswith(start)
+    assert figure.name == f"unified.fig2.{file_format}"
+    assert figure.read_bytes().startswith(start)
     suffixes = ("csv", "html", "md", "tex")
     written = [
         f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes
@@ -314,10 +321,8 @@ def failed(
 def test_failed_outputs_are_gaps_with_a_log(failed: Failed) -> None:
     _, folder, errors = failed
     for name, reason in FAILURES.items():
-        assert (
-            f"analysis: {name}: could not be made ({reason}" in errors
-            and f"{name} needs" not in errors
-        )
+        assert f"analysis: {name}: could not be made ({reason}" in errors
+        assert f"{name} needs" not in errors
         log = (folder / "failed" / f"{name}.log").read_text()
         assert "Traceback (most recent call last)" in log
         assert name in (folder / "tables" / "gaps.csv").read_text()
@@ -329,10 +334,8 @@ def test_other_outputs_are_made_beside_failed_ones(failed: Failed) -> None:
     assert (folder / "figures" / "ranking.svg").exists()
     assert (folder / "tables" / "winners.csv").exists()
     if failed.arguments[0] == "report":
-        assert (
-            "failed/ranks.log" in text(folder / "report.html")
-            and (folder / "failed" / "published.log").exists()
-        )
+        assert "failed/ranks.log" in text(folder / "report.html")
+        assert (folder / "failed" / "published.log").exists()
 
 
 def test_mended_outputs_leave_no_log(failed: Failed) -> None:
@@ -352,11 +355,10 @@ def test_failed_named_output_is_reported(
             f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in "
             f"failed/{name}.log\n"
         )
-        assert why in output.err and (tmp_path / "failed" / f"{name}.log").exists()
-    assert (
-        output.err.count("could not be made") == 2
-        and (tmp_path / "tables" / "unified.table1.csv").exists()
-    )
+        assert why in output.err
+        assert (tmp_path / "failed" / f"{name}.log").exists()
+    assert output.err.count("could not be made") == 2
+    assert (tmp_path / "tables" / "unified.table1.csv").exists()
 
 
 def test_small_study_has_a_small_report(tmp_path: Path) -> None:
@@ -364,7 +366,8 @@ def test_small_study_has_a_small_report(tmp_path: Path) -> None:
     none = {**FEW, "calibrations": ()}
     store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",), **none)
     content = text(report.write(store, "made_up", tmp_path / "out"))
-    assert "One criterion chose which experts" in content and "one pruned model" in content
+    assert "One criterion chose which experts" in content
+    assert "one pruned model" in content
     assert "MC Avg is the mean of 1 of its 8 benchmarks" in content
     assert "Overlap of pruned experts across" not in content
 

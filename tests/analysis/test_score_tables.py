@@ -104,14 +104,16 @@ def test_channel_choices_have_the_columns_of_the_paper(two_protocols: Table) -> 
     """Seven benchmarks, and their plain mean."""
     frame = two_protocols.frame
     columns = [names.benchmark(name) for name in names.HEAPR]
-    assert list(frame.columns)[3:11] == [*columns, "Mean"] and "Avg" not in frame
+    assert list(frame.columns)[3:11] == [*columns, "Mean"]
+    assert "Avg" not in frame
     assert rows(two_protocols).loc["HEAPr-G", "Mean"] == pytest.approx(16 / 20)
 
 
 def test_caption_names_the_protocol_of_each_model(two_protocols: Table) -> None:
     """And has no word about metrics that differ from model to model."""
     caption = two_protocols.caption
-    assert "m by heapr and n by heapr_norm" in caption and "not comparable" not in caption
+    assert "m by heapr and n by heapr_norm" in caption
+    assert "not comparable" not in caption
 
 
 @pytest.fixture(scope="module")
@@ -163,19 +165,17 @@ def test_differences_of_plans_of_one_seed_are_not_tested() -> None:
     table_rows = rows(
         channels.channel_choice_table(results_of(study_of(HEAPR, COSTS), [HEAPR]), "t")
     )
-    assert (
-        table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
-        and "p (Holm)" not in table_rows
-    )
+    assert table_rows.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
+    assert "p (Holm)" not in table_rows
 
 
 def test_gap_stays_a_gap() -> None:
     lost = made(AXES, {**SOLVED, "piqa": [20, None, 10, 8, 2, 18, 11]})
     table = channels.channel_choice_table(results_of(study_of(lost, COSTS), [lost]), "t")
     row = rows(table).loc["HEAPr-G"]
-    assert (
-        np.isnan(row["Mean"]) and np.isnan(row["Difference"]) and row["ARC-E"] == pytest.approx(0.8)
-    )
+    assert np.isnan(row["Mean"])
+    assert np.isnan(row["Difference"])
+    assert row["ARC-E"] == pytest.approx(0.8)
     assert rendering.GAP_NOTE in rendering.markdown(table)
     assert rows(table).loc["HEAPr-L", "Difference"] == pytest.approx(0.15), (
         "others are compared all the same"
@@ -285,10 +285,8 @@ def test_perplexity_is_drawn_against_the_ratio() -> None:
         [figure] = channels.loss_figure(results_of(study, [measured]), "loss_by_ratio")
         [panel] = figure.drawing.axes
         [points] = [line for line in panel.lines if len(line.get_xdata()) == 3]
-        assert (
-            np.asarray(points.get_ydata()) == pytest.approx(values[[1, 3, 2]])
-            and scale in panel.get_ylabel()
-        )
+        assert np.asarray(points.get_ydata()) == pytest.approx(values[[1, 3, 2]])
+        assert scale in panel.get_ylabel()
         assert np.asarray(panel.lines[0].get_ydata()) == pytest.approx(values[[0, 0]])
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
     assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
@@ -392,7 +390,8 @@ def test_columns_and_mean_are_those_of_the_view() -> None:
         "Code",
     ]
     targets = column_targets(comparison, [0, 1], ("humaneval", "wildbench", "piqa", MEAN))
-    assert targets[MEAN] == ("humaneval", "wildbench") and list(targets) == [
+    assert targets[MEAN] == ("humaneval", "wildbench")
+    assert list(targets) == [
         "HumanEval",
         "WildBench",
         MEAN,
@@ -448,10 +447,8 @@ def searches() -> Searches:
 def test_searches_are_paired_with_uniform_cells(searches: Searches) -> None:
     assert search.searched_pairs(searches.comparison) == PAIRS
     table = searches.table
-    assert (
-        table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
-        and table.low is not None
-    )
+    assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2
+    assert table.low is not None
 
 
 def test_gains_of_searches_are_differences_of_pairs(searches: Searches) -> None:
@@ -487,7 +484,8 @@ def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     comparison = searched(seeds=(1,))
     table = search.allocation_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.frame["Δ Avg"].notna().sum() == 2
-    assert search.SIGNIFICANT not in table.frame and "p-value" not in table.caption
+    assert search.SIGNIFICANT not in table.frame
+    assert "p-value" not in table.caption
 
 
 def test_layer_without_differences_has_no_profile() -> None:
@@ -495,7 +493,8 @@ def test_layer_without_differences_has_no_profile() -> None:
         {"model": "m", "criterion": "aimer", "layer": [0] * 3 + [1] * 3, "expert": [0, 1, 2] * 2}
     )
     profiles = weights.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
-    assert np.isnan(profiles["profile"][:3]).all() and profiles["profile"][3:].tolist() == [
+    assert np.isnan(profiles["profile"][:3]).all()
+    assert profiles["profile"][3:].tolist() == [
         0,
         1,
         0.5,
@@ -566,7 +565,8 @@ def test_markdown_marks_the_best_and_gaps(table: Table) -> None:
     text = rendering.markdown(table)
     assert "| MAN | **0.500** |" in text and "| REAP | **0.500** |" in text, "ties are all best"
     assert "| Unpruned | 0.900 |" in text, "the unpruned model does not compete"
-    assert "| EAN | – |" in text and rendering.GAP_NOTE in text
+    assert "| EAN | – |" in text
+    assert rendering.GAP_NOTE in text
     complete = replace(table, frame=table.frame.fillna(0.25))
     assert rendering.GAP_NOTE not in rendering.markdown(complete)
 
@@ -605,7 +605,8 @@ def test_latex_escapes_and_marks_the_best(table: Table) -> None:
 
 def test_html_has_keys_for_sorting_and_intervals(table: Table) -> None:
     text = rendering.html(table)
-    assert 'data-key="0.9"' in text and 'data-key=""' in text
+    assert 'data-key="0.9"' in text
+    assert 'data-key=""' in text
     assert "<small>0.40 to 0.60</small>" in text
 
 

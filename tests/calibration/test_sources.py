@@ -328,9 +328,8 @@ def test_empty_list_of_tools_is_none(
 ) -> None:
     tokenizer = tokenizer_with("{% if tools is not none %}w9 {% endif %}" + BARE)
     report = batches(source(*9 * [{"messages": MESSAGES, "tools": tools}]), tokenizer).report
-    assert report["first_row"].startswith("user w1 assistant w2") and report["rendered"] == [
-        "chat template"
-    ]
+    assert report["first_row"].startswith("user w1 assistant w2")
+    assert report["rendered"] == ["chat template"]
 
 
 def test_the_name_of_a_message_is_read_or_refused(
@@ -372,7 +371,8 @@ def test_rows_of_the_hub_are_read_as_those_of_a_file(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
     of_hub = read(settings("owner/set"))
     of_file = read(source(*rows))
-    assert of_hub == of_file and of_hub[-1] == Text("w1 w2")
+    assert of_hub == of_file
+    assert of_hub[-1] == Text("w1 w2")
     texts = [tokenize(document, tokenizer, special_tokens=False) for document in of_hub]
     assert texts == [tokenize(document, tokenizer, special_tokens=False) for document in of_file]
     chat = of_hub[2]
@@ -455,7 +455,8 @@ def test_text_that_the_hub_does_not_send_is_named(
             UserError, match=r"could not be had from the hub \(Couldn't reach"
         ) as error:
             read(text)
-        assert "\n" not in str(error.value) and text.path in str(error.value)
+        assert "\n" not in str(error.value)
+        assert text.path in str(error.value)
 
 
 def measured_text(benchmark: BenchmarkConfig) -> str:
@@ -480,7 +481,8 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     mirror_files(benchmark, tmp_path, tmp_path / "source")
     measured = measured_text(benchmark)
     chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
-    assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
+    assert measured == "\n\n".join(rows)
+    assert len(rows) > 5 and "" in rows
     for path in (as_text, records):
         assert read(replace(chosen, path=str(path))) == [Text(measured)]
 
@@ -516,7 +518,8 @@ def test_binary_files_are_refused(
     (message,) = wrong_benchmarks(
         [BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})]
     )
-    assert f"suite.path={path} " in message and "UTF-8" in message
+    assert f"suite.path={path} " in message
+    assert "UTF-8" in message
 
 
 def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None:
@@ -533,10 +536,8 @@ def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None
     pickled = BenchmarkConfig(
         "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
     )
-    assert (
-        "suite.path" in wrong_benchmarks([pickled])[0]
-        and "pickles" in wrong_benchmarks([pickled])[0]
-    )
+    assert "suite.path" in wrong_benchmarks([pickled])[0]
+    assert "pickles" in wrong_benchmarks([pickled])[0]
 
 
 # ---- conversations, and functions that are called in them
@@ -607,9 +608,8 @@ def test_templates_get_tools_and_arguments_as_objects(
     assert tokenizer.decode(tokenize(CALLING_CHAT, tokenizer, special_tokens=True)) == expected
     chosen = source(*4 * [{"messages": CALLING, "tools": [TOOL]}])
     report = batches(chosen, tokenizer).report
-    assert report["rendered"] == ["chat template with tools"] and expected.startswith(
-        report["first_row"]
-    )
+    assert report["rendered"] == ["chat template with tools"]
+    assert expected.startswith(report["first_row"])
     only_calls = TURNS.replace("{calls}", WRITES_CALLS)
     only_tools = NAMED_TOOLS + TURNS.replace("{calls}", "")
     for template, name in ((only_calls, "tools"), (only_tools, "tool_calls")):
@@ -782,10 +782,8 @@ def test_template_writes_the_date_of_the_model(
     tokenizer_with(dated + " " + TURNS.replace("{calls}", "")).save_pretrained(model.path)
     chosen = source(*9 * [{"messages": MESSAGES}], length=7, tokens=7)
     report = batches(chosen, load_tokenizer(tmp_path / "model", model)).report
-    assert (
-        report["first_row"] == "w12 w31 user w1 assistant w2 </s>"
-        and "2024-12-31" in report["rendered"][0]
-    )
+    assert report["first_row"] == "w12 w31 user w1 assistant w2 </s>"
+    assert "2024-12-31" in report["rendered"][0]
     usual = load_tokenizer(tmp_path / "model", replace(model, date="2024-11-30"))
     assert batches(chosen, usual).report["first_row"].startswith("w11 w30")
     other = replace(model, date="2024-11-30")

@@ -114,7 +114,8 @@ def test_killed_evaluations_resume_with_the_same_batches(
         if torn and file.exists():
             with file.open("a") as lines:
                 lines.write('["0 cut of')
-    assert result == expected and progress == sums.batches_done
+    assert result == expected
+    assert progress == sums.batches_done
     write_answers(result, file)
     assert read_answers(file.read_bytes()) == expected
 
@@ -159,7 +160,8 @@ def test_rows_of_a_question_are_scored_together_longest_first() -> None:
     collect_answers(engine, [Item("1", tuple(pairs))], BENCHMARK)
     (rows,) = engine.batches_done
     questions = [row.tokens[: row.start] for row in rows]
-    assert len(rows) == 9 and questions == sorted(questions, key=questions.index)
+    assert len(rows) == 9
+    assert questions == sorted(questions, key=questions.index)
     several = Sums()
     collect_answers(several, [Item(str(n), (Pair(f"q{n}", " a"),)) for n in range(70)], BENCHMARK)
     assert [len(batch) for batch in several.batches_done] == [32, 32, 6]
@@ -180,7 +182,8 @@ def test_windows_of_a_document_cover_it_once() -> None:
     (answer,) = collect_answers(
         engine, [Item("1", (Document("a b c d e f g h", 3, windows=2),))], BENCHMARK
     )
-    assert [window.tokens for window in answer.reply.windows] == [2, 2] and answer.reply.tokens == 8
+    assert [window.tokens for window in answer.reply.windows] == [2, 2]
+    assert answer.reply.tokens == 8
     for length, text in ((1, "a b"), (17, "a b"), (3, "a")):
         with pytest.raises(
             UserError, match=rf"length={re.escape(str(length))}|expected at least two"
@@ -234,7 +237,9 @@ def test_text_is_split_into_thought_and_answer(text: str, end: str, answer: str 
         model = Said(lambda _: text, template)
         (reply,) = ask(model, [f"Q{end}"], stop=stops, chat=True)
         written = reply.thought + (answer or "")
-        assert reply.text == answer and text.startswith(written) and model.generation.stop == stop
+        assert reply.text == answer
+        assert text.startswith(written)
+        assert model.generation.stop == stop
         assert reply.ended == ("end" if written == text else "stop")
 
 
@@ -290,7 +295,8 @@ def test_special_tokens_separate_thoughts_from_answers(
     text = "[THINK]Is it 24?[/THINK] It is 72."
     written = [[0, tokenizer(text, add_special_tokens=False).input_ids, -1.0]]
     (reply,) = ask(vllm_saying(tokenizer, written), ["Q"], 40, chat=True)
-    assert reply.thought + str(reply.text) == text and reply.text == "It is 72."
+    assert reply.thought + str(reply.text) == text
+    assert reply.text == "It is 72."
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as server:
         served = ServedModel(server.url, "m", tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):

@@ -163,8 +163,10 @@ def test_stored_answers_are_graded_without_their_model(answered: Answered, tmp_p
     assert verdict == "fail: another value was expected"
     assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
     record = json.loads((out / "result.json").read_text())
-    assert record["protocol"]["seconds"] == 4.0 and record["protocol"]["sanitize"] is True
-    assert record["protocol"]["prompt"] == answers[0].prompt and "evalplus" in record["versions"]
+    assert record["protocol"]["seconds"] == 4.0
+    assert record["protocol"]["sanitize"] is True
+    assert record["protocol"]["prompt"] == answers[0].prompt
+    assert "evalplus" in record["versions"]
 
 
 def test_programs_are_not_graded_without_permission(answered: Answered, tmp_path: Path) -> None:
@@ -212,7 +214,8 @@ def test_the_program_is_taken_from_its_fence(text: str, program: str) -> None:
 def original() -> ModuleType:
     """EvalPlus's sanitizer as it comes."""
     spec = importlib.util.find_spec("evalplus.sanitize")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

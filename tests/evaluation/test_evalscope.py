@@ -190,18 +190,18 @@ def test_evalscope_judges_programs_that_run_in_the_sandbox(
     outcomes = {name: outcome for name, (_, _, outcome) in CASES.items()}
     assert {name: sample["outcome"] for name, sample in rows.items()} == outcomes
     assert (result["n"], result["score"]) == (len(CASES), pytest.approx(3 / len(CASES)))
-    assert record["sandbox"] == NAMESPACES and record["evalscope"]["evalscope"]
+    assert record["sandbox"] == NAMESPACES
+    assert record["evalscope"]["evalscope"]
 
 
 @pytest.mark.slow
 @needs_evalscope
 def test_samples_have_the_verdicts_of_evalscope(judged_programs: JudgedPrograms) -> None:
     verdicts = {name: sample["extracted"] for name, sample in judged_programs.samples.items()}
-    assert verdicts["reads lines"] == "pass" and verdicts["never ends"] == "Time Limit Exceeded"
-    assert (
-        verdicts["returns another order"] == "Wrong Answer"
-        and "expected an indented block" in verdicts["has no block"]
-    )
+    assert verdicts["reads lines"] == "pass"
+    assert verdicts["never ends"] == "Time Limit Exceeded"
+    assert verdicts["returns another order"] == "Wrong Answer"
+    assert "expected an indented block" in verdicts["has no block"]
 
 
 @pytest.mark.slow
@@ -265,7 +265,8 @@ def test_every_item_is_graded_with_its_own_answer(gsm8k_run: Gsm8kRun) -> None:
     assert [sample["outcome"] for sample in rows] == [1.0, 0.0, 0.0, 1.0]
     assert [sample["extracted"] for sample in rows] == ["2", "5", "2", "1006"]
     settings = gsm8k_run.model.generation
-    assert gsm8k_run.result["score"] == 0.5 and (settings.max_tokens, settings.chat) == (64, True)
+    assert gsm8k_run.result["score"] == 0.5
+    assert (settings.max_tokens, settings.chat) == (64, True)
 
 
 @pytest.mark.slow
@@ -383,7 +384,8 @@ def test_incomparable_answers_are_wrong_and_must_be_few(
         evalscope, "_call_worker", lambda *arguments, **more: {"samples": verdicts, "versions": {}}
     )
     graded = HARNESS.grade(answers, benchmark, Policy())
-    assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
+    assert graded.results[0]["score"] == 199 / 200
+    assert graded.protocol["unscored"] == ["7"]
     assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
     for number in (8, 9):
         verdicts[number] |= {"outcome": None, "why": "the same"}
@@ -424,7 +426,8 @@ def test_unset_interpreter_is_reported(
     monkeypatch.setattr(machine, "_ROOT", tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     *_, message = HARNESS.missing(replace(code_benchmark, python=None), ALLOWED)
-    assert "benchmark live_code_bench" in message and "interpreters.evalscope=" in message
+    assert "benchmark live_code_bench" in message
+    assert "interpreters.evalscope=" in message
 
 
 def test_wrong_settings_of_evalscope_are_named(code_benchmark: BenchmarkConfig) -> None:
@@ -436,7 +439,8 @@ def test_wrong_settings_of_evalscope_are_named(code_benchmark: BenchmarkConfig) 
         "parameters.end_date",
     ]
     [unknown_task] = HARNESS.wrong(replace(code_benchmark, task="gsm8"))
-    assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
+    assert "task=gsm8" in unknown_task
+    assert "did you mean gsm8k" in unknown_task
 
 
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}

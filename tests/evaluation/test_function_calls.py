@@ -182,7 +182,8 @@ def test_only_the_header_of_a_message_makes_it_a_call(said: str, special: bool) 
         text, said = (re.sub(r"<\|\w+\|>", "", part) for part in (text, said))
     assert decode(text, DECLARED) == 2 * [Call("g.h", {"y": said})]
     final = thought + "<|start|>assistant<|channel|>final<|message|>No function helps."
-    assert mistake(final, DECLARED, []) is None and mistake(final, DECLARED, [{"f": {"x": [1]}}])
+    assert mistake(final, DECLARED, []) is None
+    assert mistake(final, DECLARED, [{"f": {"x": [1]}}])
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,8 @@ def test_types_and_values(
 def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> None:
     inner = described("tuple", items=described("float"))
     nested = tool(function(x=described("dict", properties={"y": inner}), z=described("any")))
-    assert nested["type"] == "function" and nested["function"]["name"] == "f"
+    assert nested["type"] == "function"
+    assert nested["function"]["name"] == "f"
     assert (
         nested["function"]["description"]
         == "Does it. Note that the provided function is in Python 3 syntax."
@@ -313,7 +315,8 @@ def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> Non
     assert schema["properties"]["x"]["properties"]["y"] == described(
         "array", items=described("number")
     )
-    assert schema["properties"]["z"]["type"] == "string" and schema["required"] == ["x"]
+    assert schema["properties"]["z"]["type"] == "string"
+    assert schema["required"] == ["x"]
 
 
 def benchmark(folder: Path, **changes: Any) -> BenchmarkConfig:
@@ -495,7 +498,8 @@ def test_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     assert result["stderr"] == pytest.approx((6 / 9 * 3 / 9 / 8) ** 0.5)
     rows = samples(tmp_path / "out")
     assert [row["outcome"] for row in rows] == [1] * 6 + [0] * 3
-    assert rows[6]["output"] == "A saw." and rows[0]["extracted"] == "right"
+    assert rows[6]["output"] == "A saw."
+    assert rows[0]["extracted"] == "right"
     assert rows[7]["extracted"].startswith("expected no call, found")
     assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["irrelevance_1"]
 
@@ -520,7 +524,8 @@ def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     tools = [tool(function(x=described("integer")))]
     messages = [{"role": "user", "content": "Hi"}]
     model = chatting(subject, TEMPLATE)
-    assert render(model, messages, tools) == "f |Hi" and render(model, messages) == "|Hi"
+    assert render(model, messages, tools) == "f |Hi"
+    assert render(model, messages) == "|Hi"
     with pytest.raises(UserError, match=r"\btools=.*f"):
         render(
             chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"),

@@ -318,11 +318,9 @@ def test_no_item_shows_itself(
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
         counts = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
-        assert (
-            max(counts) == 1
-            and sum(counts) == (shots or 3) + 1
-            and answer.prompt.endswith(str(item["q"]))
-        )
+        assert max(counts) == 1
+        assert sum(counts) == (shots or 3) + 1
+        assert answer.prompt.endswith(str(item["q"]))
 
 
 def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: Path) -> None:
@@ -491,7 +489,8 @@ def test_choices_equal_those_of_an_independent_script(
             right = int(str(sample["extracted"])) == choice.label
             assert right == bool(sample["outcome"]), "the choice that is shown was graded"
         mean = np.mean([sample["outcome"] for sample in samples])
-        assert result["n"] == len(rows) and result["score"] == pytest.approx(mean)
+        assert result["n"] == len(rows)
+        assert result["score"] == pytest.approx(mean)
 
 
 def test_choices_equal_those_of_lm_eval(reader: LoadedModel, choices_run: ChoicesRun) -> None:
@@ -624,7 +623,8 @@ def test_perplexity_of_windows_equals_an_independent_computation(
     text = "\n\n".join(row["text"] for row in mirror.rows(wikitext.windows))
     (result,) = evaluate(reader, wikitext.windows).results
     expected = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
-    assert result["score"] == pytest.approx(expected, rel=1e-4) and result["n"] == 3
+    assert result["score"] == pytest.approx(expected, rel=1e-4)
+    assert result["n"] == 3
 
 
 class PagesRun(NamedTuple):
@@ -654,13 +654,15 @@ def test_perplexities_of_pages_equal_an_independent_computation(pages_run: Pages
     assert word["score"] == pytest.approx(perplexity, rel=1e-4)
     assert np.log(byte["score"]) * size == pytest.approx(np.log(perplexity) * word_count, rel=1e-4)
     assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
-    assert word["stderr"] is not None and word["n"] == len(texts) > 1
+    assert word["stderr"] is not None
+    assert word["n"] == len(texts) > 1
 
 
 def test_outcomes_of_pages_are_in_the_unit_of_the_result(pages_run: PagesRun) -> None:
     results, samples = pages_run.grades.results, pages_run.grades.samples
     units = ["nats per word", "nats per byte", "bits per byte"]
-    assert [result["unit"] for result in results] == units and results[2]["scale"] == "loss"
+    assert [result["unit"] for result in results] == units
+    assert results[2]["scale"] == "loss"
     of_bits = [sample for sample in samples if sample["benchmark"] == "bits_per_byte"]
     weights = [sample["units"] for sample in of_bits]
     mean = np.average([sample["outcome"] for sample in of_bits], weights=weights)
@@ -680,9 +682,8 @@ def test_examples_are_shown_and_drawn_the_same_every_time(
     random.seed(2)
     fresh = evaluate(reader, benchmark)
     assert first.samples == again.samples == fresh.samples
-    assert (
-        first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
-    )
+    assert first.protocol["prompt"].count("True or False?") == 3
+    assert first.protocol["num_fewshot"] == 2
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
     equals_lm_eval(reader, benchmark)
     with pytest.raises(UserError, match="split=train, but rte evaluates validation"):
@@ -706,9 +707,8 @@ def test_generating_tasks_use_the_model(subject: LoadedModel, tmp_path: Path) ->
     )
     graded = evaluate(subject, benchmark)
     prompt = graded.protocol["prompt"]
-    assert prompt.startswith("Q: There are 15 trees") and prompt.endswith(
-        "\n\nQ: What is 2 and 2?\nA:"
-    )
+    assert prompt.startswith("Q: There are 15 trees")
+    assert prompt.endswith("\n\nQ: What is 2 and 2?\nA:")
     written = write(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
     assert graded.samples[0]["output"] == written[0]
     with pytest.raises(
@@ -730,9 +730,8 @@ def test_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) 
     prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol[
         "prompt"
     ]
-    assert prompt.count("<user>") == 2 and prompt.endswith(
-        "<user>Q: What is 2 and 2?\nA:<no thinking><assistant>"
-    )
+    assert prompt.count("<user>") == 2
+    assert prompt.endswith("<user>Q: What is 2 and 2?\nA:<no thinking><assistant>")
 
 
 def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
@@ -753,7 +752,8 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     capfd.readouterr()
     assert evaluate(reader, benchmark).samples == expected
     assert capfd.readouterr() == ("", "")
-    assert datasets.load_dataset is load_dataset and Path.cwd() == tmp_path / "work"
+    assert datasets.load_dataset is load_dataset
+    assert Path.cwd() == tmp_path / "work"
     assert not (tmp_path / "cache").exists()
 
 

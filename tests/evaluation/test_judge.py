@@ -77,7 +77,8 @@ def test_judge_is_asked_until_a_reply_has_a_score(
 ) -> None:
     with endpoint(scripted(p=replies)) as server:
         (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
-    assert verdict.score == expected and len(server.asked) == 3
+    assert verdict.score == expected
+    assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_judge_is_asked_until_a_reply_has_a_score(
 def test_the_last_score_after_a_thought_counts(reply: str, expected: int, tmp_path: Path) -> None:
     with endpoint(lambda _: message(reply)) as server:
         (verdict,) = verdicts(settings(server), tmp_path, ["p"], 0)
-    assert verdict.score == expected and len(server.asked) == 1
+    assert verdict.score == expected
+    assert len(server.asked) == 1
 
 
 def test_scores_are_stored_in_the_order_of_the_prompts(tmp_path: Path) -> None:
@@ -114,7 +116,8 @@ def test_reply_is_reused_for_the_same_judge_and_prompt_only(tmp_path: Path) -> N
         first = settings(server)
         verdicts(first, tmp_path, ["p"], 0)
         same = replace(first, url=moved.url, key_variable="ANOTHER")
-        assert verdicts(same, tmp_path, ["p"], 0)[0].score == 3 and not moved.asked
+        assert verdicts(same, tmp_path, ["p"], 0)[0].score == 3
+        assert not moved.asked
         changes: list[dict[str, Any]] = [
             {"model": "other"},
             {"max_tokens": 99},
@@ -126,22 +129,22 @@ def test_reply_is_reused_for_the_same_judge_and_prompt_only(tmp_path: Path) -> N
         assert moved.asked[-1]["reasoning_effort"] == "low"
         assert verdicts(same, tmp_path, ["q"], 0)[0].score == 9
     content = "".join(file.read_text() for file in tmp_path.rglob("*.json"))
-    assert "a-secret" not in content and "127.0.0.1" not in content
+    assert "a-secret" not in content
+    assert "127.0.0.1" not in content
 
 
 def test_failed_and_damaged_replies_are_requested_again(tmp_path: Path) -> None:
     with endpoint(scripted(p=[message("no"), message("no"), message("no"), scored(2)])) as server:
         asking = partial(verdicts, settings(server), tmp_path)
         verdict = asking(["p"], 1)[0]
-        assert (
-            verdict.score is None
-            and '3 replies in a row without a usable score (no "score")' in verdict.reply
-        )
+        assert verdict.score is None
+        assert '3 replies in a row without a usable score (no "score")' in verdict.reply
         assert not list(tmp_path.rglob("*.json"))
         assert asking(["p"], 0)[0].score == 2
         (file,) = tmp_path.rglob("*.json")
         file.write_text(file.read_text()[:-9])
-        assert asking(["p"], 0)[0].score == 2 and len(server.asked) == 5
+        assert asking(["p"], 0)[0].score == 2
+        assert len(server.asked) == 5
         assert json.loads(file.read_text())["judge"]["model"] == "some/judge"
 
 
@@ -177,11 +180,9 @@ def test_refused_requests_end_the_judge(
     prompts = ["p"] if requests == 3 else [f"p{n}" for n in range(40)]
     with endpoint(lambda _: reply) as server, pytest.raises(Unavailable) as caught:
         verdicts(settings(server), tmp_path, prompts, len(prompts) - 1)
-    assert (
-        len(server.asked) == requests
-        and says in str(caught.value)
-        and "\n" not in str(caught.value)
-    )
+    assert len(server.asked) == requests
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert error_document(caught.value)["transient"]
 
 
@@ -199,7 +200,8 @@ def test_busy_endpoint_ends_the_judge_after_bounded_attempts(
     assert "2 of 100 answers, and at most 1 may go without: HTTP 429" in str(caught.value)
     # 4 at a time, and no new ones once it is clear
     assert 2 * requests_each <= len(server.asked) <= 4 * 4 * requests_each
-    assert error_document(caught.value)["transient"] and not error_document(caught.value)["trace"]
+    assert error_document(caught.value)["transient"]
+    assert not error_document(caught.value)["trace"]
 
 
 def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(

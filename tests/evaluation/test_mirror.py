@@ -131,7 +131,8 @@ def test_mirror_is_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Path, na
     write_lines(tmp_path / "source" / "greatest.jsonl", RTE)  # a name with "test" in a word
     make(rte, SOURCES[name](tmp_path / "source"))
     assert set(mirror.subsets(rte)["rte"]) == {"validation"}
-    assert mirror.rows(rte) == RTE and problems([rte], Policy()) == []
+    assert mirror.rows(rte) == RTE
+    assert problems([rte], Policy()) == []
     digest = mirror.digest(rte)
     make(rte, write_data_set(tmp_path / "other", PARTS))
     assert mirror.rows(rte) == RTE and mirror.digest(rte) == digest, (
@@ -259,4 +260,6 @@ def test_wrong_command_lines(
     (tmp_path / "empty").mkdir()
     assert main([argument.format(tmp_path) for argument in arguments]) == 2
     errors = capsys.readouterr().err
-    assert says in errors and errors.count("\n") == 1 and "Traceback" not in errors
+    assert says in errors
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors

@@ -106,7 +106,8 @@ def test_status_of_a_program_follows_from_what_it_sends(
 ) -> None:
     watch = runner._Watch(os.getpid(), Request("", "f", [[1]], [1.0], 9.0, MEBI, output))
     reply = watch.take(sent) or watch.take(b"")
-    assert reply is not None and reply["status"] == status
+    assert reply is not None
+    assert reply["status"] == status
 
 
 def test_program_has_no_standard_streams() -> None:
@@ -123,7 +124,8 @@ def test_the_environment_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     with Runner(confined=False) as fresh:
         (environment,) = run(fresh, "import os\ndef f(x): return dict(os.environ)").values()
-        assert "SECRET_KEY" not in environment and "HOME" not in environment
+        assert "SECRET_KEY" not in environment
+        assert "HOME" not in environment
 
 
 @pytest.mark.skipif(
@@ -164,9 +166,8 @@ def test_calls_are_limited_in_processor_time_and_wall_time(
 
     assert left(5.0, 3, 0.1, 0.5) == pytest.approx(0.2)
     assert left(0.25, 2, 0.1, 0.5) == pytest.approx(0.05)  # of what all may take on the processor
-    assert left(0.2, 3, 0.0, 0.5) == pytest.approx(0.2) and left(
-        0.2, 3, 0.0, 0.55
-    ) == pytest.approx(0.15)
+    assert left(0.2, 3, 0.0, 0.5) == pytest.approx(0.2)
+    assert left(0.2, 3, 0.0, 0.55) == pytest.approx(0.15)
     assert left(0.2, 4, 0.0, 0.5) == pytest.approx(-0.2)  # 1.8 s by the clock
 
 
@@ -394,7 +395,8 @@ def test_unconfined_runner_that_ends_later_costs_no_verdict(
     )
     bodies = {"add": later, "mean": waiting}
     result = verdicts(tmp_path, [ADD, MEAN], bodies, confined=False, processes=1, seconds=30.0)
-    assert result["mean"] == ("pass", "pass") and ended.exists()
+    assert result["mean"] == ("pass", "pass")
+    assert ended.exists()
 
 
 ATTEMPTS = {

@@ -310,7 +310,8 @@ def test_server_writes_chats_of_the_loaded_model(pair: Pair) -> None:
     rendered = [render(pair.served, chat) for chat in chats]
     assert rendered == [render(pair.loaded, chat) for chat in chats]
     texts = write(pair.served, rendered, 16, chat=True)
-    assert texts == write(pair.loaded, rendered, 16, chat=True) and any(texts)
+    assert texts == write(pair.loaded, rendered, 16, chat=True)
+    assert any(texts)
 
 
 def test_server_can_have_a_judge_behind_it(pair: Pair, tmp_path: Path) -> None:
@@ -548,16 +549,16 @@ def test_vllm_is_given_all_gpus_of_its_process(
     backend = BackendConfig("vllm", arguments=asked, python=str(python))
     vllm.VllmModel(model, backend, replace(POCKET, device="auto")).close()
     arguments = json.loads((tmp_path / "told").read_text())[1]["arguments"]
-    assert (
-        arguments.get("tensor_parallel_size") == given and "pipeline_parallel_size" not in arguments
-    )
+    assert arguments.get("tensor_parallel_size") == given
+    assert "pipeline_parallel_size" not in arguments
 
 
 def test_ported_family_is_refused_for_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "deepseek"}')
     ported = ModelConfig(name="ported", path=str(tmp_path))
     (sentence,) = engines.wrong(BackendConfig("vllm"), [], [POCKET, ported])
-    assert "model_type=deepseek" in sentence and "backend=hf" in sentence
+    assert "model_type=deepseek" in sentence
+    assert "backend=hf" in sentence
     assert not list(engines.wrong(BackendConfig("hf"), [], [ported]))
 
 

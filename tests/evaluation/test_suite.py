@@ -362,7 +362,8 @@ def window_losses(subject: LoadedModel) -> list[torch.Tensor]:
         with torch.inference_mode():
             scores = subject.model(window).logits[0, :-1].double().log_softmax(-1)
         losses.append(-scores.gather(1, window[0, 1:, None])[:, 0])
-    assert 1 < len(losses[-1]) < WINDOW - 1 and len(losses) > 3
+    assert 1 < len(losses[-1]) < WINDOW - 1
+    assert len(losses) > 3
     return losses
 
 
@@ -404,7 +405,8 @@ def test_samples_of_windows_average_to_the_result_by_their_tokens(
 
 def test_result_file_has_data_and_versions(measured: Any) -> None:
     content = json.loads((measured.folder / "result.json").read_text())
-    assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
+    assert set(content) == {"schema", "results", "protocol", "versions"}
+    assert content["schema"] == 1
     assert content["protocol"]["data"] == PERPLEXITY.data_digest(measured.benchmark)
     assert {"torch", "transformers"} <= set(content["versions"])
     assert list(samples(measured.folder)[0]) == list(Sample.__annotations__)

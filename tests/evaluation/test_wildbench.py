@@ -170,7 +170,8 @@ def graded(judged: BenchmarkConfig, tmp_path: Path) -> Any:
 @pytest.mark.slow
 def test_the_result_is_the_mean_share_of_the_scale(graded: Any) -> None:
     shares = [(score - 1) / 9 for number, score in enumerate(SCORES) if number != 20]
-    assert graded["n"] == 145 and graded["expected"] == 146
+    assert graded["n"] == 145
+    assert graded["expected"] == 146
     assert graded["score"] == pytest.approx(sum(shares) / 145)
 
 
@@ -191,7 +192,8 @@ def test_protocol_names_unscored_items_and_hides_the_judge_address(
     assert content["unfinished_thoughts"] == [f"session{CREATIVE[7]}#0"]
     assert content["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
     assert "Now tale 0, please." in content["judge_prompt"]
-    assert judge.url not in json.dumps(content) and "OPENAI_API_KEY" not in json.dumps(content)
+    assert judge.url not in json.dumps(content)
+    assert "OPENAI_API_KEY" not in json.dumps(content)
 
 
 @pytest.mark.slow
@@ -200,10 +202,13 @@ def test_samples_have_the_share_the_reply_and_the_thought(graded: Any, tmp_path:
     assert [row["item"] for row in rows] == [
         f"session{number}#0" for number in CREATIVE if number != CREATIVE[20]
     ]
-    assert rows[3]["outcome"] == pytest.approx(3 / 9) and '"score": "4"' in rows[3]["extracted"]
+    assert rows[3]["outcome"] == pytest.approx(3 / 9)
+    assert '"score": "4"' in rows[3]["extracted"]
     assert rows[3]["thought"] + rows[3]["output"] == OUTPUTS[3]
-    assert rows[5]["outcome"] == 0 and "nothing was generated" in rows[5]["extracted"]
-    assert rows[7]["outcome"] == 0 and "thought" in rows[7]["extracted"]
+    assert rows[5]["outcome"] == 0
+    assert "nothing was generated" in rows[5]["extracted"]
+    assert rows[7]["outcome"] == 0
+    assert "thought" in rows[7]["extracted"]
 
 
 @pytest.mark.slow
@@ -229,7 +234,8 @@ def test_too_long_conversations_count_as_empty_answers(
     assert len(long) == 73
     assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long
     (result,) = run.grade(answers, benchmark, tmp_path, policy=ALLOWED)
-    assert result["n"] == result["expected"] == 146 and len(judge.asked) == 73
+    assert result["n"] == result["expected"] == 146
+    assert len(judge.asked) == 73
     assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
     assert protocol(tmp_path)["too_long"] == long
     rows = [row for row in samples(tmp_path) if "do not fit" in row["extracted"]]
@@ -244,7 +250,8 @@ def test_no_permission_and_too_few_scores_are_unavailable(
     outputs = answered(judged, ["0"] * 2 + ["7"] * 144)
     with pytest.raises(Unavailable, match="allow_judge=false"):
         run.grade(outputs, judged, tmp_path / "out", policy=Policy())
-    assert not judge.asked and not (tmp_path / "out").exists()
+    assert not judge.asked
+    assert not (tmp_path / "out").exists()
     with pytest.raises(
         Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"
     ):

@@ -151,7 +151,9 @@ def test_quantised_checkpoints_are_recognised(
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
     output = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"criteria of channels none, for its weights are stored as {method}" in output
-    assert "exports natural, padded" in output and "reap" in output and "aimer" not in output
+    assert "exports natural, padded" in output
+    assert "reap" in output
+    assert "aimer" not in output
 
 
 @pytest.mark.parametrize(

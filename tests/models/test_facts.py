@@ -106,7 +106,8 @@ def test_expected_facts_are_those_that_transformers_builds(name: str) -> None:
     expected = configured(name).expected
     assert expected == architecture(built)
     numbers = stated_numbers({**config.to_dict(), **shapes})
-    assert len(numbers) == 5 and numbers.items() <= asdict(expected).items()
+    assert len(numbers) == 5
+    assert numbers.items() <= asdict(expected).items()
 
 
 def test_every_model_with_expectations_is_a_published_one() -> None:
@@ -128,10 +129,12 @@ def test_size_is_read_from_headers_or_expected(
         parameters, 2, 16, 4, 32, 24, 2
     )
     as_float = size_of(ModelConfig(name="t", path=str(tmp_path), dtype="float32"))
-    assert as_float is not None and as_float.bytes == 4 * parameters
+    assert as_float is not None
+    assert as_float.bytes == 4 * parameters
     assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
     nowhere = ModelConfig(name="x", path="a/b")
-    assert expert_shape(nowhere) is None and size_of(nowhere) is None
+    assert expert_shape(nowhere) is None
+    assert size_of(nowhere) is None
 
 
 @pytest.mark.parametrize("look", [facts, lambda settings: describe(Path(settings.path), settings)])
@@ -163,10 +166,8 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
             for layer in routed_layers(model)
             for weight in layer.experts.parameters()
         )
-        assert (
-            description["parameters"]["routed experts"] == experts
-            and description["parameters"]["shared experts"] > 0
-        )
+        assert description["parameters"]["routed experts"] == experts
+        assert description["parameters"]["shared experts"] > 0
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -178,29 +179,29 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
 
 def test_inspect_lists_what_is_known_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=pocket_olmoe")
-    assert (
-        code == 0 and "supported yes" in output and "layers 0-3 32 experts of 64 channels" in output
-    )
+    assert code == 0
+    assert "supported yes" in output
+    assert "layers 0-3 32 experts of 64 channels" in output
     assert "norm_topk_prob=False" in output
-    assert (
-        "3,688,576" in output
-        and "loading memory 0.01 GiB" in output
-        and "heapr" in output
-        and "padded" in output
-    )
+    assert "3,688,576" in output
+    assert "loading memory 0.01 GiB" in output
+    assert "heapr" in output
+    assert "padded" in output
 
 
 def test_inspect_prints_rows_below_the_title(capsys: pytest.CaptureFixture[str]) -> None:
     inspect.main(["model=pocket_olmoe"])
     title, border, row, *_ = capsys.readouterr().out.splitlines()
     assert title.strip() == "pocket_olmoe: pocket:olmoe"
-    assert border.startswith("┌") and row.split() == ["│", "supported", "│", "yes", "│"]
+    assert border.startswith("┌")
+    assert row.split() == ["│", "supported", "│", "yes", "│"]
 
 
 def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0
-    assert "48 of 128 experts, top-8" in output and "loading memory 56.87 GiB" in output
+    assert "48 of 128 experts, top-8" in output
+    assert "loading memory 56.87 GiB" in output
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,9 @@ def test_inspect_describes_routers_and_biases_of_experts(
 ) -> None:
     tiny.config(name).save_pretrained(tmp_path)
     code, output = inspected(capsys, "model=local", f"model.path={tmp_path}")
-    assert code == 0 and router in output and "exports natural, masked" in output
+    assert code == 0
+    assert router in output
+    assert "exports natural, masked" in output
     no_channels = "channels none, for its experts have biases" in output
     assert ("heapr" in output) != no_channels == biased
 
@@ -230,12 +233,15 @@ def test_inspect_names_an_unsupported_family(
     tiny.config("olmoe").save_pretrained(tmp_path)
     reconfigure(tmp_path, model_type="jetmoe")
     code, output = inspected(capsys, "model=local", f"model.path={tmp_path}")
-    assert code == 1 and "no: model_type=jetmoe is not supported" in output
+    assert code == 1
+    assert "no: model_type=jetmoe is not supported" in output
 
 
 def test_inspect_reports_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, output = inspected(capsys, "model=local", "model.path=nobody/nothing")
-    assert code == 1 and "give a folder" in output and "expected" not in output
+    assert code == 1
+    assert "give a folder" in output
+    assert "expected" not in output
 
 
 def skeleton(kind: str, **settings: object) -> torch.nn.Module:
@@ -294,7 +300,8 @@ def test_experts_are_found_in_a_module_without_configuration() -> None:
 
 def test_causal_models_of_transformers_are_known() -> None:
     kinds = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PORTS]
-    assert len(kinds) > 100 and all(map(has_causal_model, kinds))
+    assert len(kinds) > 100
+    assert all(map(has_causal_model, kinds))
     assert not any(map(has_causal_model, ("homemade", "vit", "PreTrainedModel", "")))
 
 
@@ -364,7 +371,8 @@ def test_top_k_override_is_another_model(tmp_path: Path) -> None:
         top_k=2,
         expected=architecture(tiny.build("olmoe")),
     )
-    assert settings.name == "m_top2" and ModelConfig(**vars(settings)) == settings
+    assert settings.name == "m_top2"
+    assert ModelConfig(**vars(settings)) == settings
     assert {described["top_k"] for described in facts(settings)["layers"].values()} == {2}
     assert config_json.expert_shape(settings) == {"n_experts": 16, "top_k": 2, "width": 24}
     loaded = load_model(settings)[0]

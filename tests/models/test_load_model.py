@@ -50,10 +50,12 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_loaded_model_is_ready_to_be_scored(halved: Path) -> None:
     model, tokenizer = load_model(settings(halved, threads=1))
-    assert model.dtype == torch.float32 and not model.training
+    assert model.dtype == torch.float32
+    assert not model.training
     assert set(model.get_experts_implementation().values()) == {experts.CPU_EXPERTS}
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert tokenizer.pad_token == "</s>" and model.generation_config.pad_token_id is not None
+    assert tokenizer.pad_token == "</s>"
+    assert model.generation_config.pad_token_id is not None
 
 
 def test_loading_prints_nothing(halved: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +95,8 @@ def test_model_beyond_gpu_memory_is_refused(halved: Path, monkeypatch: pytest.Mo
 @pytest.mark.cuda
 def test_cuda_keeps_the_stored_precision(halved: Path) -> None:
     model, _ = load_model(settings(halved, device="auto"))
-    assert model.dtype == torch.bfloat16 and model.device.type == "cuda"
+    assert model.dtype == torch.bfloat16
+    assert model.device.type == "cuda"
     assert set(model.get_experts_implementation().values()) == {"grouped_mm"}
 
 
@@ -156,9 +159,8 @@ def test_bytes_are_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(3):
         with model.layer(number, next_number=number + 1):
             pass
-    assert len(read) == 4 and sum(read) == sum(
-        entry.size for entry in model.checkpoint.tensors.values()
-    )
+    assert len(read) == 4
+    assert sum(read) == sum(entry.size for entry in model.checkpoint.tensors.values())
 
 
 CASES = [
@@ -278,7 +280,9 @@ def test_vllm_plugin_refuses_exports_that_vllm_would_serve_wrong(
     with pytest.raises(ValueError, match="export") as error:
         vllm_plugin.family_config(str(uneven), config)
     text = str(error.value)
-    assert message in text and str(uneven) in text and "\n" not in text
+    assert message in text
+    assert str(uneven) in text
+    assert "\n" not in text
 
 
 # ---- where files are, and what tells one model from another
@@ -337,7 +341,8 @@ def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def test_model_in_the_hub_cache_has_the_identity_of_a_folder(folder: Path) -> None:
     assert fingerprint_of(ON_THE_HUB) == fingerprint(folder)
     size = size_of(ModelConfig(name="n", path=str(folder)))
-    assert size and size_of(ON_THE_HUB) == size
+    assert size
+    assert size_of(ON_THE_HUB) == size
 
 
 @pytest.fixture(params=[True, False], ids=["stated", "unstated"])
@@ -386,7 +391,8 @@ def test_large_file_is_hashed_again_only_when_it_changes(
             files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == times
         )
 
-    assert is_read(1) and is_read(1)
+    assert is_read(1)
+    assert is_read(1)
     os.utime(file, (1, 1))
     assert is_read(2)
     next(tmp_path.glob("cache/moe_lab/hashes/*")).write_text("{")
@@ -397,7 +403,8 @@ def test_unreachable_hub_states_no_files(monkeypatch: pytest.MonkeyPatch) -> Non
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
     monkeypatch.setattr(files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
-    assert files.stated_files("owner/unreachable", None, "model") is None and no_network.called
+    assert files.stated_files("owner/unreachable", None, "model") is None
+    assert no_network.called
 
 
 @pytest.fixture
@@ -412,7 +419,8 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 
 
 def test_hub_is_not_asked_offline(head: Mock) -> None:
-    assert not files.hub_answers() and not head.called
+    assert not files.hub_answers()
+    assert not head.called
 
 
 @pytest.mark.parametrize("reply", ["prompt", "timeout", "silent"])

@@ -192,9 +192,8 @@ def test_models_of_all_families_are_told_by_their_files(name: str, tmp_path: Pat
         *(model_digests(loaded) for loaded in (model, tiny.load(tmp_path, **ROUNDED))), strict=True
     )
     assert of_weights[0][0] != of_weights[1][0]  # the types of the weights
-    assert [name for name, _ in of_files] == ["model_sha256"] * 2 and of_files[0][1]() == of_files[
-        1
-    ][1]()
+    assert [name for name, _ in of_files] == ["model_sha256"] * 2
+    assert of_files[0][1]() == of_files[1][1]()
     digests = [next(model_digests(of))[1]() for of in (model, copy.deepcopy(model), changed(model))]
     assert digests[0] == digests[1] != digests[2]
 

@@ -70,7 +70,8 @@ def test_layer_on_disk_is_observed_and_not_masked(name: str, tmp_path: Path) -> 
     )
     spread.eval().requires_grad_(False)
     last = moe_layers(spread)[-1]
-    assert last.experts.down_proj.is_meta and "disk" in set(spread.hf_device_map.values())
+    assert last.experts.down_proj.is_meta
+    assert "disk" in set(spread.hf_device_map.values())
     for read in (forward, backward):
         naive.assert_alike(read(spread, tmp_path / "b"), read(plain, tmp_path / "a"))
     with (
@@ -340,7 +341,8 @@ def test_torch_without_gpus_is_not_asked(
     torch_of_a_gpu_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
-    assert machine.visible_gpus() == [] and not torch_of_a_gpu_machine.exists()
+    assert machine.visible_gpus() == []
+    assert not torch_of_a_gpu_machine.exists()
 
 
 def test_torch_that_cannot_be_imported_has_no_gpu(

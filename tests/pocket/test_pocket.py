@@ -188,7 +188,8 @@ def calls_of(examples: list[Example]) -> set[tuple[Any, ...]]:
 def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items: Items) -> None:
     item_calls = calls_of(items["function_calls"])
     calibration_calls = calls_of(calibration_examples(world, "function_calls"))
-    assert len(item_calls) >= 100 and len(calibration_calls) >= 400
+    assert len(item_calls) >= 100
+    assert len(calibration_calls) >= 400
     assert not item_calls & calibration_calls
 
 
@@ -339,7 +340,8 @@ def test_training_has_arguments_of_items_but_not_their_calls(
     training_calls = calls_of(training)
     item_calls = calls_of(items["function_calls"])
     assert not training_calls & item_calls
-    assert item_calls and values_of(item_calls) <= values_of(training_calls)
+    assert item_calls
+    assert values_of(item_calls) <= values_of(training_calls)
 
 
 # ---- the shipped models
@@ -448,7 +450,8 @@ def test_the_card_of_a_trained_model_has_its_title_size_and_scores(trained: Path
     write_card(folder, trained.name, {"ARC-C": 0.5, "HumanEval": 0.25})
     parameters = json.loads((folder / "training.json").read_text())["parameters"]
     card = (folder / "README.md").read_text()
-    assert RECIPES[trained.name].title in card and f"{parameters:,}" in card
+    assert RECIPES[trained.name].title in card
+    assert f"{parameters:,}" in card
     assert "| ARC-C | 0.500 | 0.25 |" in card
 
 

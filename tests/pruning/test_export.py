@@ -86,11 +86,9 @@ def test_card_says_what_was_pruned_and_quotes_the_original(sharded_export: Expor
         "---\nlicense: mit\n---\n\n# model, pruned\n\n24 of 48 routed experts are retained: 8 in "
         "each of 3"
     )
-    assert (
-        '"criterion": "man"' in card
-        and sharded_export.plan.digest in card
-        and card.endswith("# Nice model\nIt talks.\n")
-    )
+    assert '"criterion": "man"' in card
+    assert sharded_export.plan.digest in card
+    assert card.endswith("# Nice model\nIt talks.\n")
 
 
 def test_index_lists_the_tensors_of_each_shard(sharded_export: Exported) -> None:
@@ -225,9 +223,8 @@ def test_subfolders_that_transformers_reads_are_copied(
         changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
         folder = rewrite_export(folder, changes, tmp_path / "again")
     assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
-    assert (folder / "custom_generate" / "generate.py").is_file() and not (
-        folder / "original"
-    ).exists()
+    assert (folder / "custom_generate" / "generate.py").is_file()
+    assert not (folder / "original").exists()
 
 
 @pytest.mark.parametrize(

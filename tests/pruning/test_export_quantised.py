@@ -237,5 +237,6 @@ def test_quantised_weights_refuse_before_anything_runs(tmp_path: Path) -> None:
     fields = ("verify=true", "export=masked", "criterion=heapr", "calibration.engine=streamed")
     process = study(stored, *fields)
     lines = [line for line in process.stderr.splitlines() if "stored as fp8" in line]
-    assert process.returncode == 2 and not (tmp_path / "store").exists()
+    assert process.returncode == 2
+    assert not (tmp_path / "store").exists()
     assert all(any(field in line for line in lines) for field in fields), process.stderr

@@ -93,13 +93,12 @@ def test_grouped_matrix_products_stay(way: str) -> None:
         assert torch.equal(logits(model), expected)
     original = logits(model)
     grouped = under(model, plan)
-    assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
+    assert (grouped - expected).abs().max() <= 1e-5
+    assert not torch.equal(grouped, expected)
     if way == "ragged":
         assert torch.equal(under(model, full(plan)), under(model, of_whole_experts(plan)))
-    assert (
-        torch.equal(logits(model), original)
-        and model.config._experts_implementation == "grouped_mm"
-    )
+    assert torch.equal(logits(model), original)
+    assert model.config._experts_implementation == "grouped_mm"
     assert "_apply_gate" not in vars(moe_layers(model)[0].experts)
 
 
@@ -136,7 +135,8 @@ def test_model_is_restored_after_an_error(name: str, way: str) -> None:
         assert vars(module).keys() == attributes[path].keys()
         for key in ("num_experts", "out_features", "top_k"):
             assert vars(module).get(key) == attributes[path].get(key)
-        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 def test_mask_shows_hooks_original_ids_and_notices_direct_calls() -> None:
@@ -195,7 +195,8 @@ def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> Non
     original = {key: value.clone() for key, value in model.state_dict().items()}
     pruned = prune(model, random_plan(model, way, share=0.5))
     assert all(torch.equal(value, original[key]) for key, value in model.state_dict().items())
-    assert model.config.n_routed_experts == 16 and pruned.config.n_routed_experts == 8
+    assert model.config.n_routed_experts == 16
+    assert pruned.config.n_routed_experts == 8
     theirs = dict(pruned.named_parameters())
     shared = {key for key, value in model.named_parameters() if theirs.get(key) is value}
     assert {key for key, _ in model.named_parameters()} - shared == {
@@ -209,16 +210,19 @@ def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> Non
 def test_counts_and_axes_of_the_experts_that_are_left() -> None:
     model = tiny.build("gpt_oss", num_local_experts=32)  # as many experts as hidden units
     layer = moe_layers(prune(model, tiny.plan(model, 0.5)))[0]
-    assert layer.router.weight.shape == (16, 32) and layer.router.bias.shape == (16,)
+    assert layer.router.weight.shape == (16, 32)
+    assert layer.router.bias.shape == (16,)
     assert layer.experts.gate_up_proj.shape == (
         16,
         32,
         48,
-    ) and layer.experts.down_proj_bias.shape == (16, 32)
+    )
+    assert layer.experts.down_proj_bias.shape == (16, 32)
     model = tiny.build("mixtral")
     pruned = prune(model, tiny.plan(model, 0.5))
     assert pruned(input_ids=tiny.tokens(), output_router_logits=True).aux_loss > 0
-    assert pruned.num_experts == 4 and model.num_experts == 8
+    assert pruned.num_experts == 4
+    assert model.num_experts == 8
 
 
 @pytest.mark.parametrize("way", ["uneven", "one width", "ragged"])
@@ -236,14 +240,16 @@ def test_save_refuses_models_that_stock_code_cannot_read(way: str, tmp_path: Pat
         )
         again.save_pretrained(tmp_path)
         reloaded = tiny.load(tmp_path)
-        assert torch.equal(logits(again), logits(reloaded)) and reloaded.config.num_experts == 4
+        assert torch.equal(logits(again), logits(reloaded))
+        assert reloaded.config.num_experts == 4
 
 
 def test_layers_of_one_width_keep_the_modules_of_the_family() -> None:
     model = tiny.build("deepseek_v3")
     pruned = prune(model, random_plan(model, "one width", share=1.0, width=12))
     for layer in moe_layers(pruned):
-        assert type(layer.experts) is type(moe_layers(model)[0].experts) and layer.width == 12
+        assert type(layer.experts) is type(moe_layers(model)[0].experts)
+        assert layer.width == 12
         assert layer.experts.intermediate_dim == 12
     expected = logits(pruned)
     pruned.set_experts_implementation("grouped_mm")
@@ -282,7 +288,8 @@ def test_gradients_flow_to_weights_hidden_states_and_gates() -> None:
 def test_packed_experts_on_the_meta_device_need_no_memory() -> None:
     with torch.device("meta"):
         experts = RaggedExperts(type(STOCK)(tiny.config("olmoe")), [3, 0, 5])
-    assert experts.down_packed.is_meta and experts.down_packed.dtype is torch.float32
+    assert experts.down_packed.is_meta
+    assert experts.down_packed.dtype is torch.float32
     model = tiny.build("olmoe")
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\b"):
         moe_layers(prune(model, random_plan(model, "ragged")))

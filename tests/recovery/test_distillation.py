@@ -201,8 +201,10 @@ def test_routers_in_bfloat16_are_trained_in_fp32(tmp_path: Path) -> None:
         train(student.model, student.parameters, rows(), settings, **run)
         (changed,) = student.finish().values()
         moved = (parameter.detach() - original).abs()
-    assert parameter.dtype == torch.float32 and changed.dtype == torch.bfloat16
-    assert 1e-6 < float(moved.max()) < 4e-5 and float((moved > 0).float().mean()) > 0.9
+    assert parameter.dtype == torch.float32
+    assert changed.dtype == torch.bfloat16
+    assert 1e-6 < float(moved.max()) < 4e-5
+    assert float((moved > 0).float().mean()) > 0.9
     assert float((changed != original).float().mean()) < 0.1
     assert torch.equal(changed, parameter.detach().bfloat16())
 
@@ -255,7 +257,8 @@ def check_equal_reports(complete: Path, resumed: Path, train_what: str) -> None:
     report, again = (
         json.loads((folder / "finetune.json").read_text()) for folder in (complete, resumed)
     )
-    assert report["loss"] == again["loss"] and report["tokens"] == again["tokens"] > 0
+    assert report["loss"] == again["loss"]
+    assert report["tokens"] == again["tokens"] > 0
     if train_what == "routers":
         assert report["trained_parameters"] == {"routers": 2 * 8 * 32}
 
@@ -442,14 +445,16 @@ def test_fit_reports_members_and_their_tokens(fitted: Fitted) -> None:
     for (layer, owner), problem in fitted.problems.items():
         row = fitted.rows[layer, owner]
         members = sorted(fitted.plan.layers[layer].merged[owner])
-        assert row["tokens"] == len(problem.inputs) and row["members"] == members
+        assert row["tokens"] == len(problem.inputs)
+        assert row["members"] == members
 
 
 def test_fit_counts_experts_that_keep_the_average(fitted: Fitted) -> None:
     report, count = fitted.report, len(fitted.problems)
     averaged = sum(map(fitted.is_averaged, fitted.problems))
     assert (report["fitted"], report["averaged"]) == (count - averaged, averaged)
-    assert (averaged > 0) == (fitted.tokens == 48) and averaged < count
+    assert (averaged > 0) == (fitted.tokens == 48)
+    assert averaged < count
     assert json.loads((fitted.folder / "finetune.json").read_text()) == report
 
 

@@ -73,7 +73,8 @@ def test_nf4_error_is_at_most_half_the_widest_gap(
     stack = FourBitMatrices(map(FourBitMatrix, matrices))
     for number, matrix in enumerate(matrices):
         result = stack[number]
-        assert result.shape == matrix.shape and result.dtype == dtype
+        assert result.shape == matrix.shape
+        assert result.dtype == dtype
         largest = torch.cat(
             [b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)]
         )
@@ -92,10 +93,10 @@ def test_bits_are_those_of_bitsandbytes() -> None:
     )
     second = FourBitMatrix(matrix)
     stack = FourBitMatrices([FourBitMatrix(torch.zeros(4, 64)), second])
-    assert torch.equal(second.packed, packed) and torch.equal(second.scales, state.absmax)
-    assert torch.equal(second.nested, state.state2.absmax) and torch.equal(
-        second.mean, state.offset
-    )
+    assert torch.equal(second.packed, packed)
+    assert torch.equal(second.scales, state.absmax)
+    assert torch.equal(second.nested, state.state2.absmax)
+    assert torch.equal(second.mean, state.offset)
     assert torch.equal(stack[torch.tensor(1)], functional.dequantize_4bit(packed, state))
     assert not bool(stack[0].any())
 
@@ -284,11 +285,9 @@ def test_config_without_maps_in_4_bits_has_no_quantization(folders: Path, case: 
 @pytest.mark.slow
 def test_card_says_how_many_maps_are_in_4_bits(folders: Path) -> None:
     card = (folders / "dora_nf4" / "README.md").read_text()
-    assert (
-        "Nothing was trained" not in card
-        and "It was tuned." in card
-        and "18 linear maps are stored in 4 bits" in card
-    )
+    assert "Nothing was trained" not in card
+    assert "It was tuned." in card
+    assert "18 linear maps are stored in 4 bits" in card
 
 
 @pytest.mark.slow

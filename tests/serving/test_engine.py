@@ -106,7 +106,8 @@ def test_masks_are_in_a_compiled_engine(models: Models) -> None:
 def test_masks_that_would_not_be_those_of_the_plan_are_refused(
     name: str, text: str, said: dict[str, Any]
 ) -> None:
-    assert isinstance(said[name], str) and text in said[name]
+    assert isinstance(said[name], str)
+    assert text in said[name]
 
 
 def study(store: Path, name: str, *overrides: str) -> str:
@@ -142,7 +143,7 @@ def test_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
     study(tmp_path, "loaded", *text)
     by_vllm = outcomes(tmp_path, "masks")
     by_transformers = outcomes(tmp_path, "loaded")
-    assert len(by_vllm) == 3 * 3 and by_vllm.keys() == by_transformers.keys()
+    assert by_vllm.keys() == by_transformers.keys() and len(by_vllm) == 3 * 3
     for key, values in by_vllm.items():
         for (outcome, loss), (right, right_loss) in zip(values, by_transformers[key], strict=True):
             assert outcome == right, key
@@ -192,9 +193,8 @@ def test_dead_engine_is_reported_and_the_next_starts() -> None:
         list(texts)
     channels = Plan({0: LayerPlan(2, (0, 1), numpy.ones((2, 8), bool))})
     again = opened()
-    assert again.process is not subject.process and again.generate(
-        [Prompt("", (5, 6))], GenerationSettings(2)
-    )
+    assert again.process is not subject.process
+    assert again.generate([Prompt("", (5, 6))], GenerationSettings(2))
     with pytest.raises(UserError, match="channels"):
         again.set_plan(channels)
     ENGINE.close()

@@ -346,4 +346,5 @@ def test_vllm_server_stops_at_more_texts_than_it_takes(served_export: ServedExpo
 
 
 def test_killed_engine_of_a_server_is_reported(served_export: ServedExport) -> None:
-    assert "EngineCore" in served_export.message and "\n" not in served_export.message
+    assert "EngineCore" in served_export.message
+    assert "\n" not in served_export.message

@@ -158,7 +158,8 @@ def test_equal_commands_on_two_mounts_do_each_step_once(
     commands = [start(mount, tmp_path, node) for mount, node in zip(mounts, nodes, strict=True)]
     assert [exit_code(process) for process in commands] == [0, 0]
     begun = [line.split()[0] for line in (tmp_path / "begun").read_text().splitlines()]
-    assert begun and len(set(begun)) == len(begun)
+    assert begun
+    assert len(set(begun)) == len(begun)
     for mount in mounts:
         assert "damaged" not in study_output(mount / "store", "verify", "study")
 

@@ -91,7 +91,8 @@ def secretive(_: Cluster, store: Path) -> None:
     assert record
     assert len(record["cells"]) == 2
     assert all(all(cell["evaluate"].values()) for cell in record["cells"])
-    assert list(run.logs.glob("*_submitted.pkl")) and (store / "reports/study/report.html").exists()
+    assert list(run.logs.glob("*_submitted.pkl"))
+    assert (store / "reports/study/report.html").exists()
     assert not [*store.rglob("*.pkl"), *store.rglob("*.py")], "nothing that is executed"
 
 
@@ -116,13 +117,15 @@ def limited(cluster: Cluster, folder: Path) -> None:
     until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
     assert cluster.job(job)["Restarts"] == "1"
     log = "".join(file.read_text() for file in cache_folder("jobs").glob(f"*/{job}*_log.*"))
-    assert "this job is timed-out" in log and "Job not requeued" in log
+    assert "this job is timed-out" in log
+    assert "Job not requeued" in log
     assert "failed; the same command" in study_output(instant.store, "why", "limited")
     instant.release()
     instant.wait_for_the_end()
     assert set(instant.submit(*arguments)) == {"cost", "evaluate", "record"}
     instant.wait_for_the_end()
-    assert instant.done_once() == STEPS and len(instant.begun("cost")) == 5
+    assert instant.done_once() == STEPS
+    assert len(instant.begun("cost")) == 5
 
 
 def overlapping(cluster: Cluster, folder: Path) -> None:
@@ -145,13 +148,15 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     instant.wait_for_the_end()
     assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
     cells = {name: (read_record(instant.store, name) or {})["cells"] for name in ("wide", "broken")}
-    assert len(cells["wide"]) == 5 and all(cell["cost"] for cell in cells["wide"])
+    assert len(cells["wide"]) == 5
+    assert all(cell["cost"] for cell in cells["wide"])
     cells_by_criterion = Counter(
         (cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"]
     )
     assert cells_by_criterion == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
     why = study_output(instant.store, "why", "broken")
-    assert "broken on purpose" in why and "needs weights/" in why
+    assert "broken on purpose" in why
+    assert "needs weights/" in why
     assert "broken on purpose" in study_output(instant.store, "why", "weights/")
     assert "failed" in study_output(instant.store, "status", "broken")
 
@@ -226,7 +231,9 @@ def test_each_step_of_the_main_experiment_is_done_once(
     agnostic_store: Path, agnostic_steps: set[str], agnostic_run: Path
 ) -> None:
     kinds = Counter(step.partition("/")[0] for step in agnostic_steps)
-    assert kinds["evaluate"] == 18 and kinds["plan"] == 8 and kinds["statistics"] == 1
+    assert kinds["evaluate"] == 18
+    assert kinds["plan"] == 8
+    assert kinds["statistics"] == 1
     assert executed_steps(agnostic_store) == Counter(agnostic_steps)
     assert agnostic_steps == set(json.loads((agnostic_run / "run.json").read_text())["steps"])
 
@@ -239,7 +246,8 @@ def test_a_job_evaluates_three_models_at_most(agnostic_run: Path) -> None:
 
 def test_the_record_of_jobs_has_all_cells(agnostic_store: Path) -> None:
     record = read_record(agnostic_store, "task_agnostic")
-    assert record and len(record["cells"]) == 9
+    assert record
+    assert len(record["cells"]) == 9
     assert all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
@@ -268,7 +276,8 @@ def passes(store: Path) -> dict[str, int]:
 def test_parts_of_a_pass_are_jobs(parts_store: tuple[Path, list[str]]) -> None:
     store, jobs_of_pass = parts_store
     assert jobs_of_pass == ["3 jobs, 3 steps", "1 job, 1 step"]
-    assert len(passes(store)) == 4 and set(passes(store).values()) == {1}
+    assert len(passes(store)) == 4
+    assert set(passes(store).values()) == {1}
 
 
 def test_a_pass_in_parts_gives_the_same_plan(
@@ -334,8 +343,10 @@ def test_why_shows_errors_of_a_job_that_dies_before_python(
     cluster.wait_for_the_end(tmp_path / "store")
     why = study_output(tmp_path / "store", "why", "dead")
     status = study_output(tmp_path / "store", "status", "dead")
-    assert "| no such module" in why and "| no such module" in status
-    assert "is failed" in why and "jobs that ended without their steps: 6" in status
+    assert "| no such module" in why
+    assert "| no such module" in status
+    assert "is failed" in why
+    assert "jobs that ended without their steps: 6" in status
     assert "record: missing: job" in why
 
 

@@ -140,8 +140,10 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     by_kind = {step.kind: array for array in arrays for pack in array.jobs for step in pack}
-    assert by_kind["generate"].kind == generates and by_kind["generate"].resources["gpus"] == 1
-    assert by_kind["grade"].kind == "grade" and by_kind["grade"].resources["gpus"] == 0
+    assert by_kind["generate"].kind == generates
+    assert by_kind["generate"].resources["gpus"] == 1
+    assert by_kind["grade"].kind == "grade"
+    assert by_kind["grade"].resources["gpus"] == 0
     assert arrays.index(by_kind["generate"]) < arrays.index(by_kind["grade"])
 
 
@@ -196,7 +198,8 @@ def squeue_of_user_7(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_the_queue_of_each_submitting_user_is_read(squeue_of_user_7: Mock) -> None:
     jobs = {job.id: job for job in (replace(submitted("7_1", "a"), user=7), submitted("8", "b"))}
     assert queued_jobs(jobs)[0].keys() == {"7_1"}
-    assert in_queue("8", 7) and not in_queue("8", os.getuid())
+    assert in_queue("8", 7)
+    assert not in_queue("8", os.getuid())
 
 
 def test_the_queue_of_a_user_is_read_once_a_minute(squeue_of_user_7: Mock) -> None:
@@ -278,7 +281,8 @@ def test_a_preempted_job_saves_and_a_cancelled_job_ends(
 def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
     active = pending_jobs(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
-    assert active.job_of == {"a": "1", "b": "2_0"} and active.failed_jobs == []
+    assert active.job_of == {"a": "1", "b": "2_0"}
+    assert active.failed_jobs == []
 
 
 def test_a_queued_job_of_another_name_is_another_job() -> None:
@@ -304,7 +308,8 @@ LOST_QUEUE = dict([queued("1_1", "RUNNING"), queued("2"), queued("3_0")])
 
 def test_jobs_that_wait_for_a_lost_job_have_failed() -> None:
     active = pending_jobs(LOST_JOBS, LOST_QUEUE, "abcd")
-    assert active.job_of == {"b": "1_1"} and active.failed_jobs == ["2", "3_0"]
+    assert active.job_of == {"b": "1_1"}
+    assert active.failed_jobs == ["2", "3_0"]
 
 
 def test_jobs_of_a_colleague_are_not_failed_jobs() -> None:
@@ -344,7 +349,8 @@ def test_a_queued_pass_is_not_submitted_in_other_parts(
 ) -> None:
     monkeypatch.setattr(scheduler, "queue", lambda *_: dict([queued("1")]))
     submit_missing(Schedule(pass_in_parts(3)), queued_pass)
-    assert queued_pass.arrays == [] and queued_pass.jobs == {pass_in_parts(2)[-1].id: "1"}
+    assert queued_pass.arrays == []
+    assert queued_pass.jobs == {pass_in_parts(2)[-1].id: "1"}
 
 
 def test_a_pass_queued_during_a_download_is_not_submitted(
@@ -356,7 +362,8 @@ def test_a_pass_queued_during_a_download_is_not_submitted(
     monkeypatch.setattr(scheduler, "queue", read_queue)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     submit_missing(Schedule(pass_in_parts(3)), queued_pass)
-    assert queued_pass.arrays == [] and read_queue.call_count == 2
+    assert queued_pass.arrays == []
+    assert read_queue.call_count == 2
 
 
 @pytest.fixture
@@ -396,12 +403,14 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_job_goes_on_after_a_failure(pack: SimpleNamespace) -> None:
     assert pack.job() == {"done": 2, "failed": 1, "skipped": 3}
     assert pack.executed == ["failed", "good"]
-    assert pack.store.done(pack.good) and pack.store.error(pack.failed.id)
+    assert pack.store.done(pack.good)
+    assert pack.store.error(pack.failed.id)
 
 
 def test_a_job_is_requeued_as_often_as_the_launcher_allows(pack: SimpleNamespace) -> None:
     requeued = pack.job.checkpoint()
-    assert requeued is not None and requeued.function.checkpoint() is None
+    assert requeued is not None
+    assert requeued.function.checkpoint() is None
 
 
 @pytest.fixture
@@ -487,7 +496,8 @@ def test_a_step_is_lost_if_its_inputs_are_finished_and_skipped_otherwise(tmp_pat
         pass
     schedule = Schedule([finished, skipped, lost])
     update_from_store(schedule, store)
-    assert set(schedule.failed) == {lost.id} and set(schedule.skipped) == {skipped.id}
+    assert set(schedule.failed) == {lost.id}
+    assert set(schedule.skipped) == {skipped.id}
 
 
 def test_code_is_copied_once_for_each_state_of_it(
@@ -543,8 +553,10 @@ def test_new_files_of_a_tracked_installation_are_edits(
         if text:
             (tmp_path / "moe_lab" / "new.py").write_text(text)
         commits[text], edits[text] = commit_and_edits()
-    assert commits[""] is not None and set(commits.values()) == {commits[""]}
-    assert edits[""] is None and len(set(edits.values())) == 3
+    assert commits[""] is not None
+    assert set(commits.values()) == {commits[""]}
+    assert edits[""] is None
+    assert len(set(edits.values())) == 3
 
 
 @pytest.fixture
@@ -708,7 +720,8 @@ def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
 def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, command: str) -> None:
     """The line sources a file with a command that ends the job."""
     result = run_setup(tmp_path, command)
-    assert result.stdout == "before\n" and result.returncode != 0
+    assert result.stdout == "before\n"
+    assert result.returncode != 0
     assert f"source {tmp_path}/rc" in result.stderr
 
 
@@ -734,7 +747,8 @@ def test_every_resource_has_an_estimate_or_default() -> None:
 def test_gpus_and_memory_are_estimated_from_the_weights() -> None:
     """Three GPUs do not divide the model; the weights pass through main memory."""
     estimate = request_of([step_about()])
-    assert estimate["gpus"] == 4 and estimate["cpus"] == 32
+    assert estimate["gpus"] == 4
+    assert estimate["cpus"] == 32
     assert estimate["memory"] > 106
 
 

@@ -155,7 +155,8 @@ def test_arrays_depend_on_the_arrays_of_their_inputs(submission: Submission) -> 
     assert "--dependency" not in submission.scripts["model"]
     assert submission.dependency("statistics") == ("afterok", submission.ids_of("model"))
     condition, ids = submission.dependency("plan")
-    assert condition == "afterok" and submission.ids["scores"] in ids
+    assert condition == "afterok"
+    assert submission.ids["scores"] in ids
     assert submission.dependency("evaluate")[1] == submission.ids_of("plan", "model", "cost")
 
 
@@ -324,12 +325,12 @@ def test_a_refusal_cancels_accepted_jobs(
         f'{tmp_path}/cache/moe_lab/jobs/0*)/x.sh\\n9|/x/jobs/x.sh\\n";; esac'
     )
     (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\n{listing}\n")
-    result = submit(
-        tmp_path,
-        {**fake_slurm, "REFUSE_AT": "4", "REFUSE": f"Batch job submission failed: {refusal}"},
-        "resources.every.sbatch={account:ours}",
-    )
-    assert result.returncode == 2 and refusal in result.stderr and "account=ours" in result.stderr
+    error = f"Batch job submission failed: {refusal}"
+    environment = {**fake_slurm, "REFUSE_AT": "4", "REFUSE": error}
+    result = submit(tmp_path, environment, "resources.every.sbatch={account:ours}")
+    assert result.returncode == 2
+    assert refusal in result.stderr
+    assert "account=ours" in result.stderr
     assert message in result.stderr
     cancelled = {job for line in calls(tmp_path, "scancel") for job in line.split()}
     assert cancelled == {"1", "2", "3", "4"}
@@ -352,7 +353,8 @@ def test_each_array_is_submitted_once_if_the_controller_is_away(
     result = submit(tmp_path, {**fake_slurm, **refusal})
     assert result.returncode == 0, result.stderr
     arrays = jobs(result.stdout).values()
-    assert "4" not in arrays and len(arrays) == len(calls(tmp_path, "sbatch")) - 1
+    assert "4" not in arrays
+    assert len(arrays) == len(calls(tmp_path, "sbatch")) - 1
     assert calls(tmp_path, "scancel") == ["4"]
 
 
@@ -410,7 +412,8 @@ def test_files_of_jobs_stay_when_slurm_stops_answering(
         f"#!/bin/sh\n[ -e {marker} ] && echo timed out >&2 && exit 1\ntouch {marker}\n"
     )
     result = submit(tmp_path, {**fake_slurm, "REFUSE_AT": "2", "REFUSE": "Socket timed out"})
-    assert result.returncode == 2 and "see squeue" in result.stderr
+    assert result.returncode == 2
+    assert "see squeue" in result.stderr
     assert "jobs may remain in the queue" in result.stderr
     assert calls(tmp_path, "scancel") == ["1"], "the job whose id is known"
     assert len(list(tmp_path.glob("store/runs/*/0*"))) == 1
@@ -447,4 +450,6 @@ def test_a_machine_without_slurm_is_reported(
         (programs / "squeue").write_bytes(b"\0" + squeue.encode())
         (programs / "squeue").chmod(0o755)
     result = submit(tmp_path, {**os.environ, "PATH": f"{hidden}:{programs}"})
-    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

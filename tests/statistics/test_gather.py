@@ -183,10 +183,8 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 def test_infinite_statistics_are_named_with_every_expert() -> None:
     broken = statistics([4, 0, 2])
-    assert (
-        coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
-        and len(coverage(broken.layers)) == 6
-    )
+    assert coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
+    assert len(coverage(broken.layers)) == 6
     for value in (torch.nan, torch.inf):
         broken.layers[5]["tokens"][1] = value
         with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):

@@ -147,10 +147,12 @@ def test_a_store_is_whole_after_one_start(
 ) -> None:
     assert start(store, aimer_study) == 0
     capsys.readouterr()
-    assert start(store, aimer_study) == 0 and "moved to" not in capsys.readouterr().err
+    assert start(store, aimer_study) == 0
+    assert "moved to" not in capsys.readouterr().err
     assert study_command(store, "status", STUDY) == study_command(store, "verify", STUDY) == 0
     first_run = runs(Store(store).create(), STUDY)[0]
-    assert first_run.jobs == [] and first_run.plan is None
+    assert first_run.jobs == []
+    assert first_run.plan is None
 
 
 READERS = {
@@ -294,7 +296,8 @@ def test_a_lost_store_fails_no_step(
     elif isinstance(worker_end, Exception) or (loss == "made again" and not worker_end):
         assert start(store, aimer_study) != 0
     monkeypatch.setattr(Worker, "hook", None)
-    assert not list(store.glob("failed/*")) and start(store, aimer_study) == 0
+    assert not list(store.glob("failed/*"))
+    assert start(store, aimer_study) == 0
 
 
 def test_a_job_on_a_node_without_the_store_creates_none(
@@ -323,7 +326,8 @@ def start_during(
             codes.append(start(store, second))
 
     Worker.hook = start_second
-    assert start(store, first) == 0 and codes == [0]
+    assert start(store, first) == 0
+    assert codes == [0]
 
 
 def test_simultaneous_runs_of_a_study_are_recorded_together(
@@ -342,7 +346,8 @@ def test_cells_that_share_a_name_are_reported(
     store = tmp_path / "store"
     second = study_request("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
     start_during(store, reap_study, second)
-    assert cells(store) == ["none", "reap"] and " 1 of its cells " in capsys.readouterr().err
+    assert cells(store) == ["none", "reap"]
+    assert " 1 of its cells " in capsys.readouterr().err
 
 
 def test_benchmarks_of_simultaneous_runs_are_recorded_together(
@@ -448,7 +453,8 @@ def test_a_file_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path / "run.json")]
     list_after = ["sh", "-c", '"$@"; ls -A $0', str(tmp_path)]
     result = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, *list_after, *command)
-    assert "No space left" in result.stderr and result.stdout == ""
+    assert "No space left" in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.fixture
@@ -503,7 +509,8 @@ def test_no_report_is_begun_when_the_disk_is_full(
     monkeypatch.setattr(Worker, "hook", fail_at_plan)
     monkeypatch.setattr(record, "_update_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
-    assert start(store, aimer_study, report=True) == 2 and not list(store.glob("failed/*"))
+    assert start(store, aimer_study, report=True) == 2
+    assert not list(store.glob("failed/*"))
 
 
 def test_a_record_on_a_full_disk_is_one_sentence(
@@ -527,9 +534,11 @@ def test_a_record_on_a_full_disk_is_one_sentence(
 def test_a_closed_pipe_gives_no_traceback(done_store: Path, arguments: str) -> None:
     command = [sys.executable, "-m", *arguments.format(done_store).split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 141
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
 
 
 def test_an_interrupted_study_gives_no_traceback(tmp_path: Path) -> None:
@@ -541,7 +550,8 @@ def test_an_interrupted_study_gives_no_traceback(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stderr
     errors = process.stderr.read()
-    assert process.wait() == 130 and "Traceback" not in errors
+    assert process.wait() == 130
+    assert "Traceback" not in errors
     assert "goes on from here" in errors.splitlines()[-1]
 
 

@@ -113,7 +113,8 @@ def test_small_steps_share_the_log_of_their_worker(finished: Path) -> None:
 
 def test_each_cell_has_a_score(finished: Path) -> None:
     scores = scores_of(finished, "study")
-    assert len(scores) == 9 and all(0 <= score <= 1 for _, score in scores)
+    assert len(scores) == 9
+    assert all(0 <= score <= 1 for _, score in scores)
 
 
 @pytest.mark.parametrize("launcher", ["study", "basic"])
@@ -162,7 +163,8 @@ def test_a_sweeper_without_an_objective_is_refused(
     steps_before = executed_steps(finished)
     grid = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code"]
     result = on_boolq(finished, *SWEEPER, *grid, *settings)
-    assert result.returncode == 2 and message in result.stderr
+    assert result.returncode == 2
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert executed_steps(finished) == steps_before
 
@@ -190,12 +192,15 @@ def test_an_error_in_a_step_stops_dependent_steps_only(tmp_path: Path) -> None:
     store = tmp_path / "store"
     result = on_boolq(store, *TOO_SHORT)
     assert result.returncode == 2
-    assert "calibration.tokens" in result.stderr and "Traceback" not in result.stderr
+    assert "calibration.tokens" in result.stderr
+    assert "Traceback" not in result.stderr
     evaluations = {
         cell["cell"]["criterion"]: next(iter(cell["evaluate"].values()))
         for cell in (read_record(store, "study") or {})["cells"]
     }
-    assert evaluations["random"] and evaluations["none"] and evaluations["man"] is None
+    assert evaluations["random"]
+    assert evaluations["none"]
+    assert evaluations["man"] is None
     assert "retry=failed" in on_boolq(store, *TOO_SHORT).stderr
 
 

@@ -203,14 +203,17 @@ def test_resources_of_steps_about_qwen2_57b(
 def test_reading_weights_needs_no_gpu_and_little_memory() -> None:
     for kind in ("weights", "channel_weights", "weight_distances", "export"):
         needed = step(kind, model("qwen3_30b_a3b")).resources()
-        assert needed.weights == "files" and not needed.on_gpu
-        assert needed.memory is not None and needed.memory < 2 * 2**30
+        assert needed.weights == "files"
+        assert not needed.on_gpu
+        assert needed.memory is not None
+        assert needed.memory < 2 * 2**30
 
 
 def test_an_unknown_model_has_no_estimate() -> None:
     unknown = step("statistics", ModelConfig(name="n", path="a/b"))
     assert unknown.resources().memory is None
-    assert largest_memory([unknown]) == "unknown" and largest_memory([]) == ""
+    assert largest_memory([unknown]) == "unknown"
+    assert largest_memory([]) == ""
     assert largest_memory([unknown, step("statistics")]).endswith(" GiB or more")
 
 
@@ -301,7 +304,8 @@ def test_parts_of_a_pass_take_equal_times_and_their_merge_none(merged: Store) ->
     assert [seconds(part) for part in MERGE.merges] == pytest.approx([40.0] * 3)
     assert seconds(MERGE) == 0
     table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds)
-    assert list(table.columns[1].cells) == ["4"] and table.columns[-2].footer == "0.03"
+    assert list(table.columns[1].cells) == ["4"]
+    assert table.columns[-2].footer == "0.03"
 
 
 def test_a_merge_needs_no_gpu_and_little_memory() -> None:
@@ -315,14 +319,16 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
     undivided = step("statistics", text=text)
     merge = step("statistics", text=replace(text, parts=3))
     disk = undivided.resources().disk
-    assert disk > 0 and merge.merges[0].resources().disk == pytest.approx(disk / 3)
+    assert disk > 0
+    assert merge.merges[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
 
 def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    assert start(store, aimer_study, dry_run=True) == 0 and not store.exists()
+    assert start(store, aimer_study, dry_run=True) == 0
+    assert not store.exists()
 
 
 def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:
@@ -443,7 +449,8 @@ def test_models_larger_than_main_memory_are_refused(
     if message is None:
         assert errors == []
     else:
-        assert len(errors) == 1 and re.search(message, errors[0])
+        assert len(errors) == 1
+        assert re.search(message, errors[0])
 
 
 @pytest.mark.usefixtures("fake_worker")

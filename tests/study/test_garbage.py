@@ -96,7 +96,8 @@ def test_gc_without_apply_prints_garbage_and_changes_nothing(
     assert study_command(replaced, "gc") == 0
     output = capsys.readouterr().out
     assert times(replaced) == times_before
-    assert "weights" in output and "apply=true" in output
+    assert "weights" in output
+    assert "apply=true" in output
     assert "model" not in output.split("kept")[0]
 
 
@@ -104,9 +105,11 @@ def test_gc_frees_garbage_and_nothing_else(
     replaced: Path, reap_study: StudyRequest, reap_steps: set[str]
 ) -> None:
     assert study_command(replaced, "gc", "apply=true") == 0
-    assert finished(replaced) == reap_steps and not list(replaced.glob("*/.*"))
+    assert finished(replaced) == reap_steps
+    assert not list(replaced.glob("*/.*"))
     assert study_command(replaced, "verify", STUDY) == 0
-    assert start(replaced, reap_study) == 0 and Worker.executed == []
+    assert start(replaced, reap_study) == 0
+    assert Worker.executed == []
 
 
 def test_a_study_that_starts_after_gc_replaces_the_later_one(
@@ -208,7 +211,8 @@ def test_gc_keeps_files_of_a_step_that_is_computed(root: Path, killed_step: Step
         gc(store, apply=True)
         assert list(root.glob("plan/.*")) == [scratch]
         assert list(root.glob("partial/*")) == [store.partial(step)]
-    assert store.done(step) and not store.done(killed_step)
+    assert store.done(step)
+    assert not store.done(killed_step)
 
 
 def test_gc_during_a_run_frees_none_of_its_steps(
@@ -278,7 +282,9 @@ def test_a_run_that_starts_during_gc_waits(
     monkeypatch.setattr(garbage, "find_garbage", find_then_start)
     gc(Store(replaced), apply=True)
     threads[0].join()
-    assert codes == [0] and set(steps(aimer_study)) <= finished(replaced) and Worker.executed
+    assert codes == [0]
+    assert set(steps(aimer_study)) <= finished(replaced)
+    assert Worker.executed
 
 
 def test_a_store_works_after_a_killed_gc(
@@ -294,13 +300,16 @@ def test_a_store_works_after_a_killed_gc(
         shutil.rmtree = rmtree
         gc(Store({str(replaced)!r}), apply=True)
     """)
-    assert study_command(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_before
+    assert study_command(replaced, "verify", STUDY) == 0
+    assert not finished(replaced) & garbage_before
     assert {item.kind for item in find_garbage(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
-    assert start(replaced, aimer_study) == 0 and set(Worker.executed) == garbage_before
+    assert start(replaced, aimer_study) == 0
+    assert set(Worker.executed) == garbage_before
     assert "damaged" not in capsys.readouterr().err
     gc(Store(replaced), apply=True)
-    assert not list(replaced.glob("*/.*")) and finished(replaced) == set(steps(aimer_study))
+    assert not list(replaced.glob("*/.*"))
+    assert finished(replaced) == set(steps(aimer_study))
 
 
 @pytest.mark.parametrize(
@@ -322,8 +331,10 @@ def test_gc_frees_nothing_while_a_document_is_damaged(
     for arguments in ([], ["apply=true"]):
         assert study_command(replaced, "gc", *arguments) == 2
         errors = capsys.readouterr().err
-        assert damaged.name in errors and len(errors.splitlines()) == 1
-    assert finished(replaced) == steps_before and damaged.read_text() == "{"
+        assert damaged.name in errors
+        assert len(errors.splitlines()) == 1
+    assert finished(replaced) == steps_before
+    assert damaged.read_text() == "{"
 
 
 def test_gc_keeps_steps_of_queued_jobs(
@@ -340,7 +351,8 @@ def test_gc_keeps_steps_of_queued_jobs(
     queue.clear()
     assert garbage_in(replaced) == steps(aimer_study).keys() - steps(reap_study).keys()
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("no scheduler here")))
-    assert garbage_in(replaced) == set() and find_garbage(Store(replaced))[1] == "no scheduler here"
+    assert garbage_in(replaced) == set()
+    assert find_garbage(Store(replaced))[1] == "no scheduler here"
 
 
 def test_partial_run_records_of_a_killed_command_are_removed(
@@ -390,7 +402,9 @@ def test_gc_keeps_inputs_and_results_of_a_job_while_it_works(
     second = [step for step in needed if step.needs and {*step.needs} <= {*first}]
     launcher = LauncherConfig(stale_minutes=0.5)
     counts = slurm_jobs.StepsJob(str(root), [*first, *second], unrecorded_run, launcher)()
-    assert first and second and counts["failed"] == counts["skipped"] == 0
+    assert first
+    assert second
+    assert counts["failed"] == counts["skipped"] == 0
     assert {step.folder for step in (*first, *second)} <= finished(root)
     gc(Store(root), apply=True)
     assert finished(root) == set()
@@ -410,7 +424,9 @@ def test_gc_keeps_folders_that_are_no_steps(replaced: Path) -> None:
     write_sealed(other_id / "step.json", {**document, "id": "f" * 64})
     gc(Store(replaced), apply=True)
     assert not plan.exists()
-    assert notes.is_dir() and other_id.is_dir() and copy.is_dir()
+    assert notes.is_dir()
+    assert other_id.is_dir()
+    assert copy.is_dir()
 
 
 @pytest.mark.parametrize(
@@ -430,4 +446,5 @@ def test_wrong_arguments_are_one_sentence(
     Store(root).create()
     assert study_command(root, *command.split()) == 2
     errors = capsys.readouterr().err
-    assert message in errors and len(errors.splitlines()) == 1
+    assert message in errors
+    assert len(errors.splitlines()) == 1

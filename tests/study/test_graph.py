@@ -56,7 +56,8 @@ def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     merged = {step.id for step in evaluated if "similarity" in step.inputs["plan"].inputs}
     assert len(evaluated) == 3 * len(merged) > 0
     for step in evaluated:
-        assert isinstance(step, Evaluate) and (step.id in merged) == step.pruned.is_changed
+        assert isinstance(step, Evaluate)
+        assert (step.id in merged) == step.pruned.is_changed
 
 
 SETS = ["pocket_general", "pocket_code", "pocket_math"]
@@ -116,7 +117,9 @@ def test_studies_in_one_process_leave_nothing_behind() -> None:
         graph(criterion=CRITERIA, calibration=SETS, ratio=[0.25, 0.5])
         gc.collect()
         counts.append(len(gc.get_objects()))
-    assert counts[2] <= counts[1] + 20 and gc.isenabled() and gc.get_freeze_count() <= frozen
+    assert counts[2] <= counts[1] + 20
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= frozen
 
 
 CODE = BenchmarkConfig(
@@ -145,7 +148,8 @@ def code_steps(
 )
 def test_programs_are_generated_once_for_all_gradings(benchmark: BenchmarkConfig) -> None:
     steps = code_steps(CODE)
-    assert steps["grade"].kind == "grade" and set(steps) == {"grade", "generate"}
+    assert steps["grade"].kind == "grade"
+    assert set(steps) == {"grade", "generate"}
     graded_otherwise = code_steps(benchmark)
     assert graded_otherwise["generate"].id == steps["generate"].id
     assert graded_otherwise["grade"].id != steps["grade"].id
@@ -164,7 +168,8 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     unpruned, pruned = (
         code_steps(CODE, pruned=pruned, backend=server)["generate"] for pruned in (False, True)
     )
-    assert "checkpoint" not in unpruned.inputs and pruned.inputs["checkpoint"].kind == "export"
+    assert "checkpoint" not in unpruned.inputs
+    assert pruned.inputs["checkpoint"].kind == "export"
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
 
 
@@ -226,7 +231,8 @@ def test_a_new_harness_version_changes_only_its_steps(
 
     old_ids = ids("0.4.13")
     new_ids = ids("0.4.14")
-    assert old_ids.keys() == new_ids.keys() and len(old_ids) > 4
+    assert old_ids.keys() == new_ids.keys()
+    assert len(old_ids) > 4
     assert {kind for kind in old_ids if old_ids[kind] != new_ids[kind]} == {
         "evaluate",
         "contamination",

@@ -109,7 +109,8 @@ def test_costs_and_exports_of_pruned_channels(
 ) -> None:
     cell = channel_cells[number]
     cost = content(store, cell["cost"], "cost.json")
-    assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
+    assert 0.8 < cost["flops_ratio"] < 1
+    assert cost["storage_bytes"] == 2 * cost["parameters"]
     assert content(store, cell["export"], "verified.json")["difference"] < 1e-4
 
 
@@ -141,7 +142,8 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
     for number, layer in replacing.layers.items():
         dropped = dropping.layers[number].dropped
-        assert layer.null_experts == dropped and layer.retained == tuple(range(32))
+        assert layer.null_experts == dropped
+        assert layer.retained == tuple(range(32))
         means = sums[f"{number}/output_sum"] / sums[f"{number}/tokens"].clip(1)[:, None]
         numpy.testing.assert_allclose(layer.constants, means[dropped], rtol=1e-6)
 
@@ -163,7 +165,8 @@ def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -
     for cell, name in zip(cells(store, *settings), merging.split(","), strict=True):
         assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
         for layer in plan_of(store, cell).layers.values():
-            assert len(layer.retained) == (8 if name == "ream" else 32) and len(layer.merged) <= 8
+            assert len(layer.retained) == (8 if name == "ream" else 32)
+            assert len(layer.merged) <= 8
             assert all(sum(group.values()) == pytest.approx(1) for group in layer.merged.values())
         cost = content(store, cell["cost"], "cost.json")
         assert cost["routed_kept"] == pytest.approx(0.25)
@@ -177,7 +180,8 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         plan = plan_of(store, cell)
         inputs = content(store, cell["plan"], "step.json")["inputs"]
         unmatched = Plan.load(store / inputs["plan"] / "plan.json")
-        assert plan.merged_layers and unaligned(plan) == unmatched != plan
+        assert plan.merged_layers
+        assert unaligned(plan) == unmatched != plan
         for number in plan.merged_layers:
             assert (plan.layers[number].alignment != numpy.arange(64)).any(1).all()
         method = (cell["cell"]["allocation"], cell["cell"]["replacement"])
@@ -288,7 +292,8 @@ def test_a_recovered_model_is_served_as_it_is_evaluated(
     texts, served_texts = (
         generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in served_cells
     )
-    assert texts == served_texts and any(texts)
+    assert texts == served_texts
+    assert any(texts)
     assert in_process["evaluate"] != served["evaluate"]
     assert in_process["export"] == served["export"]
 
@@ -297,5 +302,6 @@ def test_a_quantised_fine_tuned_model_is_exported_as_evaluated(
     store: Path, tmp_path: Path, served_cells: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     card = exported_as_evaluated(store, served_cells[0], tmp_path, 4, "experts", "shared_experts")
-    assert "recovery=pocket_dora_nf4" in card and "pocket_math_search" in card
+    assert "recovery=pocket_dora_nf4" in card
+    assert "pocket_math_search" in card
     assert "rounded to NF4" in card

@@ -90,4 +90,5 @@ def test_studies_of_a_sweeper_share_the_models_in_memory(
     monkeypatch.setattr("sys.argv", ["moe_lab", *arguments])
     with pytest.raises(SystemExit, match="0"):
         command.main()
-    assert len(shared) == 2 and shared[0] is shared[1]
+    assert len(shared) == 2
+    assert shared[0] is shared[1]

@@ -166,7 +166,8 @@ def test_a_damaged_pack_of_the_other_store_is_reported(
     state_before = state(tmp_path / "other")
     assert start(tmp_path / "store", aimer_study, also=[other_store]) == 0
     assert state(tmp_path / "other") == state_before
-    assert Worker.executed and str(pack) in capsys.readouterr().err
+    assert Worker.executed
+    assert str(pack) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,8 @@ def test_also_without_a_store_is_refused(
     path: str, aimer_study: StudyRequest, tmp_path: Path
 ) -> None:
     (sentence,) = preflight(replace(aimer_study[0], also=[path or str(tmp_path)]), aimer_study[1])
-    assert f"also={path or tmp_path}" in sentence and "\n" not in sentence
+    assert f"also={path or tmp_path}" in sentence
+    assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "file:///x", "ftp://user:hidden@host/x"])

@@ -112,7 +112,8 @@ def test_files_in_packs_are_those_of_folders(stores: Stores) -> None:
 def test_a_second_start_of_a_packed_study_does_nothing(stores: Stores) -> None:
     root = stores.packs.root
     Worker.executed.clear()
-    assert start(root, CELLS) == 0 and Worker.executed == []
+    assert start(root, CELLS) == 0
+    assert Worker.executed == []
     assert len([*root.glob("runs/*/*")]) == 1, "a run that changes nothing leaves nothing"
     assert study_command(root, "status", STUDY) == study_command(root, "verify", STUDY) == 0
 
@@ -292,16 +293,16 @@ def test_a_pack_that_cannot_be_read_is_set_aside(
 ) -> None:
     steps = packed(store, range(40))
     content = pack_of(store).read_bytes()
-    pack_of(store).write_bytes(
-        {"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[damage]
-    )
+    damaged = {"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}
+    pack_of(store).write_bytes(damaged[damage])
     packs_in.cache_clear()
     with pytest.raises(UserError):
         gc(Store(store.root), apply=True)
     monkeypatch.chdir(store.root.parent)
     reopened = Store(store.root.name).create()
     assert reopened.done_of(steps) == set()
-    assert len([*(store.root / "damaged").iterdir()]) == 1 and len(reopened.notices) == 1
+    assert len([*(store.root / "damaged").iterdir()]) == 1
+    assert len(reopened.notices) == 1
     publish(reopened, range(40), "anew")
     Packing(reopened).pack()
     assert reopened.content(steps[3].folder, "result.json") == b'{"text": "anew 3"}'
@@ -311,7 +312,8 @@ def test_gc_frees_steps_in_packs(store: Store) -> None:
     """A step that is needed keeps its inputs."""
     steps = packed(store, range(10))
     with begin(store, STUDY, steps[4:5]):
-        assert gc(store) == 0 and store.done_of(steps) == {step.id for step in steps}
+        assert gc(store) == 0
+        assert store.done_of(steps) == {step.id for step in steps}
         for _ in range(2):  # the second time in the pack that replaced the first
             assert gc(store, apply=True) == 0
     assert Store(store.root).done_of(steps) == {step.id for step in steps[:5]}
@@ -419,6 +421,7 @@ def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: s
                 assert step.number not in seen, "a step has vanished"
     assert [process.returncode for process in processes] == [0, 0]
     assert store.done_of(steps) == {step.id for step in steps}
-    assert all(store.readable(step) for step in steps) and seen
+    assert all(store.readable(step) for step in steps)
+    assert seen
     store.packs.refresh()
     assert 0 < len(store.packs.sizes()) < 10

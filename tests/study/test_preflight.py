@@ -243,7 +243,9 @@ def test_step_folders_of_long_names_are_short_enough() -> None:
     assert preflight(config, requests) == []
     for step in build(config, requests).steps:
         kind, folder = step.folder.split("/")
-        assert kind == step.kind and len(folder) < 240 and folder.endswith(step.id[:12])
+        assert kind == step.kind
+        assert len(folder) < 240
+        assert folder.endswith(step.id[:12])
 
 
 INVALID = {
@@ -281,7 +283,8 @@ def test_all_mistakes_are_reported_at_once(
     settings: Iterable[str], beginnings: Iterable[str]
 ) -> None:
     for sentence, begin in zip(sorted(problems(*settings)), sorted(beginnings), strict=True):
-        assert sentence.startswith(begin) and re.search("known|expected|largest", sentence)
+        assert sentence.startswith(begin)
+        assert re.search("known|expected|largest", sentence)
 
 
 @pytest.mark.slow
@@ -500,7 +503,8 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_devices_that_are_known_are_not_looked_up(
     looked_up: list[str], device: str, launcher: str
 ) -> None:
-    assert missing_on(device, launcher) == [] and not looked_up
+    assert missing_on(device, launcher) == []
+    assert not looked_up
 
 
 @pytest.mark.parametrize(("device", "message"), [("cuda:1", "none"), ("cuda:9", "no CUDA")])
@@ -526,7 +530,8 @@ def test_one_seed_has_no_visible_difference() -> None:
     [(methods, benchmarks)] = request("criterion=man,reap")[1]
     [(random, _)] = request("criterion=random", "seed=1,2,3")[1]
     [sentence] = visible_difference([([*methods, *random], benchmarks)])
-    assert "one seed" in sentence and not re.search(r"0\.\d+", sentence)
+    assert "one seed" in sentence
+    assert not re.search(r"0\.\d+", sentence)
 
 
 @pytest.mark.slow

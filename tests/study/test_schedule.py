@@ -91,7 +91,8 @@ def test_each_step_runs_once_after_its_inputs(tmp_path: Path, threads: int, merg
 
     run(store, execute, *[Schedule(steps)] * threads)
     assert sorted(kinds) == ["first", "last", "left", "right"]
-    assert kinds[0] == "first" and kinds[-1] == "last"
+    assert kinds[0] == "first"
+    assert kinds[-1] == "last"
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -109,7 +110,8 @@ def test_a_failure_skips_dependent_steps_only(
             raise StepError({"message": "no", "transient": transient})
 
     run(store, execute, schedule)
-    assert set(schedule.failed) == {left.id} and set(schedule.skipped) == {last.id}
+    assert set(schedule.failed) == {left.id}
+    assert set(schedule.skipped) == {last.id}
     assert store.done(right)
     assert (store.error(left.id) or {}).get("message") == (None if transient else "no")
 
@@ -177,7 +179,8 @@ def test_a_warned_job_lets_its_worker_save(
     def requeue(*_: object) -> None:
         requeued = job.checkpoint()
         launcher = replace(job.launcher, max_requeues=0)
-        assert requeued and requeued.function == replace(job, launcher=launcher)
+        assert requeued
+        assert requeued.function == replace(job, launcher=launcher)
         assert saved.exists() == saves
         raise InterruptedError
 
@@ -197,7 +200,8 @@ def test_files_of_a_step_are_writable_by_the_group_of_the_store(
     try:
         with InProcessExecutor(Store(resume_files.parent).create()) as execute:
             execute(chain()[1], tmp_path)
-        assert resume_files.stat().st_mode & 0o020 and os.umask(0o077) == 0o077
+        assert resume_files.stat().st_mode & 0o020
+        assert os.umask(0o077) == 0o077
     finally:
         os.umask(umask)
 
@@ -229,7 +233,8 @@ def test_a_worker_does_not_recreate_a_deleted_store(
         shutil.rmtree(store.root)
         with pytest.raises(StepError) as error:
             execute(left, tmp_path)
-    assert not store.root.exists() and "worker died" not in str(error.value)
+    assert not store.root.exists()
+    assert "worker died" not in str(error.value)
 
 
 def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
@@ -331,7 +336,8 @@ def test_steps_on_few_gpus_run_before_those_on_many(
     monkeypatch.setattr(running, "visible_gpus", lambda: list("0123"))
     schedule = Schedule([*passes, *evaluations, grade], set())
     _, executed = run_locally(schedule, tmp_path, monkeypatch)
-    assert executed[:3] == [("statistics", 1)] * 3 and not schedule.failed
+    assert executed[:3] == [("statistics", 1)] * 3
+    assert not schedule.failed
     assert sorted(executed[3:]) == [("evaluate", 4)] * 3 + [("grade", 4)]
 
 
@@ -394,7 +400,8 @@ def test_status_of_a_running_study(tmp_path: Path, study: Study) -> None:
     assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
     assert table["plan"] == ["", "1", "", "", ""]
     _, under_way, pending, *_ = table["all"]
-    assert under_way == "1" and int(pending) >= 2
+    assert under_way == "1"
+    assert int(pending) >= 2
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
 
 
@@ -426,7 +433,8 @@ def test_status_shows_missing_steps_of_a_killed_command(tmp_path: Path, study: S
     assert cells(study("status", tmp_path))["step"][0] == "pending"
     process.close()
     output = study("status", tmp_path)
-    assert cells(output)["step"][0] == "missing" and "same command" in output.splitlines()[-1]
+    assert cells(output)["step"][0] == "missing"
+    assert "same command" in output.splitlines()[-1]
 
 
 @pytest.fixture
@@ -454,7 +462,8 @@ def test_why_shows_errors_of_steps_whose_jobs_are_gone(
     unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study, job_state: Mock
 ) -> None:
     output = study("why", tmp_path)
-    assert "it broke" in output and "and 1 more: missing: job 7 is gone" in output
+    assert "it broke" in output
+    assert "and 1 more: missing: job 7 is gone" in output
     assert "record: missing" in output
     assert [call.args for call in job_state.call_args_list] == [("7",), ("8",)]
 
@@ -475,7 +484,9 @@ def test_commands_work_without_an_answer_of_the_scheduler(
     """Only `cancel` needs the scheduler."""
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
     output = study("why", tmp_path)
-    assert "it broke" in output and "squeue has not answered" in output and not job_state.called
+    assert "it broke" in output
+    assert "squeue has not answered" in output
+    assert not job_state.called
     assert "ended" not in study("status", tmp_path)
     assert study_command(tmp_path, "cancel", STUDY) == 2
 
@@ -526,7 +537,8 @@ def test_errors_of_the_installation_are_retried(
     store.fail(step, error_document(error))
     assert str(error) in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
-    assert (step.id in schedule.waiting) == retried and (store.error(step.id) is None) == retried
+    assert (step.id in schedule.waiting) == retried
+    assert (store.error(step.id) is None) == retried
 
 
 def test_a_step_that_lacked_an_import_is_retried_by_the_next_run(
@@ -654,7 +666,8 @@ def test_time_left_is_known_after_a_quarter_of_the_work(
 def test_progress_inside_a_step_changes_the_time_left(tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path, sized("evaluate", 50, 50))
     run.run_until(0)
-    assert "evaluate 0/2" in run.overview_text() and "time left unknown" in run.overview_text()
+    assert "evaluate 0/2" in run.overview_text()
+    assert "time left unknown" in run.overview_text()
     assert "about 8 min" in run.overview_text(seconds=240.0), "the store knows what a run does not"
     run.run_until(600)
     assert "10 of 100 requests" in run.overview_text()
@@ -668,11 +681,13 @@ def test_time_left_of_a_thousand_short_cells(tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
     run.schedule.finish(list(run.seconds)[-1], computed=False)
     run.run_until(9.9)
-    assert "time left unknown" in run.overview_text() and " min left" not in run.overview_text()
+    assert "time left unknown" in run.overview_text()
+    assert " min left" not in run.overview_text()
     run.run_until(70)
     assert run.minutes() == pytest.approx(9)
     run.run_until(600)
-    assert "about 0" not in run.overview_text() and "less than 1 min" in run.overview_text()
+    assert "about 0" not in run.overview_text()
+    assert "less than 1 min" in run.overview_text()
 
 
 def test_progress_is_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

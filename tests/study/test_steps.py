@@ -143,7 +143,8 @@ def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine:
     """Its parts have ids of their own."""
     undivided_pass = step_of(kind)
     step = step_of(kind, parts=parts, engine=engine)
-    assert step.id == undivided_pass.id and not undivided_pass.merges
+    assert step.id == undivided_pass.id
+    assert not undivided_pass.merges
     assert len(step.merges) == parts
     assert len({part.id for part in (step, *step.merges)}) == parts + 1
 
@@ -163,7 +164,8 @@ def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store,
 @pytest.mark.slow
 def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Store, Step]) -> None:
     store, step = killed_pass
-    assert [store.done(part) for part in step.merges] == [True, False] and not store.done(step)
+    assert [store.done(part) for part in step.merges] == [True, False]
+    assert not store.done(step)
     assert do(store, step) == [step.merges[1], step]
 
 
@@ -177,7 +179,9 @@ def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step
     assert do(store, step) == []
     schedule = Schedule([*step.inputs.values(), *step.merges, step])
     update_from_store(schedule, store)
-    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
+    assert not schedule.failed
+    assert not schedule.skipped
+    assert step.id in schedule.finished
 
 
 @pytest.mark.parametrize(
@@ -284,7 +288,8 @@ def test_the_table_of_entropies_counts_all_tokens(
     layers: dict[str, dict[str, Any]],
 ) -> None:
     entropies = pd.read_parquet(folders["statistics"] / "entropy.parquet")
-    assert set(entropies["layer"]) == set(sums) and entropies["entropy"].max() == 1
+    assert set(entropies["layer"]) == set(sums)
+    assert entropies["entropy"].max() == 1
     top_k = layers[str(max(sums))]["top_k"]
     tokens = entropies.groupby("layer")["tokens"].sum().to_dict()
     assert {layer: count * top_k for layer, count in tokens.items()} == {
@@ -325,7 +330,9 @@ def test_expert_concentration_is_a_curve_from_0_to_1(folders: dict[str, Path]) -
     layer = max(read(folders["weights"] / SUMS))
     concentration = table(folders["scores"], "expert_concentration")
     curve = concentration.loc[(layer, 3), "score"].tolist()
-    assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
+    assert curve[0] == 0
+    assert curve[-1] == pytest.approx(1)
+    assert curve == sorted(curve)
     scores = load_file(folders["scores"] / "scores.safetensors")[str(layer)][3]
     assert curve[1] > scores.max() / scores.sum() > 1 / len(scores)
 
@@ -418,23 +425,27 @@ def test_costs_of_even_plans_need_no_model(
         assert 0 < pruned["flops_ratio"] < 1
 
 
+def refuse_to_load(*_: Any) -> None:
+    pytest.fail("the whole model was loaded")
+
+
 def test_the_engine_changes_neither_id_nor_flops(
     model: ModelConfig, text: CalibrationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resident, streamed = (
-        cost_step(model, text, CHANNELS, engine) for engine in ("resident", "streamed")
-    )
-    assert resident.id == streamed.id and streamed.text and streamed.text.engine == "streamed"
+    resident = cost_step(model, text, CHANNELS, "resident")
+    streamed = cost_step(model, text, CHANNELS, "streamed")
+    assert resident.id == streamed.id
+    assert streamed.text
+    assert streamed.text.engine == "streamed"
     plan = channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert)
     costs = []
     for number, step in enumerate((resident, streamed)):
         store = Store(tmp_path / str(number)).create()
         publish(store, CHANNELS, plan)
         costs.append(cost(store, step))
-        monkeypatch.setattr(
-            load, "load_model", lambda *_: pytest.fail("the whole model was loaded")
-        )
-    assert costs[0] == costs[1] and 0 < costs[0]["flops_ratio"] < 1
+        monkeypatch.setattr(load, "load_model", refuse_to_load)
+    assert costs[0] == costs[1]
+    assert 0 < costs[0]["flops_ratio"] < 1
 
 
 def test_only_a_cost_that_depends_on_routing_depends_on_the_text(

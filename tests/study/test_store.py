@@ -47,15 +47,18 @@ def test_the_error_of_a_failed_step_is_kept_until_it_is_published(store: Store) 
     assert not store.done(step)
     assert (Store(store.root).error(step.id) or {})["message"] == "broken"
     publish(store, step)
-    assert store.done(step) and store.error(step.id) is None
+    assert store.done(step)
+    assert store.error(step.id) is None
 
 
 def test_a_published_step_has_identity_provenance_and_checksums(store: Store) -> None:
     step = Example()
     publish(store, step)
     document = json.loads((store.path(step) / "step.json").read_text())
-    assert document["id"] == step.id and document["settings"] == {"number": 0}
-    assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
+    assert document["id"] == step.id
+    assert document["settings"] == {"number": 0}
+    assert document["provenance"] == {"seconds": 1.5}
+    assert set(document["files"]) == {"result.txt"}
 
 
 def test_a_published_step_is_one_folder(store: Store) -> None:
@@ -213,7 +216,8 @@ def test_a_damaged_step_is_reported_and_set_aside(store: Store, name: str) -> No
     publish(store, Example())
     file, damage = DAMAGES[name]
     damage(store.path(Example()) / file)
-    assert not store.done(Example()) and f"{file} is " in store.notices[0]
+    assert not store.done(Example())
+    assert f"{file} is " in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
     publish(store, Example())
     assert store.done(Example())
@@ -276,9 +280,11 @@ def test_a_copied_store_is_hashed_once_at_most(
     publish(store, Example())
     copy_store(store, tmp_path / "copy", method)
     hashed.clear()
-    assert Store(tmp_path / "copy").done(Example()) and hashed == files
+    assert Store(tmp_path / "copy").done(Example())
+    assert hashed == files
     hashed.clear()
-    assert Store(tmp_path / "copy").done(Example()) and hashed == []
+    assert Store(tmp_path / "copy").done(Example())
+    assert hashed == []
 
 
 def test_damage_before_a_store_is_copied_is_found(store: Store, tmp_path: Path) -> None:
@@ -314,7 +320,8 @@ def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.Monk
         return open_path(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", note_and_open)
-    assert reopened.done_of([step]) == {step.id} and opened == ["step.json"]
+    assert reopened.done_of([step]) == {step.id}
+    assert opened == ["step.json"]
 
 
 @pytest.mark.parametrize("file", ["result.txt", "checkpoint/modeling_pruned.py"])
@@ -328,7 +335,8 @@ def test_a_damaged_input_is_not_read(store: Store, file: str) -> None:
     assert reopened.done(plan)
     schedule = Schedule([scores], finished={plan.id})
     work(schedule, reopened, lambda step, scratch: pytest.fail("it read a damaged file"))
-    assert "plan/example" in str(schedule.failed[scores.id]) and reopened.error(scores.id) is None
+    assert "plan/example" in str(schedule.failed[scores.id])
+    assert reopened.error(scores.id) is None
     assert not reopened.done(plan)
     assert len(list((reopened.root / "damaged").iterdir())) == 1
 
@@ -342,7 +350,8 @@ def test_an_input_that_was_just_published_is_not_hashed_again(
     hashed.clear()
     schedule = Schedule([scores], finished={plan.id})
     work(schedule, store, lambda step, scratch: None)
-    assert scores.id in schedule.finished and "result.txt" not in hashed
+    assert scores.id in schedule.finished
+    assert "result.txt" not in hashed
 
 
 @pytest.fixture
@@ -366,7 +375,8 @@ def test_verify_names_damaged_files(
     assert Store(store.root).done(verified[1])
     assert study_command(store.root, "verify", "mine") == 1
     output = capsys.readouterr().out
-    assert f"damaged: {file}" in output and "step.json" not in output
+    assert f"damaged: {file}" in output
+    assert "step.json" not in output
     assert "start the study again" in output
 
 
@@ -548,7 +558,8 @@ def test_steps_of_a_colleague_are_taken_over(
     state_before = state(theirs)
     mine = of_the_group / "own"
     finished, [notice] = as_user(COLLEAGUE, 0o022, taken_over, mine, theirs, *steps)
-    assert finished == [True, False] and steps[1].folder in notice
+    assert finished == [True, False]
+    assert steps[1].folder in notice
     assert state(theirs) == state_before
     Store(theirs).path(steps[0]).chmod(0o700)
     assert as_user(COLLEAGUE, 0o022, Store(mine).done, steps[0]) == (large > 1)

@@ -85,12 +85,14 @@ def test_a_claim_is_held_until_it_is_released(folder: Path) -> None:
             with pytest.raises(Busy):
                 other.take("x")
         assert Claims(folder).active().keys() == {"x"}
-    assert not list(folder.iterdir()) and Claims(folder).active() == {}
+    assert not list(folder.iterdir())
+    assert Claims(folder).active() == {}
 
 
 def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     killed_owner(folder, "x")
-    assert list(folder.iterdir()) and Claims(folder).active() == {}
+    assert list(folder.iterdir())
+    assert Claims(folder).active() == {}
     with Claims(folder).take("x"):
         assert Claims(folder).active().keys() == {"x"}
     assert not list(folder.iterdir())
@@ -105,7 +107,8 @@ def test_a_copied_claim_is_ignored(folder: Path, tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / "copy")
         with Claims(tmp_path / "copy").take("x"):
             pass
-    assert not list(folder.iterdir()) and not list((tmp_path / "copy").iterdir())
+    assert not list(folder.iterdir())
+    assert not list((tmp_path / "copy").iterdir())
 
 
 def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
@@ -115,7 +118,8 @@ def test_a_claim_holds_on_a_mount_with_other_inodes(folder: Path) -> None:
     owner = read_sealed(claim.path, {})
     other_mount = {**owner, "device": owner["device"] + 1, "inode": owner["inode"] + 1}
     claim.path.write_text(sealed(json.dumps(other_mount)))
-    assert not Claims(folder).is_stale(claim.path) and Claims(folder).active().keys() == {"x"}
+    assert not Claims(folder).is_stale(claim.path)
+    assert Claims(folder).active().keys() == {"x"}
     claim.path.write_text(sealed(json.dumps({**other_mount, "started": "1"})))
     assert Claims(folder).is_stale(claim.path)
 
@@ -257,7 +261,8 @@ def test_one_of_several_processes_takes_over_a_stale_claim(folder: Path, tmp_pat
         killed_owner(folder, "x")
         for pid in [fork(partial(race.run, seed)) for seed in range(4 * number, 4 * number + 4)]:
             os.waitpid(pid, 0)
-    assert not race.collision.exists() and len(race.taken.read_text()) > 20
+    assert not race.collision.exists()
+    assert len(race.taken.read_text()) > 20
     Claims(folder).clear()
     assert not list(folder.iterdir())
 
@@ -396,4 +401,6 @@ def test_pickled_claims_own_nothing(folder: Path) -> None:
     claims = Claims(folder, limit=SHORT)
     with claims.take("x"):
         copied = pickle.loads(pickle.dumps(claims))
-        assert copied.folder == folder and copied.limit == SHORT and not copied.owned
+        assert copied.folder == folder
+        assert copied.limit == SHORT
+        assert not copied.owned
