@@ -20,26 +20,29 @@ from contextlib import suppress
 
 
 def main(grace: float, command: Sequence[str]) -> None:
-    """Run the server until the server or standard input ends; then kill the whole process group."""
-    # This process ignores SIGTERM, which `_stop_at_end_of_input` sends to the whole process group.
-    # The server inherits SIG_IGN, but not a handler.
+    """Run the server by the command line `command`. When the server has ended, print its exit code
+    or signal, and kill the whole process group, including this process. SystemExit if the server
+    cannot be started. `_stop_at_end_of_input` ends the server when standard input ends; it also
+    describes `grace`."""
+    # `_stop_at_end_of_input` sends SIGTERM to the whole process group, and this process must not
+    # end by it. A handler is set instead of SIG_IGN, because the server would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     except OSError as error:
-        # The error may be that a folder of PATH cannot be read, though no folder has the program.
+        # If no folder of PATH has the program, the error may be about a folder that is unreadable.
         reason = error.strerror if shutil.which(command[0]) else "there is no such program"
         raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
     threading.Thread(target=_stop_at_end_of_input, args=(server, grace), daemon=True).start()
     code = server.wait()
-    end = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    print(end, file=sys.stderr, flush=True)
+    outcome = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    print(outcome, file=sys.stderr, flush=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def _stop_at_end_of_input(server: subprocess.Popen[bytes], grace: float) -> None:
-    """Wait for the end of standard input. Then tell the server to stop, and after `grace` seconds
-    kill the whole process group, including this process."""
+    """Wait for the end of standard input. Then send SIGTERM to the whole process group, wait at
+    most `grace` seconds until the server has ended, and kill the group, including this process."""
     os.read(0, 1)  # returns when moe_lab closes the pipe or ends
     os.killpg(0, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

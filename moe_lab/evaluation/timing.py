@@ -30,14 +30,15 @@ _RESET_PEAK = "5"
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
     """Time `REPEATS` requests, after a warm-up, for each batch size and each prompt length. Returns
-    one row of `results.TIMINGS` for each request.
+    one row of `results.TIMINGS` for each timed request.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a
     cache of keys and values. A request always makes `settings.new_tokens` tokens after the first
-    new token; end tokens are ignored. Raises UserError for a prompt that leaves too little room.
+    new token; end tokens are ignored. Raises UserError if the longest prompt and its new tokens are
+    more tokens than the model can read.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(settings.prompt_lengths) + settings.new_tokens + 1
+    longest = max(settings.prompt_lengths) + settings.new_tokens + 1  # 1: the first new token
     if limit is not None and longest > limit:
         raise UserError(
             f"timed.prompt_lengths={max(settings.prompt_lengths)} with "
@@ -45,27 +46,28 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
             f"{limit} at most"
         )
     rows: list[tuple[Any, ...]] = []
-    for size, length in product(settings.batch_sizes, settings.prompt_lengths):
-        # size * length / len(tokens), rounded up
-        copies = -(-size * length // len(tokens))
-        ids = tokens.repeat(copies)[: size * length].view(size, length).to(model.device)
-        request = partial(_time_request, model, ids, settings.new_tokens)
+    for batch_size, length in product(settings.batch_sizes, settings.prompt_lengths):
+        # batch_size * length / len(tokens), rounded up
+        copies = -(-batch_size * length // len(tokens))
+        ids = tokens.repeat(copies)[: batch_size * length].view(batch_size, length)
+        request = partial(_time_request, model, ids.to(model.device), settings.new_tokens)
         working_bytes = _working_bytes(model.device, request)
-        # minus 1, as `_working_bytes` has made the first request
+        # minus 1, because `_working_bytes` has made the first request of the warm-up
         for _ in range(WARMUP - 1):
             request()
         for repeat in range(REPEATS):
-            rows.append((size, length, settings.new_tokens, repeat, *request(), working_bytes))
+            seconds = request()
+            rows.append((batch_size, length, settings.new_tokens, repeat, *seconds, working_bytes))
     return rows
 
 
 def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
-    """Generate after the prompts `ids` (B, S). Returns the seconds until each prompt has its first
-    new token, and the seconds for the `new_tokens` tokens after the first."""
+    """Generate tokens after the prompts `ids` (B, S). Returns (seconds until all prompts have their
+    first new token, seconds for the `new_tokens` tokens after the first new token)."""
     start = _now(model.device)
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     chosen_tokens = output.logits[:, -1:].argmax(-1)
-    first = _now(model.device)
+    first_token_time = _now(model.device)
     for _ in range(new_tokens):
         output = model(
             input_ids=chosen_tokens,
@@ -74,11 +76,12 @@ def _time_request(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float
             logits_to_keep=1,
         )
         chosen_tokens = output.logits[:, -1:].argmax(-1)
-    return first - start, _now(model.device) - first
+    return first_token_time - start, _now(model.device) - first_token_time
 
 
 def _now(device: torch.device) -> float:
-    """Wait until the model's GPUs have finished their work, and return the time in seconds."""
+    """Wait until the GPUs have finished their work, and return the time in seconds. `device`: the
+    device of the model; if it is a GPU, the model may use all GPUs."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
@@ -97,7 +100,7 @@ def _working_bytes(device: torch.device, request: Callable[[], object]) -> float
         request()
         return float(sum(torch.cuda.max_memory_allocated(number) for number in gpus) - bytes_before)
     try:
-        # return free memory to the system, because using it again would not be counted
+        # Give free memory back to the system: using it again would not raise the peak.
         ctypes.CDLL(None).malloc_trim(0)
         _RESET.write_text(_RESET_PEAK)
     except (AttributeError, OSError):  # not Linux, or not permitted

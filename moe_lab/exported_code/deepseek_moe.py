@@ -51,8 +51,8 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekGate(nn.Module):
-    """Softmax over all routed experts in the dtype of the model, of which the best count, as they
-    are or normalised."""
+    """Router: softmax over all routed experts, in the dtype of the model. The gates of the `top_k`
+    best experts are their probabilities, which are normalised to the sum 1 if norm_topk_prob."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class DeepseekGate(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits (T, E), gates (T, K) and experts (T, K), in no order, of hidden states (...,
-        H)."""
+        """(logits (T, E), gates (T, K), ids of the best experts (T, K)) for the T tokens in
+        `hidden_states` (..., H). The best experts of a token are in no particular order."""
         logits = linear(hidden_states.view(-1, self.hidden_dim), self.weight)
         gates, experts = torch.topk(logits.softmax(dim=-1), self.top_k, dim=-1, sorted=False)
         if self.normalised and self.top_k > 1:
@@ -75,8 +75,8 @@ class DeepseekGate(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """The gated sum of a token's routed experts, plus the shared experts, which are one wide
-    MLP."""
+    """MoE block: the gated sum of the outputs of a token's routed experts, plus the output of the
+    shared experts. All shared experts together are one wide MLP."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -88,17 +88,17 @@ class DeepseekMoE(nn.Module):
             self.shared_experts = DeepseekV2MLP(config, intermediate_size=width)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the same shape (B, S, H)."""
+        """The output (B, S, H) of the block for `hidden_states` (B, S, H)."""
         _, gates, experts = self.gate(hidden_states)
-        rows = hidden_states.view(-1, hidden_states.shape[-1])
-        routed: torch.Tensor = self.experts(rows, experts, gates).view_as(hidden_states)
-        return (
-            routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
-        )
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        output: torch.Tensor = self.experts(tokens, experts, gates).view_as(hidden_states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
+        return output
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
-    """What the decoder and the language model share."""
+    """Base class of the decoder and of the language model."""
 
     # transformers looks for its decorator in the source of a class and remembers the answer on the
     # class. That of Llama, which has no experts, would be inherited.
@@ -116,23 +116,26 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """Llama's decoder, with a MoE block from layer `first_k_dense_replace` on, in every
-    `moe_layer_freq`-th layer."""
+    """Llama's decoder, with MoE blocks in some layers. The numbers of these layers are at least
+    `first_k_dense_replace`, and are multiples of `moe_layer_freq`."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)
         for number, layer in enumerate(self.layers):
-            routed = config.n_routed_experts is not None and number >= config.first_k_dense_replace
-            if routed and number % config.moe_layer_freq == 0:
+            if (
+                config.n_routed_experts is not None
+                and number >= config.first_k_dense_replace
+                and number % config.moe_layer_freq == 0
+            ):
                 layer.mlp = DeepseekMoE(config)
         self.post_init()
 
 
 class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
-    """The decoder with a vocabulary head."""
+    """Language model: the decoder with a vocabulary head."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        # its own would build a decoder of Llama first
+        # not the constructor of LlamaForCausalLM, which would also build a decoder of Llama
         super(LlamaForCausalLM, self).__init__(config)
         self.model = DeepseekModel(config)
         self.vocab_size = config.vocab_size

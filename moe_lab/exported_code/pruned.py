@@ -34,23 +34,25 @@ class PrunedConfig(Config):
 
 
 class PrunedForCausalLM(Model):
-    """The family's model, in which each MoE layer has the shape that the configuration says."""
+    """The family's model, in which MoE layers have the shapes in `config.pruned`."""
 
     config_class = PrunedConfig
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        for name, block in list(self.named_modules()):
-            index = next((part for part in name.split(".") if part.isdigit()), None)
-            if index in config.pruned["layers"] and hasattr(
-                getattr(block, "experts", None), "is_transposed"
+        for path, module in list(self.named_modules()):
+            layer = next((part for part in path.split(".") if part.isdigit()), None)
+            # transformers sets `is_transposed` on every experts module with several
+            # implementations, and on no other module
+            if layer in config.pruned["layers"] and hasattr(
+                getattr(module, "experts", None), "is_transposed"
             ):
-                resize(block, **config.pruned["layers"][index])
+                resize(module, **config.pruned["layers"][layer])
         self.post_init()
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # transformers looks at the name of the class
+        # transformers decides by the name of the class, so it must be that of the family's class
         answer: bool = Model._supports_default_dynamic_cache()
         return answer
 
@@ -63,12 +65,15 @@ def resize(
     owners: Sequence[int] | None = None,
     constants: bool = False,
 ) -> None:
-    """Give a MoE block other numbers of `experts` and channels, in place and without weights.
-    `width`: channels of each; None: as many as the family has. `widths`: where they differ; then
-    `owners` says with whose weights each is computed, and `constants` whether those of width 0 put
-    out constants."""
+    """Change the number of experts and of channels in a MoE block, in place. The new tensors are
+    uninitialised.
+
+    `experts`: new number of experts, E'. `width`: new number of channels of each expert; None: not
+    changed. `widths` (E',): number of channels of each expert, if the numbers differ. In this case
+    the block gets `RaggedExperts`; for `owners` and `constants`, see there.
+    """
     stacks: Any = block.experts
-    count = len(next(stacks.parameters()))
+    count_before = len(next(stacks.parameters()))
     if widths is not None:
         block.experts = RaggedExperts(stacks, widths, constants, owners)
     else:
@@ -83,17 +88,17 @@ def resize(
             if width is not None and name in vars(stacks):
                 setattr(stacks, name, width)
     router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
-    for owner in (*router.modules(), block):
+    for module in (*router.modules(), block):
         for name, tensor in [
-            *owner.named_parameters(recurse=False),
-            *owner.named_buffers(recurse=False),
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
         ]:
             shape = list(tensor.shape)
-            # one row of the router, or one entry of a vector, each
+            # an expert has a row of the router's weight, and an entry of each other tensor
             shape[0 if name == "weight" else -1] = experts
-            replace_tensor(owner, name, tensor.new_empty(shape))
+            replace_tensor(module, name, tensor.new_empty(shape))
     resized: Any = block.experts
-    set_counts((block, resized, *router.modules()), count, experts)
+    set_counts((block, resized, *router.modules()), count_before, experts)
 
 
 register_checkpoint_conversion_mapping(

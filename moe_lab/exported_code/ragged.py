@@ -20,11 +20,15 @@ COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_exper
 
 
 class RaggedExperts(nn.Module):
-    """Takes the place of a family's own experts module, for gated experts without biases; each has
-    its own width. `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the
-    gate projection and I_e rows of the up projection, `down_packed` (sum of I_e, H) the transposed
-    down projections. An expert of width 0 gives the output of its owner, if that is another one.
-    The N others give 0 or their row of `constants` (N, H), if there are any."""
+    """Gated experts without biases, each with its own width I_e. Replaces the experts module of a
+    family.
+
+    `gate_up_packed` (sum of 2 I_e, H): for each expert, I_e rows of the gate projection, then I_e
+    rows of the up projection. `down_packed` (sum of I_e, H): the transposed down projections. An
+    expert of width 0 may have another expert as its owner: then its output is computed with the
+    weights of the owner. The output of the other N experts of width 0 is their row of `constants`
+    (N, H), or 0 if `constants` is None.
+    """
 
     # marks experts; a search for stacked ones refuses it
     is_concatenated, is_transposed, has_gate = True, False, True
@@ -38,17 +42,17 @@ class RaggedExperts(nn.Module):
         constants: bool = False,
         owners: Sequence[int] | None = None,
     ) -> None:
-        """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device
-        of `experts`. `owners` (E',): whose weights each expert is computed with; None for its
-        own."""
+        """Create uninitialised experts of the `widths` (E',), with the activation, dtype and device
+        of `experts`, the family's module. `constants`: whether to create constant outputs. `owners`
+        (E',): for each expert, the number of its owner; None: each expert is its own owner."""
         super().__init__()
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
         ends = accumulate(self.widths)
-        # of down_packed
+        # the rows of each expert in down_packed
         self.spans = [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
         family: Any = copy.copy(experts)
-        family._parameters = {}  # the activation needs its settings, not its weights
+        family._parameters = {}  # `_apply_gate` needs only the settings of the module
         self._apply_gate = family._apply_gate
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(
@@ -58,6 +62,7 @@ class RaggedExperts(nn.Module):
             down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad
         )
         self.owners = tuple(range(self.num_experts)) if owners is None else tuple(owners)
+        # experts without weights and without another owner
         self.null = [e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]]
         self.constants = None
         if constants:
@@ -66,36 +71,37 @@ class RaggedExperts(nn.Module):
             )
 
     def weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate and up (2 I_e, H) and transposed down (I_e, H) projection of one expert: views of
-        the packed ones."""
+        """(gate and up projection (2 I_e, H), transposed down projection (I_e, H)) of one expert,
+        as views of the packed tensors."""
         span = self.spans[expert]
         return self.gate_up_packed[2 * span.start : 2 * span.stop], self.down_packed[span]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates
-        `top_k_weights` (T, K), added in the order of the eager forward of transformers."""
-        expert, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
-        token = order % len(hidden_states)
+        """Sum (T, H) of the outputs of the experts `top_k_index` (T, K), times their gates
+        `top_k_weights` (T, K). The outputs are added in the same order as in the eager forward of
+        transformers."""
+        # the K T pairs of a token and one of its experts, sorted by expert
+        experts, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
+        tokens = order % len(hidden_states)
         gates = top_k_weights.t().reshape(-1)[order, None]
-        mixed = torch.zeros_like(hidden_states)
+        output = torch.zeros_like(hidden_states)
+        ends = torch.bincount(experts, minlength=self.num_experts).cumsum(0).tolist()
         start = 0
-        for e, end in enumerate(
-            torch.bincount(expert, minlength=self.num_experts).cumsum(0).tolist()
-        ):
-            owner = self.owners[e]
+        for owner, end in zip(self.owners, ends, strict=True):
             if end > start and self.widths[owner]:
                 gate_up, down = self.weights(owner)
-                rows = token[start:end]
-                phi = self._apply_gate(linear(hidden_states[rows], gate_up))
-                mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))
+                rows = tokens[start:end]
+                expert_output = self._apply_gate(linear(hidden_states[rows], gate_up)) @ down
+                gated_output = expert_output * gates[start:end]
+                output.index_add_(0, rows, gated_output.to(output.dtype))
             start = end
         if self.constants is not None:
-            mixed += constant_output(
+            output += constant_output(
                 top_k_index, top_k_weights, self.num_experts, self.null, self.constants
             )
-        return mixed
+        return output
 
 
 def constant_output(
@@ -105,11 +111,12 @@ def constant_output(
     experts: Sequence[int],
     constants: torch.Tensor,
 ) -> torch.Tensor:
-    """What `experts` (N) that put out `constants` (N, H) add to the routed output (T, H): the sum
-    of g_j c_j. `index` and `gates` (T, K): the experts of each token, of `n_experts`, and their
-    gates."""
-    spread = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)
-    return (spread[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
+    """The part (T, H) of the output of a layer that comes from the `experts` (N) with constant
+    outputs `constants` (N, H): the sum of gate times constant. `index` and `gates` (T, K): the
+    experts to which each token is routed, and their gates. `n_experts`: number of experts in the
+    layer, E."""
+    gate_of_expert = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)  # (T, E)
+    return (gate_of_expert[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -123,13 +130,14 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of a module's own attributes that hold its number of experts, such as `out_features` of
-    a router."""
+    """Names of the attributes of `module` that hold its number of experts, `n_experts`: for
+    example, `out_features` of a router. Attributes of its submodules are not included."""
     return [name for name in COUNTS if vars(module).get(name) == n_experts]
 
 
 def set_counts(modules: Iterable[nn.Module], before: int, after: int) -> None:
-    """Set the number of experts that modules hold."""
+    """Change the attributes of `modules` that hold the number of experts, from the number `before`
+    to the number `after`."""
     for module in modules:
         for name in count_attributes(module, before):
             setattr(module, name, after)

@@ -140,7 +140,7 @@ def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
             if any(descriptor == 0 for descriptor, _ in poll.poll(1000 * min(_TICK, seconds))):
                 raise SystemExit("the grader has ended")
             with suppress(BlockingIOError):  # the program has sent nothing new
-                reply = watch.take(os.read(read_end, _PIPE))
+                reply = watch.receive(os.read(read_end, _PIPE))
         return reply
     finally:
         os.close(read_end)
@@ -172,7 +172,7 @@ def _wall_limit(seconds: float) -> float:
 
 
 class _Watch:
-    """A running program: its results so far and the time it has used."""
+    """The results that a running program has sent so far, and the time that it has used."""
 
     def __init__(self, child: int, request: Request) -> None:
         self.child = child
@@ -181,31 +181,38 @@ class _Watch:
             request.seconds[0] if request.seconds else request.total_seconds,
             *request.seconds,
         ]
-        """CPU limits of loading the program and of each call."""
+        """CPU limits in seconds: the limit of loading the program, then the limit of each call."""
         self.lines: list[str] = []
-        """Complete lines that the program has sent: one after loading, then one for each call."""
+        """Complete lines that the program has sent: a line after loading, then a line after each
+        call."""
         self.times: list[float] = []
-        """CPU seconds of each of these lines."""
+        """For each line in `lines`, the CPU seconds since the line before it. If several lines arrive
+        together, the first of them has the seconds of all."""
         self.partial_line = bytearray()
+        """Bytes that the program has sent after its last complete line."""
         self.received_bytes = 0
-        self.start = self.call_start = _cpu_seconds(child)
+        self.cpu_start = self.call_cpu_start = _cpu_seconds(child)
         self.call_wall_start = time.monotonic()
         self.wall_end = self.call_wall_start + _wall_limit(request.total_seconds)
 
     def seconds_remaining(self) -> float:
-        """Seconds until the first of four limits: the CPU and wall-clock limits of the current call
-        and of the whole program."""
+        """Seconds until the first of four limits is reached: the CPU limit and the wall-clock limit
+        of the current call, and the same limits of the whole program."""
         used_seconds = _cpu_seconds(self.child)
-        # after the last call, its limit stays in force until the program ends
+        # each call ends with a line; the limit of the last call applies until the program ends
         limit = self.limits[min(len(self.lines), len(self.limits) - 1)]
-        cpu_left_for_call = self.call_start + limit - used_seconds
-        cpu_left_for_program = self.start + self.request.total_seconds - used_seconds
-        wall_end = min(self.call_wall_start + _wall_limit(limit), self.wall_end)
-        return min(cpu_left_for_call, cpu_left_for_program, wall_end - time.monotonic())
+        now = time.monotonic()
+        return min(
+            self.call_cpu_start + limit - used_seconds,
+            self.cpu_start + self.request.total_seconds - used_seconds,
+            self.call_wall_start + _wall_limit(limit) - now,
+            self.wall_end - now,
+        )
 
-    def take(self, chunk: bytes) -> dict[str, Any] | None:
-        """Record `chunk`, bytes that the program sent; b"" means that the program has ended.
-        Returns the reply if the program has ended or failed, else None."""
+    def receive(self, chunk: bytes) -> dict[str, Any] | None:
+        """Record the bytes `chunk`, which the program has sent; b"" means that the program has
+        ended. Returns the reply to the request if the program has ended, has failed, or has sent
+        something that is not allowed. Otherwise returns None."""
         if not chunk:
             is_complete = len(self.lines) == len(self.limits) and not self.partial_line
             return self.reply("ok" if is_complete else "crash")
@@ -213,7 +220,8 @@ class _Watch:
         if self.received_bytes > self.request.output:
             return self.reply("output")
         *complete_lines, partial_line = chunk.split(b"\n")
-        # the parts of a line are joined only once, as a line may arrive in thousands of parts
+        # A line may arrive in thousands of chunks. Each chunk is appended to a bytearray, because
+        # adding bytes to bytes would copy the line each time.
         if complete_lines:
             complete_lines[0] = bytes(self.partial_line) + complete_lines[0]
             self.partial_line.clear()
@@ -221,21 +229,22 @@ class _Watch:
         now = _cpu_seconds(self.child)
         for line in complete_lines:
             if line.startswith(b"error "):
-                # without these 6 bytes and shortened to 294 characters, for which 900 bytes suffice
+                # without "error ", and cut, because the program may send a line of any length
                 return self.reply("failed", line[6:900].decode("utf-8", "replace")[:294])
+            # JSON of results is ASCII, so the program itself has written to the pipe
             if not line.isascii():
                 return self.reply("output", "it returned something that is not a value")
             self.lines.append(line.decode())
-            self.times.append(now - self.call_start)
-            self.call_start = now
+            self.times.append(now - self.call_cpu_start)
+            self.call_cpu_start = now
             self.call_wall_start = time.monotonic()
         if len(self.lines) > len(self.limits):
             return self.reply("crash", "more results than calls")
         return None
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
-        """The reply to the request. The first line is omitted, because it only reports that the
-        program was loaded."""
+        """The reply to the request: the fields of a `client.Outcome`. The first line and its time
+        are omitted, because the line only reports that the program was loaded."""
         return {
             "status": status,
             "error": error,
@@ -248,22 +257,23 @@ class _Watch:
 
 
 def _run_and_exit(request: Request, results_pipe: int) -> None:
-    """In the child process: execute the program, call it, and send the values that it returns.
-    Then end this process. `results_pipe`: the descriptor to which results are written."""
+    """In the child process: execute the program, call its entry point on each input, and send the
+    results. Then end the child process. `results_pipe`: file descriptor of the pipe for results."""
     try:
         die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
-        nothing = os.open("/dev/null", os.O_RDWR)
+        null_device = os.open("/dev/null", os.O_RDWR)
         for descriptor in (0, 1, 2):
-            os.dup2(nothing, descriptor)
+            os.dup2(null_device, descriptor)
+        # `_send` writes to descriptor 3; no other file stays open
         os.dup2(results_pipe, 3)
         os.closerange(4, 256)
         limit_process(request.memory, request.processes)
         random.seed(0)
         _call_program(request)
-    except BaseException as error:  # noqa: BLE001 - whatever the program raised, SystemExit too, is its own failure
+    except BaseException as error:  # noqa: BLE001 - the program may raise any exception, also SystemExit
         text = ""
-        with suppress(BaseException):  # the program may have written __str__
+        with suppress(BaseException):  # __str__ may be code of the program
             text = str(error)[:200].replace("\n", " ")
         _send(f"error {type(error).__name__}: {text}")
     finally:
@@ -277,8 +287,8 @@ def _call_program(request: Request) -> None:
     exec(compile(request.program, "<program>", "exec"), namespace)
     function = namespace[request.entry_point]
     _send("loaded")
-    for encoded in request.inputs:
-        _send(json.dumps(encode_result(function(*decode(encoded)), request.parts)))
+    for arguments in map(decode, request.inputs):
+        _send(json.dumps(encode_result(function(*arguments), request.parts)))
 
 
 def _send(line: str) -> None:
@@ -292,8 +302,9 @@ def _send(line: str) -> None:
 
 
 def runner_command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
-    """Command line and complete environment of a runner, in namespaces or only with limits."""
-    package = Path(__file__).resolve().parents[2]  # hidden from programs in namespaces
+    """(command line, environment) of a runner, which inherits no other environment variables. If
+    `confined`, the runner is in namespaces; otherwise it only sets limits."""
+    package = Path(__file__).resolve().parents[2]  # an empty folder for programs in namespaces
     mode = "confined" if confined else "limited"
     # some interpreters find their shared libraries only by LD_LIBRARY_PATH
     inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
