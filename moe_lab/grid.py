@@ -97,7 +97,7 @@ class Files(Protocol):
         """Names of the files of a group."""
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The contents of files. Raises UserError for files that cannot be composed."""
+        """Choice -> content of its file. Raises UserError for files that cannot be composed."""
 
 
 @dataclass
@@ -125,11 +125,12 @@ class Draft:
 
 
 def points(draft: Draft, files: Files) -> list[Point]:
-    """The points of all grids, each once. Raises SettingsError with all mistakes in values, names
-    and files."""
+    """The points of all grids, without repetitions. Raises SettingsError with all mistakes in
+    values, names and files."""
     point_of_key: dict[Point, Point] = {}
     with Mistakes() as mistakes:
         axes = _Axes(draft, files)
+        # the first lists are in the setting `grid`, the lists of further grids in `more`
         first, *further = [
             _valid_lists(lists, "more" if number else "grid", mistakes)
             for number, lists in enumerate(draft.lists)
@@ -137,10 +138,11 @@ def points(draft: Draft, files: Files) -> list[Point]:
         grids = [axes.grid_lists(first)]
         for lists in further:
             grids += axes.further_grid_lists(first, lists)
+        # compose all files in one call, because each call takes time; `files` keeps the contents
         with mistakes.caught():
             files.load(axes.named_files(grids))
         for lists in grids:
-            # axes with mistakes are left out, and then the grid has no points
+            # for an axis with mistakes nothing is appended, and then the grid has no points
             values = []
             for axis in AXES:
                 with mistakes.caught():
@@ -152,8 +154,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
 
 
 def _key(point: Point) -> Point:
-    """A key that is equal for equal points. Choices are compared by `id`, which is sufficient as
-    each choice is composed once."""
+    """A tuple that is equal for equal points, and that can be hashed. It has the `id` of a choice
+    in place of the choice, because `_Axes` returns the same object for equal choices."""
     pairs = zip(AXES, point, strict=True)
     return tuple(value if axis in VALUES else id(value) for axis, value in pairs)
 
@@ -163,13 +165,14 @@ Lists = Mapping[str, Sequence[Any]]
 
 
 def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
-    """The lists of a grid, without invalid and empty lists. For each invalid list, a sentence is
-    added to `mistakes`. `field`: the setting that has the lists, grid or more."""
+    """`lists`, the lists of a grid, without invalid and empty lists. For each invalid list, a
+    sentence is added to `mistakes`. `field`: the setting that has the lists, grid or more."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
     valid_lists = {}
-    for key, values in ((str(key), values) for key, values in lists.items()):
+    # a key in a file may be a number
+    for key, values in zip(map(str, lists), lists.values(), strict=True):
         is_setting = key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
         if key not in AXES and not is_setting:
             mistakes.append(str(unknown(field, key, AXES)))
@@ -181,7 +184,7 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
 
 
 def _pattern(name: Any) -> str:
-    """PATTERN for a name of the form glob(PATTERN); other names unchanged."""
+    """The pattern in a list of names: PATTERN if `name` is glob(PATTERN), else `name` itself."""
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
@@ -192,35 +195,37 @@ class _Axes:
         self.draft = draft
         self.files = files
         self._choices: dict[tuple[str, str | None, str], Any] = {}
+        """(axis, name, JSON of settings) -> the choice that `_choice` returned for them."""
 
     def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of a grid after the overrides of the command line. `lists`: lists of the grid
-        in a file. A list of a setting that the command line sets is left out, and a list of the
-        command line replaces the list of the same key."""
+        """The lists of a grid, changed by the command line. `lists`: lists of the grid in a file. A
+        list of the command line replaces the list with the same key. The list of a setting is
+        removed if the command line sets the setting to one value."""
         override_keys = [key for key, _ in self.draft.overrides]
         file_lists = {key: values for key, values in lists.items() if key not in override_keys}
         return {**file_lists, **self.draft.command_lists}
 
     def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """A list with the lists of a further grid, without choices that the command line excludes;
-        [] if it excludes all choices of an axis. `lists`: the lists of the further grid in a file.
-        `first`: the lists of the first grid, which count for axes without a list in `lists`."""
-        axis_names = {}
+        """[lists of a further grid, changed by the command line]. If the command line has a list of
+        a group, the further grid only keeps names that match a name in that list; the result is []
+        if no name of a group matches. `lists`: the lists of the further grid in a file. `first`:
+        the lists of the first grid, which are used for axes without a list in `lists`."""
+        matches = {}
         for axis, command_names in self.draft.command_lists.items():
             if axis not in GROUPS or axis not in lists:
                 continue
             patterns = [_pattern(name) for name in command_names]
-            axis_names[axis] = [
+            matches[axis] = [
                 name
                 for name in lists[axis]
                 if any(fnmatchcase(str(name), pattern) for pattern in patterns)
             ]
-        if not all(axis_names.values()):  # no name is left in one of the lists
+        if not all(matches.values()):
             return []
-        return [{**self.grid_lists({**first, **lists}), **axis_names}]
+        return [{**self.grid_lists({**first, **lists}), **matches}]
 
     def _field(self, axis: str) -> str:
-        """Name for messages of the field from which the values of an axis come."""
+        """Name of the setting that has the list of values of an axis; for messages."""
         return axis if axis in self.draft.command_lists else f"grid.{axis}"
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
@@ -228,8 +233,8 @@ class _Axes:
         return self._plain_values(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
 
     def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked values of an axis of VALUES, each once. Without a list, the axis has the
-        value in the composed configuration, or else the default."""
+        """The checked values of an axis in VALUES, without repetitions. An axis without a list has
+        one value: the value in the composed configuration, or the default if there is none."""
         values = []
         with Mistakes() as mistakes:
             if axis not in lists:
@@ -243,9 +248,10 @@ class _Axes:
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files that match the list of a group; [None] if the group has no list. None
-        stands for the content in the composed configuration, which also takes the place of the name
-        of the file that this content comes from. SettingsError for names without a file."""
+        """Names of the files of a group that match its list of names, without repetitions. None
+        means the content in the composed configuration, and replaces the name of the file from
+        which that content comes. [None] if the group has no list. SettingsError for a name in the
+        list that no file matches."""
         available = self.files.names(axis)
         names: list[str | None] = []
         with Mistakes() as mistakes:
@@ -259,8 +265,8 @@ class _Axes:
         return list(dict.fromkeys(names)) or [None]
 
     def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """The files that the lists of `grids` name. Axes with a mistake are left out here, because
-        `values` reports the mistake."""
+        """The files that the lists of `grids` name, without those in the composed configuration.
+        Files of an axis after a mistake are left out here, because `values` reports the mistake."""
         for axis, lists in itertools.product(GROUPS, grids):
             with Mistakes().caught():
                 for name in self._names(axis, lists):
@@ -268,8 +274,8 @@ class _Axes:
                         yield axis, name
 
     def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
-        """The choices of a group, checked and each once: the product of the listed files and of the
-        listed values of settings in the group."""
+        """The checked choices of a group, without repetitions: each listed file, with each
+        combination of the listed values of settings in the group."""
         prefix = f"{axis}."
         setting_lists = {
             key.removeprefix(prefix): values
@@ -286,10 +292,10 @@ class _Axes:
         return list(choices.values())
 
     def _choice(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group with all overrides; if `name` is None, the choice in the
-        composed configuration. The choice is composed once, so equal arguments return the same
-        object. `settings`: setting -> one value of its list, for the settings of the group that
-        have lists. These values are appended to the name of the choice."""
+        """A choice of a group, with all overrides. It comes from the file `name`, or from the
+        composed configuration if `name` is None. `settings`: setting in the group -> one value of
+        its list. The values are set in the choice, and are appended to its name. Equal arguments
+        return the same object."""
         key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
         if key not in self._choices:
             choice = self._compose(axis, name, settings)
@@ -299,8 +305,8 @@ class _Axes:
         return self._choices[key]
 
     def _compose(self, axis: str, name: str | None, settings: Mapping[str, Any]) -> Any:
-        """A new object for `_choice`, checked. If it is a mixture of calibration sets, the settings
-        of its sources are not filled in."""
+        """The choice for the arguments of `_choice`, as a new object, checked. If the choice is a
+        mixture of calibration sets, its sources do not have their settings yet."""
         content = deepcopy(self._content(axis, name))
         for setting, value in self.draft.overrides:
             if setting.startswith(f"{axis}."):
@@ -310,16 +316,18 @@ class _Axes:
         choice = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
             choice = self._checked_text(choice, name)
-        # ModelConfig appends the value of top_k itself
+        # registered functions keep their names, and ModelConfig appends the value of top_k itself
         if not settings or axis in REGISTERED or "top_k" in settings:
             return choice
+        # such as _rank8 for the setting rank
         endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]
         return replace(choice, name=as_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """The calibration set `text`. In the result, `is_default` is true if the set is shipped and
-        no setting names it. `name`: name of its file; None for the composed configuration.
-        UserError for a set with the name none, which cells of the unpruned model have."""
+        """The calibration set `text` with the right value of `is_default`: whether the set is
+        shipped and no setting names a set. `name`: name of the set's file; None if the set comes
+        from the composed configuration. UserError if the set has the name none, which means that
+        there is no calibration set."""
         if text.name == "none":
             raise UserError(
                 "calibration.name=none means no calibration: expected another name, such as none_1"
@@ -330,9 +338,11 @@ class _Axes:
         return text
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
-        """The settings of a choice, not yet checked. They are the content of its file, with the
-        changes that the composed configuration makes to the group: an experiment, for example, may
-        set single settings of a group. If `name` is None, they are the composed content itself."""
+        """The settings of a choice, not yet checked. If `name` is None, this is the content of the
+        group in the composed configuration. Otherwise it is the content of the file `name`, with
+        the changes that the composed configuration makes to its own file of the group: for example,
+        an experiment may change one setting. If no setting names a calibration set, the file is
+        SHIPPED_TEXT, and all composed settings are changes."""
         composed = self.draft.composed.get(axis) or {}
         if not isinstance(composed, dict):
             raise UserError(
@@ -341,21 +351,22 @@ class _Axes:
         if name is None and (axis != "calibration" or "name" in composed):
             return composed
         composed_name = self.draft.file_names.get(axis, "")
-        defaults = composed
-        if name is None:  # no calibration set is named, so all that is composed are changes
+        # the composed content before the changes
+        base = composed
+        if name is None:
             name = SHIPPED_TEXT
-            defaults = {}
+            base = {}
         elif composed_name in self.files.names(axis):
-            defaults = self.files.load([(axis, composed_name)])[axis, composed_name]
+            base = self.files.load([(axis, composed_name)])[axis, composed_name]
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
-        for setting, value in _changes(defaults, composed):
+        for setting, value in _changes(base, composed):
             assign(content, setting, value)
         return content
 
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value in `new`) for each key that `old` does not have or has with another
-    value."""
+    """(dotted key, value in `new`) for each key that is missing in `old`, or has another value
+    there. Mappings are compared key by key."""
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
             for inner_key, inner_value in _changes(old[key], value):
@@ -400,22 +411,25 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
 
 def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
     """The cells of a study with their benchmarks. The benchmarks of a cell depend on its protocol
-    and on whether its model is shipped; cells with the same benchmarks are in one request.
+    and on whether its model is shipped. Cells for which both are equal are in one request.
     SettingsError for texts and benchmarks that are unknown or invalid."""
-    # (id of a model, id of an allocation) -> the allocation with the model's parameters
-    searches: dict[tuple[int, int], AllocationConfig] = {}
+    # (id of a model, id of an allocation that searches) -> the allocation with the model's
+    # search parameters
+    allocations: dict[tuple[int, int], AllocationConfig] = {}
 
     @cache
     def text_of(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """The text `name` that a setting names, as the same object for all cells. Overrides such as
-        calibration.X=... do not apply to this text. `engine`: replaces the text's own engine."""
+        """The text `name`. Equal arguments return the same object. Overrides such as
+        calibration.X=... do not apply to the text. `setting`: the setting that names the text, for
+        messages. `engine`: engine that replaces the engine of the text; None: no replacement."""
         text = add_sources(_text(setting, name, files), files)
         return replace(text, engine=engine) if engine else text
 
     def cell_at(point: Point) -> Cell:
-        """The cell at a point, with its texts and with the model's parameters of searches."""
+        """The cell at `point`, with its texts. If its allocation is a search, the search parameters
+        of the model are added to the allocation."""
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        # flops_text is read by the engine of the calibration set, since the model is the same
+        # the model reads flops_text with the engine by which it reads the calibration set
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -425,13 +439,13 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         if cell.allocation.search is None or not cell.model.search:
             return replace(cell, texts=texts)
         key = (id(cell.model), id(cell.allocation))
-        if key not in searches:
-            # the model's parameters are defaults for those of the allocation
+        if key not in allocations:
+            # parameters of the allocation replace equal parameters of the model
             parameters = {**cell.model.search, **cell.allocation.parameters}
-            searches[key] = replace(cell.allocation, parameters=parameters)
-        return replace(cell, allocation=searches[key], texts=texts)
+            allocations[key] = replace(cell.allocation, parameters=parameters)
+        return replace(cell, allocation=allocations[key], texts=texts)
 
-    # (id of a protocol, whether the model is shipped) -> cells with the same benchmarks
+    # (id of a protocol, whether the model is shipped) -> cells
     groups: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in points:
@@ -441,8 +455,7 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         study_requests: list[Request] = []
         for cells in groups.values():
             with mistakes.caught():
-                suite = suite_of(config, cells[0].model, files)
-                settings = replace(config, suite=suite)
+                settings = replace(config, suite=suite_of(config, cells[0].model, files))
                 study_requests.append((cells, benchmarks(settings, cells[0].protocol, files)))
     return study_requests
 
@@ -451,7 +464,7 @@ def _text(
     setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None
 ) -> CalibrationConfig:
     """The text `name` of conf/calibration, checked. `setting`: the setting that names the text, for
-    messages. `changes`: setting of the text -> value that replaces the one in the file."""
+    messages. `changes`: setting of the text -> value that replaces the value in the file."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
     text: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
@@ -459,9 +472,9 @@ def _text(
 
 
 def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
-    """The calibration set `text`. If it is a mixture, the settings of its sources, which are read
-    from their files, are added. Overrides such as calibration.X=... do not apply to sources.
-    UserError for an unknown source, a source that is named twice, and a mixture in a mixture."""
+    """The calibration set `text`. If the set is a mixture, each of its sources gets its settings
+    from its file. Overrides such as calibration.X=... do not apply to sources. UserError for an
+    unknown source, for two sources with the same name, and for a source that is a mixture."""
     if not text.sources:
         return text
     sources: list[SourceConfig] = []
@@ -488,9 +501,9 @@ EVERY = "every"
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with the protocol's changes and with the settings of `config`
-    that apply to benchmarks. Raises SettingsError for unknown benchmarks, and for unknown or
-    invalid fields in the protocol."""
+    """The benchmarks of `config.suite`, with the changes of the protocol and with the settings of
+    `config` that apply to benchmarks. Raises SettingsError for unknown benchmarks, and for unknown
+    or invalid fields in the protocol."""
     names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
@@ -511,10 +524,10 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark_config(
     name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig
 ) -> BenchmarkConfig:
-    """The config of the benchmark `name`: its file, changed by the protocol and by the settings of
-    `config` that apply to it. Changes under EVERY count only if the benchmark has `data`.
-    `content`: content of the file. UserError for suite.path with a benchmark that has its own data.
-    SettingsError for invalid fields."""
+    """The config of the benchmark `name`: the `content` of its file, changed by the protocol, and
+    then by the settings of `config` that apply to the benchmark. The protocol's changes under EVERY
+    apply only to a benchmark with `data`. UserError if suite.path is set and the benchmark does not
+    read it. SettingsError for invalid fields."""
     changes: dict[str, Any] = {}
     if content.get("data"):
         changes |= protocol.benchmarks.get(EVERY, {})
@@ -529,13 +542,14 @@ def _benchmark_config(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of "
             f"suite=bfcl, expected null with benchmark {name}, which has its own data"
         )
-    # suite.path is the file that a benchmark without `task` reads, or the folder of the file `task`
-    path = config.suite.path
     task = benchmark.task
+    if path := config.suite.path:
+        # path is the folder of the file `task`, or a file if the benchmark has no `task`
+        task = str(Path(path, task)) if task else path
     return replace(
         benchmark,
         limit=config.suite.limit,
-        task=str(Path(path, task)) if path and task else path or task,
+        task=task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness.judged else None,
         python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]

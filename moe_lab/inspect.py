@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
         if len(models) > 1:
             raise UserError(f"model={','.join(sorted(models))}: expected one model")
-        title, rows, is_supported = describe(*models.values())
+        title, rows, is_supported = describe(*models.values())  # the only model
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -53,9 +53,10 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
-    """(title, rows, whether moe_lab supports the model) of the description of a model. If the model
-    is not available, rows are made from `expected` in its settings, and the model counts as
-    supported; without `expected`, it does not."""
+    """(title, rows, whether moe_lab supports the model) of the description of a model. If the
+    model's config.json is not available, the rows are made from the setting `expected`, and the
+    model counts as supported. If there is no `expected` either, the model counts as not supported.
+    """
     from moe_lab.models.files import configuration_folder
 
     title = f"{model.name}: {model.path}"
@@ -115,7 +116,7 @@ def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "architecture", architecture
     for description in dict.fromkeys(facts["moe"].values()):
         layers = [layer for layer, text in facts["moe"].items() if text == description]
-        # runs of adjacent layers
+        # first and last layer of each run of adjacent layers
         starts = [layer for layer in layers if layer - 1 not in layers]
         ends = [layer for layer in layers if layer + 1 not in layers]
         spans = [
@@ -138,9 +139,11 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
+    # the reason why criteria that need plain weights do not apply
     storage = f"its weights are stored as {method}" if method else None
-    unfit = facts["moe_layers"][0].family.unfit  # the same for all layers
-    channel_obstacle = f"its experts {unfit}" if unfit else None
+    # the reason why channels cannot be removed, which is the same for all layers; or None
+    reason = facts["moe_layers"][0].family.unfit
+    channel_obstacle = f"its experts {reason}" if reason else None
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [
             name
@@ -153,9 +156,9 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
     shapes = [
         shape
         for shape in SHAPES
-        # a masked checkpoint needs a bias that bars the router from removed experts
+        # in a masked checkpoint, a bias in the router keeps tokens away from dropped experts
         if (shape != "masked" or can_bar(facts["routing"]))
-        and not [*user_errors(check_quantised, method, shape)]  # the check passes
+        and not [*user_errors(check_quantised, method, shape)]
     ]
     yield "exports", ", ".join(shapes)
 

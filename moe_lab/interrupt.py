@@ -10,15 +10,18 @@ import sys
 from types import TracebackType
 
 
-def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook for exceptions that end the process. Ctrl-C prints a word instead of a stack trace,
-    and ends the process at once; other exceptions are handled as usual."""
+def _handle_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """The hook for exceptions that the program does not catch. After Ctrl-C, print "stopped"
+    instead of a stack trace, and end the process at once. Other exceptions are handled by the
+    default hook."""
     if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(kind, error, traceback)
         return
     sys.stderr.write("\nstopped\n")
     sys.stderr.flush()
     os._exit(130)
 
 
-sys.excepthook = _end
+sys.excepthook = _handle_uncaught

@@ -88,16 +88,16 @@ by a closing brace."""
 
 
 def sealed(text: str) -> str:
-    """`text` with one more key at its end, `digest`, whose value is the sha256 of `text`. `text`:
-    JSON text of an object that is not empty."""
+    """`text`, the JSON text of an object that is not empty, with one more key: the last key of the
+    object is `digest`, and its value is the sha256 of `text`."""
     return f'{text[:-1]}{DIGEST}{sha256(text.encode()).hexdigest()}"}}'
 
 
 def write_sealed(
     path: Path, document: Mapping[str, Any], indent: int | None = None, mode: int | None = None
 ) -> None:
-    """Seal a document, and write it atomically. `indent`: as in `json.dumps`. `mode`: as in
-    `write_text`."""
+    """Write a document as JSON with its digest (see `sealed`), atomically. `indent`: as in
+    `json.dumps`. `mode`: as in `write_text`."""
     text = json.dumps(
         document, indent=indent, separators=(",", ": "), sort_keys=True, allow_nan=False
     )
@@ -116,7 +116,7 @@ def parse_sealed(content: bytes, shape: Any, name: str) -> Any:
     text, separator, ending = content.rpartition(DIGEST.encode())
     if not separator:
         raise Damaged(f"{name} is damaged, or of an older moe_lab: it has no digest")
-    text += b"}"
+    text += b"}"  # the document without its digest
     if ending != f'{sha256(text).hexdigest()}"}}'.encode():
         raise Damaged(f"{name} is damaged")
     return parse(text, shape, name)
@@ -131,7 +131,7 @@ def fits(document: Any, shape: Any) -> bool:
     [int]                         a list of any number of integers
     (int, str)                    a list of an integer and a string
 
-    True and False are not numbers.
+    True and False have the shape bool, but not the shape int.
     """
     if isinstance(shape, Mapping):
         if not isinstance(document, dict):
@@ -146,15 +146,16 @@ def fits(document: Any, shape: Any) -> bool:
         return same_length and all(
             fits(item, inner) for item, inner in zip(document, shape, strict=True)
         )
+    # in Python, True and False are instances of int
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
 
 
 class ResultCache:
     """Cache of the results of batches. Each result is appended to a file as soon as it is computed.
 
-    After a process was killed, the next process reads results from the file, and computes only the
-    other batches. Since the division into batches does not depend on the file, results have the
-    same bits whether a process was killed or not.
+    If a process is killed, the next process reads the results from the file, and computes only the
+    missing results. The division into batches does not depend on the file, so results have the same
+    bits whether a process was killed or not.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -168,12 +169,12 @@ class ResultCache:
             # a process that was killed may have left an incomplete line, which is not read
             with suppress(ValueError):
                 key, result, digest = json.loads(line)
-                if digest == _digest(key, result):
+                if digest == _line_digest(key, result):
                     self._results[key] = result
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
-        """The result of a batch. If it was neither read from the file nor computed before, it is
-        computed by `compute` and appended to the file. The batch and the result must be JSON
+        """The result of `batch`. If the result was neither read from the file nor computed before,
+        `compute` computes it, and it is appended to the file. The batch and the result must be JSON
         documents."""
         key = sha256(json.dumps(batch).encode()).hexdigest()
         if key not in self._results:
@@ -183,10 +184,11 @@ class ResultCache:
                 # the first newline ends the last line, in case that line is incomplete
                 with self.file.open("a", encoding="utf-8") as lines:
                     result = self._results[key]
-                    lines.write(f"\n{json.dumps([key, result, _digest(key, result)])}\n")
+                    lines.write(f"\n{json.dumps([key, result, _line_digest(key, result)])}\n")
         return self._results[key]
 
 
-def _digest(key: str, result: Any) -> str:
-    """sha256 of the other parts of a line of a cache: the key of a batch and its result."""
+def _line_digest(key: str, result: Any) -> str:
+    """The third item of a line in the file of a cache: the sha256 of the first two items, which are
+    the key of a batch and the result of the batch."""
     return sha256(json.dumps([key, result]).encode()).hexdigest()

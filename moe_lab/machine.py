@@ -30,7 +30,7 @@ included."""
 
 
 def processor() -> str:
-    """Name of the processor: on Linux its model, elsewhere what Python knows."""
+    """Name of the processor: its model on Linux; elsewhere the name that Python reports."""
     if CPUINFO.is_file():
         name = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE)
         if name:
@@ -39,14 +39,15 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Number of processors that this process may use. This is the least of three numbers: the
-    processors to which the process is bound, the limits of its control groups, and the request of
-    its Slurm job."""
+    """Number of processors that this process may use. This is the least of several numbers: the
+    number of processors to which the process is bound, the limits of its control groups, and the
+    number that its Slurm job has requested."""
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # (quota, period) in microseconds: in one file in version 2, in two files in version 1. The
-    # file name "" excludes the other version
+    # A limit is (quota, period) in microseconds: processor time per period of wall-clock time.
+    # Control groups of version 2 have both in one file, groups of version 1 have two files. The
+    # file name "" means that groups of this version are left out.
     quota_pairs: list[Sequence[str]] = [
         text.split() for text in _group_limits("cpu", "cpu.max", "")
     ]
@@ -54,7 +55,7 @@ def cores() -> int:
     periods = _group_limits("cpu", "", "cpu.cfs_period_us")
     quota_pairs += zip(quotas, periods, strict=True)
     for quota, period in quota_pairs:
-        if quota not in ("max", "-1"):
+        if quota not in ("max", "-1"):  # these mean no limit, in version 2 and in version 1
             limits.append(math.ceil(int(quota) / int(period)))
     # not all clusters bind processes to the processors that the job has requested
     if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
@@ -63,16 +64,16 @@ def cores() -> int:
 
 
 def main_memory() -> float:
-    """Bytes of main memory that this process may use. This is the least of the machine's memory,
-    the limits of the process's control groups, and the request of its Slurm job. The least number
-    is divided by the number of workers (WORKERS)."""
+    """Bytes of main memory that this process may use. This is the least of several numbers, divided
+    by the number of worker processes (WORKERS): the memory of the machine, the limits of the
+    process's control groups, and the memory that its Slurm job has requested."""
     limits = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
     for text in _group_limits("memory", "memory.max", "memory.limit_in_bytes"):
         if text.isdigit():
             limits.append(float(text))
     # not all clusters limit the control group to what the job has requested
-    requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # MiB; 0 for all
-    if requested.strip("0").isdigit():
+    requested = os.environ.get("SLURM_MEM_PER_NODE", "")  # in MiB; 0 requests all memory
+    if requested.strip("0").isdigit():  # a number, and not 0
         limits.append(2.0**20 * int(requested))
     return min(limits) / int(os.environ.get(WORKERS, "1"))
 
@@ -86,8 +87,8 @@ def release_memory() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs (NVIDIA or AMD) that torch finds in this process, in the form for
-    CUDA_VISIBLE_DEVICES. They are those of that variable, or else numbers from 0."""
+    """Ids of the GPUs (NVIDIA or AMD) that torch finds in this process. They are the ids in the
+    environment variable CUDA_VISIBLE_DEVICES; if that is not set, they are numbers from 0."""
     count = gpu_count()
     ids = os.environ.get("CUDA_VISIBLE_DEVICES")
     return ids.split(",")[:count] if ids else [str(number) for number in range(count)]
@@ -95,9 +96,9 @@ def visible_gpus() -> list[str]:
 
 @lru_cache(maxsize=1)
 def gpu_count() -> int:
-    """Number of GPUs that torch finds with the environment of this process; 0 without torch, and
-    with a build of torch for CPUs. Torch is imported in another process, because the import takes
-    seconds."""
+    """Number of GPUs that torch finds with the environment of this process; 0 if torch is not
+    installed, or is a build for CPUs. Torch is imported in another process, because the import
+    takes seconds."""
     try:
         build = version("torch")
     except PackageNotFoundError:
@@ -106,17 +107,18 @@ def gpu_count() -> int:
         return 0
     program = "import torch; print(torch.cuda.device_count())"
     completed = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True)
-    # no output, thus 0, if torch is broken; a step that needs torch reports this
+    # if torch is broken, there is no output; the first step that needs torch reports the error
     return int(completed.stdout or 0)
 
 
 def _group_limits(controller: str, file_v2: str, file_v1: str) -> Iterator[str]:
-    """Values of a limit in the control groups of this process, and in the groups that contain them;
-    groups without a limit are left out. `controller`: cpu or memory. `file_v2`: name of the file
-    with the limit in groups of version 2. `file_v1`: the same for version 1, where each controller
-    has groups of its own."""
+    """The text of the file with a limit, for each control group of this process that has such a
+    file, and for each group that contains a control group of this process. `controller`: cpu or
+    memory. `file_v2`: name of the file in control groups of version 2. `file_v1`: name of the file
+    in version 1, where each controller has its own groups."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
-        _, controllers, path = line.split(":", 2)  # no controllers: version 2
+        # version 1: "4:cpu,cpuacct:/path"; version 2, in which no controllers are named: "0::/path"
+        _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         group = LIMITS / controllers / path.lstrip("/")
@@ -139,12 +141,14 @@ def package_version(package: str) -> str | None:
 
 
 def interpreter(module: str, path: str | None, setting: str) -> str:
-    """Path of a Python interpreter that has `module`. If `path`, the value of interpreters.MODULE,
-    is set, it is that. Otherwise it is the interpreter that `make MODULE` installs, or else the
-    interpreter of this process, if it has the module.
+    """Path of the Python interpreter for `module`. The first of these interpreters is taken:
 
-    UserError when no interpreter has the module, and when there is no file at `path`. `setting`:
-    the setting that needs the module, for the message.
+    1. `path`, the value of interpreters.MODULE, unless it is None
+    2. the interpreter that `make MODULE` installs, if it exists
+    3. the interpreter of this process, if it has the module
+
+    UserError if there is none of them, or if there is no file at `path`. `setting`: the setting
+    that needs the module, for the message.
     """
     if path is not None:
         python = Path(path).expanduser()
@@ -153,7 +157,8 @@ def interpreter(module: str, path: str | None, setting: str) -> str:
                 f"interpreters.{module}={path}, and there is no such file: run make {module}"
             )
         return str(python.absolute())
-    # torch cannot compile for vLLM below a path with a space, so the folder may be a link
+    # Torch cannot compile for vLLM below a path with a space, so the folder may be a link to a path
+    # without a space. `resolve` gives that path.
     installed_by_make = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
     if installed_by_make.is_file():
         return str(installed_by_make)
@@ -175,7 +180,7 @@ def package_version_in(python: str, package: str) -> str | None:
 
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter `python` does not exist or does not have `module`."""
-    # the module and not the package is looked up, since builds of vLLM have several package names
+    # looks up the module instead of the package, because builds of vLLM differ in the package name
     program = f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"
     if not _output(python, program):
         raise UserError(

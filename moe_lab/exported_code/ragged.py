@@ -93,9 +93,10 @@ class RaggedExperts(nn.Module):
             if end > start and self.widths[owner]:
                 gate_up, down = self.weights(owner)
                 rows = tokens[start:end]
-                expert_output = self._apply_gate(linear(hidden_states[rows], gate_up)) @ down
-                gated_output = expert_output * gates[start:end]
-                output.index_add_(0, rows, gated_output.to(output.dtype))
+                activations = self._apply_gate(linear(hidden_states[rows], gate_up))
+                output.index_add_(
+                    0, rows, ((activations @ down) * gates[start:end]).to(output.dtype)
+                )
             start = end
         if self.constants is not None:
             output += constant_output(

@@ -35,17 +35,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder, in the order of the shards and of the bytes in each shard."""
+    """The tensors in the safetensors files of a folder. The files are called shards."""
 
     folder: Path
     shards: tuple[str, ...]
     metadata: dict[str, dict[str, str]]
     """Shard -> the metadata of its header."""
     tensors: dict[str, Entry]
+    """Name of a tensor -> entry, in the order of the shards and of the bytes in each shard."""
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, Any]:
-        """Name -> slice of the tensor. Indexing a slice reads bytes into a torch tensor. Slices can
-        be indexed until `files` is closed."""
+        """Name of a tensor -> its slice, for the tensors `names`. Indexing a slice reads bytes into
+        a torch tensor. The shards are opened in `files`; slices can be indexed until `files` is
+        closed."""
         shards = {name: self.tensors[name].shard for name in names}
         shard_files = {
             shard: files.enter_context(safe_open(self.folder / shard, framework="pt"))
@@ -55,8 +57,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, from the headers of all its shards. UserError when a shard is
-    missing or damaged, or when the shards and the index list different tensors."""
+    """The checkpoint in a folder, from the headers of its shards. UserError when a shard is missing
+    or damaged, or when the shards and the index (tensor -> shard) list different tensors."""
     shards, index = _shards_and_index(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}

@@ -186,8 +186,8 @@ class _Watch:
         """Complete lines that the program has sent: a line after loading, then a line after each
         call."""
         self.times: list[float] = []
-        """For each line in `lines`, the CPU seconds since the line before it. If several lines arrive
-        together, the first of them has the seconds of all."""
+        """For each line in `lines`, the CPU seconds since the line before it. If several lines
+        arrive together, the first of them has the seconds of all."""
         self.partial_line = bytearray()
         """Bytes that the program has sent after its last complete line."""
         self.received_bytes = 0
