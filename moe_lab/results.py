@@ -127,12 +127,12 @@ records no longer count."""
 
 
 def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
-    """Name of a run -> record of the run, oldest first, for the runs of a study. Runs whose record
-    a later record replaces are left out, and their records are not opened. `root`: folder of the
-    store. Raises Damaged for a damaged record."""
+    """Name of a run -> record of the run, oldest run first, for the runs of a study. A run is left
+    out, and the record of the run is not opened, if a later record names the run in the entry
+    `replaces`. `root`: folder of the store. Raises Damaged for a damaged record."""
     records: dict[str, dict[str, Any]] = {}
     replaced_runs: set[str] = set()
-    # names of runs begin with their number, so the newest record is read first
+    # the name of a run begins with the run's number, so this order is from the newest to the oldest
     for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
         if path.parent.name not in replaced_runs:
             record = read_sealed(path, RECORD_SHAPE)
@@ -142,29 +142,30 @@ def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
 
 
 def read_record(root: Path, study: str) -> dict[str, Any] | None:
-    """The current records of a study, joined to one record by `join_records`; None without a
-    record. Raises Damaged for a damaged record."""
+    """The current records of a study, joined to one record by `join_records`. None if the study has
+    no record. Raises Damaged for a damaged record."""
     current = current_records(root, study)
     return join_records(current) if current else None
 
 
 def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """One record with the cells and figures of all records. `current`: result of `current_records`.
-    The other entries are those of the last record, whose run is in `run`.
+    """One record with the cells and the FIGURES of all records in `current`, the result of
+    `current_records`. All other entries are copied from the last record. The entry `run` has the
+    name of the last record's run.
 
-    A cell in several records has the benchmarks of all these records. If the records name different
-    steps for the cell, because settings differed, the later record counts, and the cell is in the
-    entry `differing`.
+    A cell in several records gets the benchmarks of all these records. If two records name
+    different steps for the cell, because settings differed, the cell is copied from the later
+    record, and added to the entry `differing`.
     """
     cells: dict[str, dict[str, Any]] = {}
     figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
     differing = {}
     for record in current.values():
         for entry in record["cells"]:
-            # with the start of the id of the step "model", as models may have the same name
+            # models may have the same name, so the key has digits of the id of the step "model"
             key = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})
             merged = _merge(cells[key], entry) if key in cells else entry
-            if merged is None:
+            if merged is None:  # the two records name different steps
                 differing[key] = entry["cell"]
             cells[key] = merged or entry
         for figure, rows in figures.items():
@@ -173,10 +174,10 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 # a row without a step does not replace a row with a step
                 if row["step"] or key not in rows:
                     rows[key] = row
-    last = list(current)[-1]
+    last_run = list(current)[-1]
     return {
-        **current[last],
-        "run": last,
+        **current[last_run],
+        "run": last_run,
         "cells": list(cells.values()),
         **{figure: list(rows.values()) for figure, rows in figures.items()},
         "differing": list(differing.values()),
@@ -184,7 +185,7 @@ def join_records(current: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _key(document: Mapping[str, Any]) -> str:
-    """A text that is equal for equal documents."""
+    """`document` as JSON, with sorted keys so that equal documents give equal texts."""
     return json.dumps(document, sort_keys=True)
 
 
@@ -198,10 +199,10 @@ Folders = Mapping[str, str | None]
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The entry of a cell in the later of two records, with the results that only the entry in the
-    earlier record has. Errors of steps that one of the records names as finished are left out. None
-    if the entries name different steps. `old`, `new`: the entries in the earlier and in the later
-    record."""
+    """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
+    record. Folders and errors that only `old` has are added to `new`. The error of a step is left
+    out if `old` or `new` has a folder of the finished step. Returns None if `old` and `new` name
+    different steps."""
     steps = _merge_folders(
         {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
     )
@@ -215,9 +216,9 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """Name -> folder of a step, from both `old` and `new`. If both have a folder under a name, the
-    folder in `new` counts, as its label may have changed. None if two such folders are of steps
-    with different ids."""
+    """Field or benchmark -> folder of the step, from `old` and `new` together. If both name a
+    folder, the folder in `new` is taken, because the label of the step may have changed. None if
+    the two folders are of steps with different ids."""
     merged = dict(old)
     for name, folder in new.items():
         old_folder = old.get(name)
@@ -228,8 +229,8 @@ def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
 
 
 def finished_steps(record: Mapping[str, Any]) -> set[str]:
-    """Folders (KIND/LABEL-ID) of all finished steps that a record names: steps of cells, of their
-    benchmarks and of figures. The record {} names none."""
+    """Folders (KIND/LABEL-ID) of all finished steps that a record names: the steps of cells, of
+    benchmarks and of FIGURES. Empty for the record {}."""
     names: set[str | None] = set()
     for entry in record.get("cells", ()):
         names.update(entry.get(step) for step in STEPS)

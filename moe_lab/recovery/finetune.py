@@ -75,19 +75,20 @@ def finetune(
     partial: Path,
     seed: int,
 ) -> None:
-    """Prune a copy of `model` by `plan` (None to prune nothing), and train the copy: its routers
-    with recovery.train=routers, otherwise DoRA adapters on its MoE blocks.
+    """Prune a copy of `model` by `plan` (None prunes nothing), and train the copy on `text`.
 
-    The copy learns the answers of `text` or, with recovery.distill, the predictions of the unpruned
-    `model` on `text`. `model` is not changed. The folder `out` gets two files, from which
+    recovery.train=routers trains the router weights, other values train DoRA adapters on the MoE
+    blocks. With recovery.distill, the copy learns the next-token distributions of the unpruned
+    `model`, otherwise the answers in `text`. The folder `out` gets two files, from which
     `apply.recovered` makes the fine-tuned model:
 
-    tuned.safetensors  tensors that differ from the pruned model's, by names in its state dict
-    finetune.json      loss of each step, trained parameters, tokens, steps, seconds
+    tuned.safetensors  name in the pruned model's state dict -> tensor, for the changed tensors
+    finetune.json      loss of each step; numbers of trained parameters, rows, tokens, steps and
+                       seconds
 
     Checkpoints are saved in the folder `partial`, from which a stopped run resumes; no other run
-    may use this folder. seed: see `student` and `train`. UserError for a text in which nothing can
-    be learnt, and for a loss that is not finite.
+    may use this folder. seed: see `student` and `train`. UserError when `text` has no token to
+    learn, and for a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
@@ -107,8 +108,8 @@ def finetune(
             seed=seed,
         )
         counts = {
-            part: sum(map(torch.numel, named.values()))
-            for part, named in learner.parameters.items()
+            part: sum(map(torch.numel, parameters.values()))
+            for part, parameters in learner.parameters.items()
         }
         tuned_tensors = learner.finish()
     # the first token of a row has no prediction
@@ -125,18 +126,18 @@ def finetune(
 
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of an instruction set that have a token of an answer after their first token.
-    UserError when there are no such rows."""
+    """The rows of an instruction set in which at least one answer token can be predicted. The first
+    token of a row cannot be predicted. UserError for a set without such rows."""
     reason = "no row holds an answer after its first token: expected answers"
     return _rows_to_learn(answer_batches(text, tokenizer, header=True), text, reason)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
-    """The rows of any text, in which the model learns each valid token that follows a valid token.
-    UserError when there are no such tokens."""
+    """The rows of a text, which needs no answers. The model learns each valid token that follows a
+    valid token. Rows without such a token are left out. UserError when no row is left."""
     marked_batches = []
     for ids, valid in batches(text, tokenizer).rows:
-        # the value of the first column does not matter, since first tokens are never learnt
+        # pad the first column with any value: the first token of a row is never learnt
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))
     return _rows_to_learn(
@@ -148,7 +149,7 @@ def _rows_to_learn(
     marked_batches: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, reason: str
 ) -> list[Row]:
     """The rows of the batches (ids, valid, learnt) that have a learnt token after their first
-    token. UserError, which gives the `reason`, when there are no such rows."""
+    token. UserError with the message `reason` when no batch has such a row."""
     rows: list[Row] = []
     for batch in marked_batches:
         for ids, valid, learnt in zip(*batch, strict=True):
@@ -170,8 +171,8 @@ def train(
     partial: Path,
     seed: int,
 ) -> list[float]:
-    """Train the parameters in `groups`, which are parameters of `model`, on `rows`, by AdamW
-    without weight decay. Returns the loss of each step, in nats per learnt token.
+    """Train the parameters of `model` in `groups` (part of the model -> name -> parameter) on
+    `rows`, by AdamW without weight decay. Returns the loss of each step, in nats per learnt token.
 
     A step reads `settings.rows_per_step` rows, with `rows_at_once` rows in each forward pass. The
     loss of the step is the mean over all learnt tokens of its rows. All random numbers of a step
@@ -179,10 +180,13 @@ def train(
     `partial` gives exactly the weights of an uninterrupted training. UserError for a loss that is
     not finite.
     """
-    parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
-    parts = [part for part in groups if groups[part]]
+    parameters = {name: parameter for group in groups.values() for name, parameter in group.items()}
+    trained_parts = [part for part in groups if groups[part]]
+    # the learning rates are set before each step
     optimizer = torch.optim.AdamW(
-        [{"params": list(groups[part].values())} for part in parts], lr=0.0, weight_decay=0.0
+        [{"params": list(groups[part].values())} for part in trained_parts],
+        lr=0.0,
+        weight_decay=0.0,
     )
     steps = step_count(settings, len(rows))
     rows_digest = digest(tensor for row in rows for tensor in row)
@@ -192,13 +196,14 @@ def train(
     losses = load_progress(partial, identity, parameters, optimizer)
     for step in range(len(losses), steps):
         indices = rows_of_step(step, settings.rows_per_step, len(rows), seed)
-        for part, group in zip(parts, optimizer.param_groups, strict=True):
-            group["lr"] = getattr(settings, RATES[part]) * rate_factor(step, steps)
+        for part, options in zip(trained_parts, optimizer.param_groups, strict=True):
+            options["lr"] = getattr(settings, RATES[part]) * rate_factor(step, steps)
         with torch.random.fork_rng():
             torch.manual_seed(_derive_seed(seed, step))
-            losses.append(_backward(model, [rows[row] for row in indices], loss, rows_at_once))
+            losses.append(_backward(model, [rows[index] for index in indices], loss, rows_at_once))
         if not math.isfinite(losses[-1]):
-            rate = f"recovery.{RATES[parts[0]]}={getattr(settings, RATES[parts[0]])}"
+            setting = RATES[trained_parts[0]]
+            rate = f"recovery.{setting}={getattr(settings, setting)}"
             raise UserError(
                 f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: "
                 f"lower {rate}"
@@ -215,15 +220,15 @@ def train(
 
 
 def step_count(settings: RecoveryConfig, n_rows: int) -> int:
-    """Number of steps for `settings.epochs` passes over `n_rows` rows, at least 1. The last step
-    may also read rows of a further pass."""
+    """Number of steps for `settings.epochs` passes over `n_rows` rows, rounded up, at least 1. If
+    too few rows remain for the last step, the step also reads rows of one more pass."""
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """The learning rate in step number `step` (from 0) of `steps` steps, as a share of the peak.
-    The rate rises linearly in the first share WARMUP of the steps. Then it falls as half a cosine,
-    which would be 0 in the step after the last."""
+    """The learning rate in step number `step` (from 0) of `steps` steps, as a share of the peak
+    learning rate. The rate rises linearly in the first share WARMUP of the steps. Then the rate
+    falls along a half cosine, and would reach 0 one step after the last step."""
     warmup = math.ceil(WARMUP * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -232,19 +237,21 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
-    """Indices of the `size` rows that a step reads, out of `n_rows`. The steps read all rows again
-    and again. Each such pass has its own order, drawn from the seed and the number of the pass."""
+    """Indices of the `size` rows, out of `n_rows`, that step number `step` reads. The steps pass
+    over all rows repeatedly. Each pass has its own order of the rows, drawn from `seed` and the
+    number of the pass."""
     indices = []
-    for number in range(step * size, (step + 1) * size):  # numbers count the rows of all steps
-        epoch, position = divmod(number, n_rows)
+    # n_read: number of rows that were read before, in this step and all earlier steps
+    for n_read in range(step * size, (step + 1) * size):
+        epoch, position = divmod(n_read, n_rows)
         generator = torch.Generator().manual_seed(_derive_seed(seed, -1 - epoch))
         indices.append(int(torch.randperm(n_rows, generator=generator)[position]))
     return indices
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, rows_at_once: int) -> float:
-    """The mean of `loss` over the learnt tokens of `rows`. Its gradients are added to the gradients
-    of the parameters of `model`. A forward pass reads `rows_at_once` rows."""
+    """Compute the mean of `loss` over the learnt tokens of `rows`, add the gradients of this mean
+    to the gradients of `model`, and return the mean. A forward pass reads `rows_at_once` rows."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     mean_loss = 0.0
     for start in range(0, len(rows), rows_at_once):
@@ -289,10 +296,10 @@ def distillation_loss(
 def _predictions(
     model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor
 ) -> torch.Tensor:
-    """Logits (N, V) of `model`: the predictions of the N tokens that `learnt` (B, S) marks. The
-    first token of a row does not count, because nothing predicts it. ids, valid: see `Loss`."""
+    """Logits (N, V) with which `model` predicts the N tokens that `learnt` (B, S) marks. The first
+    token of a row is not counted, because no position predicts it. ids, valid: see `Loss`."""
     targets = learnt[:, 1:]
-    # Logits are computed in all rows for each column that has a target in at least one row.
+    # columns with a target in at least one row: `logits_to_keep` takes columns for all rows
     columns = targets.any(0).nonzero()[:, 0]
     mask = None if bool(valid.all()) else valid.to(torch.int64)
     logits: torch.Tensor = model(
@@ -302,17 +309,17 @@ def _predictions(
 
 
 def _stack_rows(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Stack rows into a batch (ids, valid, learnt), each (B, S), without the columns at the right
-    end in which no row has a valid token."""
+    """The rows as a batch (ids, valid, learnt), each (B, S). Columns at the right end without any
+    valid token are cut off."""
     ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
     return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))
 
 
 def _derive_seed(seed: int, step: int) -> int:
-    """Derive the seed of a step from the seed of the training. A negative `step` stands for a pass
-    over all rows. Seeds are hashes, so the seeds of different steps are unrelated. They have 7
-    bytes, because torch takes at most 8."""
+    """The seed of one step, derived from the `seed` of the training. For the seed of pass number e
+    over all rows, `step` is -1 - e. Seeds are hashes, so the seeds of different steps are
+    unrelated. A seed has 7 bytes, because torch takes at most 8."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
@@ -332,8 +339,8 @@ def load_progress(
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
     """Restore the parameters and the state of the optimiser from the checkpoint in `folder`, and
-    return the losses of the finished steps. If the checkpoint is missing or damaged, or if its
-    training had another `identity`, change nothing and return []."""
+    return the losses of the finished steps. If the checkpoint is missing, damaged or of a training
+    with another `identity`, change nothing and return []."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -367,9 +374,10 @@ class Student:
 def student(
     model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int
 ) -> Iterator[Student]:
-    """A context with a copy of `model`, and the parameters of the copy to train. The copy is
-    pruned by `plan`, or masked by `plan` for recovery.train=routers; None changes no experts. seed:
-    see `attach`; unused for routers, which begin with their own weights. `model` is not changed."""
+    """A context with a copy of `model` to train. With recovery.train=routers the copy is masked by
+    `plan`, otherwise pruned by `plan`. If `plan` is None, the copy has all experts. `seed`
+    determines the initial adapters (see `attach`). Routers ignore `seed`, because they begin with
+    the weights of `model`. `model` is not changed."""
     if settings.train == "routers":
         with trained_routers(model, plan) as learner:
             yield learner
@@ -384,31 +392,35 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     """A context with a copy of `model` under the mask of `plan` (None for no mask). The weights of
     the copy's routers are trained, and everything else is frozen.
 
-    The copy shares all other tensors with `model`, so that the teacher needs no further memory.
-    Only the rows of retained experts are trained; biases of routers and correction biases are
-    frozen. Weights of 16 bits are trained as fp32 copies, because rounding would lose small steps.
-    Each forward pass rounds the copies as the evaluation does.
+    The copy shares the frozen tensors with `model`, so that `model` as the teacher needs no further
+    memory. Of the router weights, only the rows of retained experts are trained. Biases of routers
+    and correction biases are frozen. Weights of 16 bits are trained as fp32 copies, because
+    rounding to 16 bits would lose small steps. Each forward pass uses the rounded copies, which are
+    also the weights that are evaluated later.
     """
     masked = share_copy(model)
     masked.requires_grad_(False)
-    owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
+    modules = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
     paths = {module: path for path, module in masked.named_modules()}
     with ExitStack() as stack:
         if plan is not None:
             stack.enter_context(mask(masked, plan))
         copies = {}
-        for layer, owner in owners.items():
-            copies[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
-            parametrize.register_parametrization(owner, "weight", copies[layer], unsafe=True)
-            # This callback runs before the mask ends. The mask then puts the whole weight back in
-            # place of the rows of retained experts.
+        for layer, module in modules.items():
+            copies[layer] = PreciseWeight(module.weight)  # type: ignore[arg-type]
+            parametrize.register_parametrization(module, "weight", copies[layer], unsafe=True)
+            # The stack calls this before it ends the mask. The mask then replaces the rows of
+            # retained experts by the original weight.
             stack.callback(
-                parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False
+                parametrize.remove_parametrizations, module, "weight", leave_parametrized=False
             )
 
         def finish() -> dict[str, torch.Tensor]:
-            """The trained weights, rounded, by their names in the model's state dict."""
-            return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
+            """Name in the model's state dict -> trained weight, rounded to the model's dtype."""
+            return {
+                f"{paths[module]}.weight": module.weight.detach()  # type: ignore[operator]
+                for module in modules.values()
+            }
 
         parameters = {f"routers.{layer}.weight": copy.precise for layer, copy in copies.items()}
         yield Student(masked, {"routers": parameters}, finish)
@@ -418,7 +430,7 @@ class PreciseWeight(nn.Module):
     """Parametrisation that replaces a weight by a trained copy in at least fp32."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Copy `weight`, in at least fp32, to train the copy."""
+        """Make the trained copy of `weight`."""
         super().__init__()
         self.precise = nn.Parameter(wide(weight.detach()).clone())
 

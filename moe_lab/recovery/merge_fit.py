@@ -37,15 +37,19 @@ def fit(
     out: Path,
     partial: Path,
 ) -> dict[str, Any]:
-    """Fit the down projections of the merged experts of `plan` to the outputs of their members on
-    `text`. Returns the report: numbers of fitted experts and of experts that stay averaged,
-    seconds, and for each merged expert its members and the result of `_fit_expert`.
+    """Fit the down projection of each merged expert of `plan` to the outputs of the expert's
+    members on `text`. Returns the report: number of fitted experts, number of experts that stay
+    averaged, seconds, and for each merged expert the members and the result of `_fit_expert`.
 
-    The folder `out` gets two files for `apply.recovered`: tuned.safetensors with the experts of
-    each layer that has merged experts, by their names in the pruned model's state dict, and
-    finetune.json with the report. Sums are saved in the folder `partial`, from which a stopped fit
-    continues; no other fit may use this folder. UserError for a plan that merges no experts, for
-    outputs that are not finite, and for a text in which no expert has enough tokens.
+    The folder `out` gets two files for `apply.recovered`:
+
+    tuned.safetensors  name in the pruned model's state dict -> weight, for all experts of each
+                       layer that has merged experts
+    finetune.json      the report
+
+    Sums are saved in the folder `partial`, from which a stopped fit resumes; no other fit may use
+    this folder. UserError for a plan without merged experts, for outputs that are not finite, and
+    for a text in which no merged expert has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(
@@ -54,7 +58,7 @@ def fit(
     start_time = time.monotonic()
     pruned = prune(model, plan)
     weights_by_layer = merged_weights(pruned, plan)
-    # `gather` makes the hooks itself from their class, so the class must have the plan and weights
+    # `gather` creates the hooks without arguments for these values, so the class holds the values
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
     sums = gather(model, hook, batches(text, tokenizer).rows, out=partial).layers
     experts = []
@@ -90,31 +94,31 @@ def fit(
 
 
 def merged_weights(pruned: Any, plan: Plan) -> dict[int, dict[int, Weights]]:
-    """Layer -> id of a merged expert -> weights of this expert in `pruned`, the model that `plan`
-    pruned. The weights are views, so writing to the weights changes the model."""
+    """Layer -> id of a merged expert -> weights of the merged expert in the model `pruned`, which
+    `plan` pruned. The weights are views: writing to the weights changes the model."""
     by_layer: dict[int, dict[int, Weights]] = {}
     for layer in routed_layers(pruned):
         layer_plan = plan.layers[layer.index]
         if layer_plan.merged:
-            owners = sorted(layer_plan.merged)
             by_layer[layer.index] = {
-                owner: layer.weights(layer_plan.retained.index(owner)) for owner in owners
+                owner: layer.weights(layer_plan.retained.index(owner))
+                for owner in sorted(layer_plan.merged)
             }
     return by_layer
 
 
 class MergeHook(StatisticsHook):
-    """Gathers sums for the fit of each merged expert j. Sums are over the valid tokens that the
-    router sends to at least one member of j:
+    """Gathers sums for the fit of each merged expert j, over the valid tokens that the router sends
+    to at least one member of j:
 
-    tokens.j  ()      number of these tokens
+    tokens.j  ()      number of tokens
     square.j  ()      sum of ||y||^2
     error.j   ()      sum of ||y - W_D phi||^2
     gram.j    (I, I)  sum of phi phi^T
     cross.j   (H, I)  sum of (y - W_D phi) phi^T
 
-    y is the weighted sum of the members' outputs, W_D the down projection of expert j before the
-    fit, and phi the input of W_D.
+    y (H,) is the weighted sum of the members' outputs. W_D (H, I) is the down projection of merged
+    expert j before the fit, and phi (I,) is the input of W_D.
     """
 
     kind = "merge_fit"
@@ -125,9 +129,9 @@ class MergeHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add to the sums of each merged expert, over the valid tokens that are routed to one of
-        its members. Returns the routed output (T, H) of the unpruned layer. hidden: hidden states
-        (T, H); index: ids of the experts of each token (T, K); weights: gates (T, K)."""
+        """Add the T tokens of a batch to the sums of each merged expert. Returns the routed output
+        (T, H) of the unpruned layer. hidden: hidden states (T, H); index: ids of the experts of
+        each token (T, K); weights: gates (T, K)."""
         valid = self.valid(hidden)  # None if all tokens are valid
         for owner, owner_weights in self.merged.get(self.layer.index, {}).items():
             members = self.plan.layers[self.layer.index].merged[owner]
@@ -148,40 +152,42 @@ class MergeHook(StatisticsHook):
 
 @torch.no_grad()
 def _fit_expert(down: torch.Tensor, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Fit the down projection of a merged expert in place, if the expert has at least as many
-    tokens as channels.
+    """Fit the down projection `down` of the merged expert with id `owner` in place, if the expert
+    has at least as many tokens as channels. Before the fit, `down` is the average of the members.
 
-    down: the down projection, so far the average of the members; owner: id of the expert; sums:
-    sums of the layer, see `MergeHook`. Returns {"tokens": number of tokens, "error_averaged":
-    squared error of the average as a share of the squared outputs, "error_fitted": the same of the
-    fit, None without a fit}.
+    sums: sums of the layer, see `MergeHook`. Returns a dictionary:
+
+    tokens          number of tokens
+    error_averaged  sum ||y - W_D phi||^2 / sum ||y||^2 of the average
+    error_fitted    the same error of the fitted projection; None without a fit
     """
     tokens, square, error = (
         float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error")
     )
     gram = sums[f"gram.{owner}"]
     cross = sums[f"cross.{owner}"]
-    scale = square or math.inf  # if all outputs are 0, errors count as 0
+    scale = square or math.inf  # relative errors are 0 if all outputs are 0
     summary = {"tokens": int(tokens), "error_averaged": error / scale, "error_fitted": None}
     if tokens >= len(gram):
         average = down.double().cpu()
         fitted_weights = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted_weights.double() - average
+        # sum ||y - (W_D + change) phi||^2 - sum ||y - W_D phi||^2
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
+        # rounding may make the sum slightly negative
         summary["error_fitted"] = max(0.0, error + float(change_of_error)) / scale
         down.copy_(fitted_weights)
     return summary
 
 
 def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
-    """The difference (H, I), in fp64, of the fitted down projection from the averaged projection
-    W_D.
+    """The fitted down projection minus the averaged down projection W_D: (H, I) in fp64,
+    (Y - W_D P) P^T (P P^T + r I)^-1.
 
-    The difference is (Y - W_D P) P^T (P P^T + r I)^-1. The columns of P and Y are the phi and y of
-    all tokens, gram is P P^T, cross is (Y - W_D P) P^T, and r is RIDGE times the mean diagonal of
-    gram.
+    The columns of P and Y are the phi and y of all tokens; see `MergeHook`. gram is P P^T, and
+    cross is (Y - W_D P) P^T. r is RIDGE times the mean of the diagonal of gram.
     """
-    # r must not be 0, which it would be without any active channel
+    # without any active channel, gram is 0, but r must not be 0
     ridge = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
     damped_gram = gram + ridge * torch.eye(len(gram), dtype=torch.float64)
     return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped_gram)).T
