@@ -60,8 +60,9 @@ class PackedStep(NamedTuple):
 
 
 class Packs:
-    """The packs in a folder, which need not exist, and an index of the steps in the packs. Threads
-    can share the object. In all methods `start` is the first digits of a step's id."""
+    """The packs in one folder, and an index of the steps in the packs. The folder need not exist.
+    Threads can share an object of this class. In all methods, `start` is the first digits of a
+    step's id."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,7 +184,8 @@ class Packs:
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
     def starts(self) -> set[str]:
-        """Starts of all steps in packs, as of the last `refresh`. Damaged steps are left out."""
+        """Starts of all steps in packs, as of the last `refresh`. Steps in `damaged_steps` are left
+        out."""
         with self._lock:
             return (
                 set().union(*(self._steps[pack] for pack in self._current_packs))
@@ -191,19 +193,19 @@ class Packs:
             )
 
     def steps(self) -> dict[str, str]:
-        """Start -> KIND/LABEL-START, for all steps in packs, as of the last `refresh`. Damaged
-        steps are left out."""
+        """Start of a step -> its name KIND/LABEL-START, for all steps in packs, as of the last
+        `refresh`. Steps in `damaged_steps` are left out."""
         names = {}
         with self._lock:
             for pack in self._current_packs:
-                for start, name in self._steps[pack].items():
+                for start, label in self._steps[pack].items():
                     if start not in self.damaged_steps:
-                        names[start] = f"{name}-{start}"
+                        names[start] = f"{label}-{start}"
         return names
 
     def inputs(self) -> dict[str, str]:
-        """Start -> starts of the step's inputs, separated by spaces, for all steps in packs, as of
-        the last `refresh`. Raises Damaged when a pack cannot be read."""
+        """Start of a step -> starts of its inputs, separated by spaces. All steps in packs are
+        included, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
             for pack in self._current_packs:
@@ -218,33 +220,35 @@ class Packs:
         return self._write(map(_compress, steps))
 
     def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write the steps of the packs `names` to one new pack that replaces them, and return its
-        path, as `add` does. `without`: starts of steps that are left out. Raises Damaged, with the
-        name of the pack, when a pack cannot be read."""
+        """Write the steps of the packs `names` to one new pack, and return the path of the new
+        pack. When `publish` renames the new pack, it replaces the packs `names`. `without`: starts
+        of steps that are left out. Raises Damaged, with the name of the pack, when a pack cannot be
+        read."""
         return self._write(self._remaining_steps(names, without), names)
 
     def _remaining_steps(
         self, names: Iterable[str], without: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of the packs `names`, with compressed files. Steps whose starts are in
-        `without` are left out. A step in several packs is yielded once. Raises Damaged, with the
-        name of the pack, when a pack cannot be read."""
+        """The steps of the packs `names`, with compressed files. `without`: starts of steps that
+        are left out. A step in several packs is yielded once. Raises Damaged, with the name of the
+        pack, when a pack cannot be read."""
         for pack in names:
             try:
                 inputs = _summary(self._connections[pack], "inputs")
-                for start, name in self._steps[pack].items():
-                    # of several packs with the step, one counts: the first in the index
+                for start, label in self._steps[pack].items():
+                    # of several packs with the same step, only the first in the index yields it
                     if start in without or self._pack_of(start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
                     files = dict(self._connections[pack].execute(select, (start,)))
-                    yield PackedStep(start, f"{name}-{start}", inputs[start].split(), files)
+                    yield PackedStep(start, f"{label}-{start}", inputs[start].split(), files)
             except (sqlite3.Error, Damaged):
                 raise Damaged(pack) from None
 
     def _write(self, steps: Iterable[PackedStep], replaces: Iterable[str] = ()) -> Path:
-        """Write `steps`, whose files are compressed, to a new pack, and return the path of the
-        pack, which is not published. `replaces`: names of the packs that the new pack replaces."""
+        """Write a new pack, which is not published yet, and return its path. `steps`: the steps of
+        the pack, with compressed files. `replaces`: names of the packs that the new pack
+        replaces."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f".{uuid.uuid4().hex}{PART_ENDING}"
         names = {}
@@ -258,8 +262,8 @@ class Packs:
                 rows = [(step.start, *file) for file in step.files.items()]
                 database.executemany("insert into file values (?, ?, ?)", rows)
             summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
-            for name, content in summaries.items():
-                compressed = zlib.compress(json.dumps(content).encode())
+            for name, document in summaries.items():
+                compressed = zlib.compress(json.dumps(document).encode())
                 database.execute("insert into about values (?, ?)", (name, compressed))
             database.commit()
         return path
@@ -273,23 +277,24 @@ class Packs:
         self.refresh()
 
     def clear(self) -> None:
-        """Remove packs that were not published, and packs that were replaced more than GRACE
-        seconds ago."""
+        """Remove the files of packs that were never published, and of packs that were replaced more
+        than GRACE seconds ago."""
         for path in self.folder.glob(f".*{PART_ENDING}"):
             path.unlink(missing_ok=True)
         self.refresh()
         for name, replaced_names in list(self._replaces.items()):
+            # a pack is published, and replaces other packs, soon after the last write to its file
             if replaced_names and time.time() - self.path(name).stat().st_mtime > GRACE:
                 for old_name in replaced_names:
                     self.path(old_name).unlink(missing_ok=True)
         self.refresh()
 
     def packs_with(self, starts: Iterable[str]) -> set[str]:
-        """Names of the packs that have at least one of the steps with these starts."""
+        """Names of the packs that have at least one step whose start is in `starts`."""
         return {pack for start in starts if (pack := self._pack_of(start))}
 
     def sizes(self) -> dict[str, int]:
-        """Name -> size in bytes, for packs that are not replaced."""
+        """Name of a pack -> bytes of its file, for all packs that no other pack replaces."""
         return {name: self.path(name).stat().st_size for name in self._current_packs}
 
 
@@ -300,9 +305,11 @@ def _compress(step: PackedStep) -> PackedStep:
 
 
 def _summary(database: sqlite3.Connection, name: str) -> Any:
-    """The document `name` (names, inputs or replaces, see TABLES) of the table "about" in a pack.
-    Raises Damaged if it cannot be read."""
+    """A document about all steps of a pack, from the table "about" of its `database`. `name`: which
+    document, "names", "inputs" or "replaces" (see TABLES). Raises Damaged if the document cannot be
+    read."""
     try:
+        # one row, with one column
         ((content,),) = database.execute("select content from about where what = ?", (name,))
         return json.loads(zlib.decompress(content))
     except (sqlite3.Error, ValueError, zlib.error):
@@ -311,6 +318,5 @@ def _summary(database: sqlite3.Connection, name: str) -> Any:
 
 @lru_cache(maxsize=8)
 def packs_in(store: Path) -> Packs:
-    """The packs of the store in the folder `store`. In one process, this is always the same
-    object."""
+    """The packs of the store in the folder `store`. All callers in a process share one object."""
     return Packs(store / "packs")

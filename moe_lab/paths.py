@@ -37,28 +37,28 @@ def resolve(path: str) -> str:
     """
     if not path.startswith(PREFIX):
         return path
-    names = shipped_paths()
+    shipped = shipped_paths()
     name = path.removeprefix(PREFIX)
-    if name not in names:
+    if name not in shipped:
         folder = name.split("/")[0]
-        # names in the same folder, or names of models if `name` may be a model
+        # names in the same folder; if `name` has no slash, also the names of all models
         similar = [
-            other for other in names if other.split("/")[0] == folder or "/" not in name + other
+            other for other in shipped if other.split("/")[0] == folder or "/" not in name + other
         ]
-        raise unknown("path", path, [PREFIX + other for other in similar or names])
-    return str(names[name])
+        raise unknown("path", path, [PREFIX + other for other in similar or shipped])
+    return str(shipped[name])
 
 
 def local_path(path: str) -> Path:
-    """Path on this machine of a file or folder, which need not exist. `path` may be pocket:NAME or
-    begin with ~."""
+    """The path on this machine that `path` stands for. `path` may be pocket:NAME (see `resolve`) or
+    begin with ~. The file or folder need not exist."""
     return Path(resolve(path)).expanduser()
 
 
 @lru_cache
 def shipped_paths() -> Mapping[str, Path]:
-    """Name -> path of everything that ships. A model has the name of its folder; the other files
-    have names of the form FOLDER/FILE."""
+    """Name -> path, for all models and other files that ship with moe_lab. The name of a model is
+    that of its folder. The name of any other file has the form FOLDER/FILE."""
     paths: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
         if (folder / "config.json").exists():
@@ -81,10 +81,11 @@ def cache_folder(name: str) -> Path:
 
 def private_cache(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab, for files that are executed. The folder is
-    made if it is missing, with permissions by which no other user can enter or replace it. Raises
-    UserError when the folder or its parent belongs to another user, and when the home folder cannot
-    be written."""
-    # the temporary folder, which `user_cache` returns if the home folder cannot be written
+    made if it is missing. Its permissions let no other user enter or replace it. Raises UserError
+    when the folder or its parent belongs to another user, and when the home folder cannot be
+    written."""
+    # this is the name of the temporary folder that `user_cache` returns if the home folder cannot
+    # be written; other nodes do not see it
     if user_cache().name == f"moe_lab-{os.getuid()}":
         raise UserError(
             "the home folder cannot be written: expected XDG_CACHE_HOME=FOLDER that all nodes see"
@@ -95,10 +96,9 @@ def private_cache(name: str) -> Path:
 
 def _make_private(folder: Path, mode: int) -> Path:
     """Make `folder` if it does not exist, remove its permissions that are not in `mode`, and return
-    `folder`. Raises UserError when the folder belongs to another user, or is a link of another
-    user."""
+    `folder`. Raises UserError when the folder, or a link in its place, belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # lstat is about a link itself, and stat about the folder to which it leads
+    # if `folder` is a link, lstat has the owner of the link, and stat the owner of its target
     if {folder.lstat().st_uid, folder.stat().st_uid} != {os.getuid()}:
         raise UserError(
             f"{folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER, where you may write"
@@ -108,9 +108,9 @@ def _make_private(folder: Path, mode: int) -> Path:
 
 
 def user_cache() -> Path:
-    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache if this variable is not set. If
-    that folder cannot be written, the result is a temporary folder of the user. Raises UserError
-    when the temporary folder belongs to another user."""
+    """The folder of the user's caches: $XDG_CACHE_HOME, by default ~/.cache. If the folder cannot
+    be written, the result is a temporary folder of the user. Raises UserError when the temporary
+    folder belongs to another user."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     # not Path.exists, which raises an error below a folder that may not be entered
     existing_parent = next(filter(os.path.exists, (default, *default.parents)))
@@ -121,13 +121,12 @@ def user_cache() -> Path:
 
 
 def store_folder(store: str, field: str = "store") -> Path:
-    """`store` as a path. It is the value of the setting `field`, whose name messages have. Raises
-    UserError for an empty path and for a URL; for a URL with a secret, the message does not have
-    the URL."""
+    """`store`, the value of the setting `field`, as a path. Raises UserError for an empty path and
+    for a URL. A URL with a secret in it is not shown in the error message."""
     if not store:
         raise UserError(f"{field}= names no folder: write {field}=FOLDER")
     if "://" in store:
-        for problem in secrets_in(field, store):
+        for problem in secrets_in(field, store):  # a sentence that does not show the URL
             raise UserError(problem)
         raise UserError(
             f"{field}={store} is a URL: expected a folder, which `rclone copy FOLDER REMOTE:PATH` "
@@ -144,13 +143,13 @@ NAME = re.compile(r"\w[\w.+-]*")
 
 
 def validate_name(text: str) -> str:
-    """The text itself, for pydantic. Raises ValueError, with what is expected, unless the text can
-    be part of a folder's name."""
+    """Return `text` unchanged, as pydantic requires of a validator. Raises ValueError, with what is
+    expected, unless `text` can be part of a folder's name."""
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
-        close = as_name(text, "")
-        hint = f", such as {close}" if close else ""
+        valid_name = as_name(text, "")
+        hint = f", such as {valid_name}" if valid_name else ""
         raise ValueError(
             f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
         )
@@ -158,8 +157,8 @@ def validate_name(text: str) -> str:
 
 
 def as_name(text: str, default: str = "unnamed") -> str:
-    """A valid name made from `text`. Characters that are not valid become _, and a long text is
-    cut. The result is `default` if nothing is left of `text`."""
+    """A valid part of a folder's name, made from `text`. Characters that are not valid become _,
+    and a long text is cut. The result is `default` if nothing is left of `text`."""
     name = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
     return name.encode()[:LONGEST_NAME].decode(errors="ignore") or default
 
@@ -181,6 +180,7 @@ def shorten(name: str, longest: int = LONGEST_NAME) -> str:
     encoded = name.encode()
     if len(encoded) <= longest:
         return name
+    # 9 bytes: a hyphen and 8 digits of the digest
     return f"{encoded[: longest - 9].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
 
 

@@ -19,9 +19,9 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> list[str]:
-    """Import `modules` and the modules of all entry points, and return the names of all these
-    modules. Raises UserError for a module that cannot be imported, that registers neither a
-    criterion nor an allocation, or that registers a name that is taken."""
+    """Import `modules` and the modules of all entry points in ENTRY_POINTS, and return the names of
+    all imported modules. Raises UserError for a module that cannot be imported, that registers
+    neither a criterion nor an allocation, or that registers a name which exists already."""
     names = list(
         dict.fromkeys([*(point.module for point in entry_points(group=ENTRY_POINTS)), *modules])
     )
@@ -45,7 +45,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             for function in allocation.functions.values()
             if function
         ]
-        # a function may be in another module of the plugin's top package
+        # `module` may only import the module that registers, so top packages are compared
         if not any(
             function.__module__.split(".")[0] == module.split(".")[0] for function in functions
         ):
@@ -57,9 +57,9 @@ def load(modules: Iterable[str] = ()) -> list[str]:
 
 
 def sources(modules: Iterable[str]) -> dict[Path, Path]:
-    """Path relative to a folder of sys.path -> file, for all that is in the top packages of the
-    plugins `modules`. If the top module of a plugin is not a package, this is only the file of the
-    module. The plugins are imported."""
+    """Path relative to a folder of sys.path -> full path, for all files and folders of the plugins
+    that `load` imports. These are the contents of the top package of each plugin. If the top module
+    of a plugin is not a package, only the file of the module is included."""
     files: dict[Path, Path] = {}
     for module in load(modules):
         top = sys.modules[module.partition(".")[0]]
@@ -69,8 +69,9 @@ def sources(modules: Iterable[str]) -> dict[Path, Path]:
 
 
 def module_location(function: Callable[..., object]) -> dict[str, str]:
-    """The module of a function, for `import_modules_at`: `module` (name), `folder` (the folder of
-    sys.path from which the module is imported), and `source` (digest of the module's code)."""
+    """Where the module of a function is, in the form that `import_modules_at` needs: `module`
+    (name), `folder` (the folder of sys.path from which the module is imported), and `source`
+    (digest of the module's code)."""
     name = function.__module__
     folder = folder_of(name, Path(sys.modules[name].__file__ or ""))
     return {"module": name, "folder": str(folder), "source": source_of(function)}
@@ -78,8 +79,9 @@ def module_location(function: Callable[..., object]) -> dict[str, str]:
 
 def import_modules_at(locations: Iterable[Mapping[str, str]]) -> None:
     """Import the modules at `locations`, which are results of `module_location`. Their folders are
-    appended to sys.path, so they shadow no other module. UserError for a module whose code has
-    changed meanwhile, because ids of steps include the old digest."""
+    put at the end of sys.path, so that their modules shadow no other modules. UserError if the code
+    of a module no longer has the digest in its location, because ids of steps include the
+    digest."""
     for location in locations:
         name = location["module"]
         if location["folder"] not in sys.path:

@@ -20,8 +20,8 @@ _last_write = 0.0
 
 def update(done: float, total: float, unit: str) -> None:
     """Set the progress of this process to `done` of `total` units. `unit`: name of the units, such
-    as batches. It is written to the file that the environment variable FILE names, if any, at most
-    every INTERVAL seconds. Errors of the disk are ignored."""
+    as batches. If the environment variable FILE is set, the progress is written to the file that
+    the variable names, at most once in INTERVAL seconds. Errors of the disk are ignored."""
     global _latest, _last_write
     _latest = (done, total, unit)
     if FILE in os.environ and time.monotonic() - _last_write >= INTERVAL:
@@ -39,8 +39,8 @@ def add(units: float) -> None:
 
 
 def read(file: Path) -> tuple[float, str]:
-    """The share of the work that is done, and a text such as "3 of 40 batches". They are 0 and ""
-    if the progress file is missing, damaged or about no units."""
+    """(share of the work that is done, from 0 to 1; text such as "3 of 40 batches"). The result is
+    (0, "") if the progress `file` is missing or damaged, or has a total of 0 units."""
     with suppress(OSError, Damaged, ZeroDivisionError):
         done, total, unit = read_json(file, [Number | str])
         return min(1.0, done / total), f"{done:g} of {total:g} {unit}"

@@ -59,14 +59,15 @@ Form: TypeAlias = dict[int, LayerForm]
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """Layer -> its form, if `plan` is stored in the shape `shape`. A weight takes `element_size`
-    bytes. UserError for an unknown shape. UserError also for shapes other than natural, if dropped
-    experts are replaced by constants, or if experts are computed with the weights of others."""
+    """Number of a layer -> form of the layer, for a model that is pruned by `plan` and stored in
+    the shape `shape`. `element_size`: bytes of one weight. UserError for an unknown shape. If
+    `plan` replaces experts by constants or by other experts, UserError for all shapes except
+    natural."""
     check_known("export", shape, SHAPES)
     if shape != "natural" and (plan.has_constants or plan.shares_experts):
         raise replacement_error(shape)
-    layer_form = FORMS[shape]
-    return {number: layer_form(plan.layers[number], element_size) for number in sorted(plan.layers)}
+    make_layer = FORMS[shape]
+    return {number: make_layer(plan.layers[number], element_size) for number in sorted(plan.layers)}
 
 
 def replacement_error(shape: str) -> UserError:
@@ -78,17 +79,17 @@ def replacement_error(shape: str) -> UserError:
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether a family's own module can hold experts of these `widths`: the widths are equal and
-    not 0, and a row of down, `width * element_size` bytes, is a multiple of KERNEL_BYTES."""
+    """Whether a family's own module can hold experts of these `widths`. The widths must be equal
+    and not 0, and the bytes of a row of down (`width * element_size`) must be a multiple of
+    KERNEL_BYTES."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
 def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form natural: stacked experts if the family's own module can hold the retained channels,
-    otherwise packed experts."""
+    """The form natural: the retained experts, each with its retained channels. The experts are
+    stacked if the family's own module can hold them, otherwise packed one after the other."""
     widths = layer.widths
-    # no channel is dropped
-    if layer.channels is None or min(widths) == layer.width:
+    if layer.channels is None or min(widths) == layer.width:  # no channel is dropped
         return _stacked_form(layer, layer.width)
     if is_stock(widths, element_size):
         return _stacked_form(layer, widths[0])
@@ -107,16 +108,17 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The form masked: all experts in the original shape, with zeros for dropped experts and
-    channels."""
+    channels. `element_size` makes no difference."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))
 
 
 def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
-    """The form padded: all retained experts, each with the channels of the widest. This number is
-    rounded up so that rows are aligned (KERNEL_BYTES), but not above the original width."""
-    if layer.width is None:
+    """The form padded: all retained experts, each with as many channels as the widest of them. This
+    number of channels is rounded up so that the bytes of a row are a multiple of KERNEL_BYTES, but
+    it never exceeds the original width."""
+    if layer.width is None:  # a plan of whole experts: no channel is dropped
         return _stacked_form(layer, None)
     step = max(1, KERNEL_BYTES // element_size)
     # at least one step, also if all retained experts have width 0
@@ -125,9 +127,10 @@ def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 
 def _stacked_form(layer: LayerPlan, width: int | None) -> LayerForm:
-    """A form in which each retained expert has `width` channels; with None, or the original width,
-    as many as before."""
+    """A form in which each retained expert has `width` channels. `width` None stands for the
+    original width."""
     stored = tuple(layer.stored_expert(expert, width) for expert in layer.retained)
+    # in a LayerForm, too, the width None stands for the original width
     return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 
 

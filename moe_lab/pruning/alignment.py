@@ -25,12 +25,13 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """The aligned plan: the channels of the experts that `plan` merges are matched by the weights
-    of the channels, as in M-SMoE (arXiv 2310.01334).
+    """A copy of `plan` in which the channels of merged experts are matched by the weights of the
+    channels, as in M-SMoE (arXiv 2310.01334).
 
-    The order p of an expert m that is merged into an expert o maximises the sum over channels i of
-    <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`:
-    the model's MoE layers. The weights of a layer are read before the next layer is requested.
+    For an expert m that is merged into an expert o, the order p of the channels of m maximises the
+    sum over channels i of <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i],
+    down_m[:, p(i)]>. `layers`: the model's MoE layers. The weights of a layer are read before the
+    next layer is requested.
     """
     alignments = {}
     for layer in layers:
@@ -43,16 +44,17 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
 
 
 def _weight_cost(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
-    """(I, I): the negative inner product of the weights of each channel of `owner` (row) and each
-    channel of `member` (column)."""
+    """(I, I): the cost of adding each channel of the expert `member` (column) to each channel of
+    the expert `owner` (row). It is the negative inner product of the two channels' weights."""
     return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
 def with_alignments(plan: Plan, alignments: Mapping[int, Alignment]) -> Plan:
-    """A copy of `plan`, marked as aligned, with the `alignments`: layer -> alignment."""
+    """A copy of `plan` that has the `alignments` and is marked as aligned. `alignments`: number of
+    a layer -> alignment of the layer."""
     layers = {
-        number: replace(plan.layers[number], alignment=order)
-        for number, order in alignments.items()
+        number: replace(plan.layers[number], alignment=alignment)
+        for number, alignment in alignments.items()
     }
     return replace(plan.with_layers(layers), aligned=True)
 
@@ -61,35 +63,34 @@ def match_channels(
     plan: LayerPlan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 ) -> Alignment:
     """(M, I) for the M experts that `plan` merges into an owner: entry (m, i) is the channel of
-    merged expert m that is added to channel i of its owner. The channels of an expert are assigned
-    with the least total cost. `cost(o, m)` (I, I): entry (i, j) is the cost of adding channel j of
-    expert m to channel i of expert o."""
+    merged expert m that is added to channel i of its owner. The matching of an expert's channels
+    with its owner's channels has the least total cost. `cost(owner, member)` (I, I): entry (i, j)
+    is the cost of adding channel j of expert `member` to channel i of expert `owner`."""
     orders = []
     for member in plan.merged_away:
-        matrix = cost(plan.owners[member], member).double().cpu().numpy()
-        _, order = linear_sum_assignment(matrix)
+        costs = cost(plan.owners[member], member).double().cpu().numpy()
+        _, order = linear_sum_assignment(costs)
         orders.append(order)
+    # the shape is (0, I) if no expert is merged
     return numpy.array(orders, dtype=numpy.int32).reshape(-1, layer.width)
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
-    """(I, 3 H) in at least fp32: the weights of each channel, which are its rows of gate and up and
-    its column of down."""
+    """(I, 3 H) in at least fp32: for each channel, its row of gate, its row of up and its column of
+    down, one after the other."""
     check_in_memory(layer)
-    roles = layer.projections(expert)
-    return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
+    projections = layer.projections(expert)  # channels are rows, also in down
+    return torch.cat([wide(projections[role].detach()) for role in ("gate", "up", "down")], dim=1)
 
 
 class AlignmentHook(StatisticsHook):
-    """Matches the channels of merged experts by activations and weights, as REAM does (arXiv
-    2604.04356, its code).
+    """Matches the channels of merged experts by activations and weights, as the code of REAM (arXiv
+    2604.04356) does.
 
-    The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. a and b
-    are the activations of the two channels over all tokens, each divided by its norm. v and w are
-    the weights of the two channels, in COMPONENTS principal components of the normalised weights of
-    all channels of the layer. Each component is multiplied by its singular value, and v and w are
-    divided by their norms. All members of groups run on all tokens. `result` returns the alignment
-    under the name "order".
+    The cost of adding channel j of expert m to channel i of expert o is |a - b| + |v - w|. The
+    vectors a and b are the activations of the two channels over all valid tokens. The vectors v and
+    w are the `principal_components` of the two channels. Each vector is divided by its norm. The
+    activations of a merged expert are computed for all tokens, not only for tokens routed to it.
     """
 
     kind = "alignment"
@@ -99,39 +100,43 @@ class AlignmentHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the sums over valid tokens of the squared activations (I,)
-        of each expert in a group, and of the products (I, I) of an owner's activations with the
-        activations of each other member."""
+        """The routed output (T, H), computed as without the hook. Adds two kinds of sums over valid
+        tokens: the squared activations (I,) of each owner and each expert merged into it; and the
+        products (I, I) of the activations of an owner (rows) and an expert merged into it
+        (columns)."""
         layer = self.layer
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         for owner, group in self.plan.layers[layer.index].merged.items():
-            owner_phi = wide(layer.phi(states, layer.weights(owner)))
-            self.add(f"squares.{owner}", owner_phi.square().sum(0))
+            owner_activations = wide(layer.phi(states, layer.weights(owner)))
+            self.add(f"squares.{owner}", owner_activations.square().sum(0))
             for member in sorted(set(group) - {owner}):
-                member_phi = wide(layer.phi(states, layer.weights(member)))
-                self.add(f"squares.{member}", member_phi.square().sum(0))
-                self.add(f"products.{member}", owner_phi.T @ member_phi)
+                activations = wide(layer.phi(states, layer.weights(member)))
+                self.add(f"squares.{member}", activations.square().sum(0))
+                self.add(f"products.{member}", owner_activations.T @ activations)
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """{"order": (M, I)}, as `match_channels` gives it. The cost of two channels is the distance
-        of their normalised activations over all tokens plus the distance of their normalised
-        principal components."""
+        """{"order": the result (M, I) of `match_channels`}. The cost of two channels is the
+        distance of their normalised activations over all valid tokens plus the distance of their
+        normalised principal components."""
         plan = self.plan.layers[self.layer.index]
         if not plan.merged:
             return {"order": torch.zeros(0, self.layer.width)}
-        weights = principal_components(self.layer)
+        components = principal_components(self.layer)
 
         def cost(owner: int, member: int) -> torch.Tensor:
             """(I, I): the cost of adding each channel of `member` to each channel of `owner`."""
-            squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
-            activation_cost = normalised_distance(self.sums[f"products.{member}"], *squares)
-            owner_weights = weights[owner]
-            member_weights = weights[member]
-            products = owner_weights @ member_weights.T
+            activation_cost = normalised_distance(
+                self.sums[f"products.{member}"],
+                self.sums[f"squares.{owner}"],
+                self.sums[f"squares.{member}"],
+            )
+            owner_components = components[owner]
+            member_components = components[member]
+            products = owner_components @ member_components.T
             return activation_cost + normalised_distance(
-                products, owner_weights.square().sum(1), member_weights.square().sum(1)
+                products, owner_components.square().sum(1), member_components.square().sum(1)
             )
 
         return {"order": torch.from_numpy(match_channels(plan, self.layer, cost))}
@@ -139,13 +144,13 @@ class AlignmentHook(StatisticsHook):
 
 def alignment_hook(plan: Plan) -> type[AlignmentHook]:
     """A subclass of `AlignmentHook` for the merged experts of `plan`."""
-    # a class, because an observer makes the hooks itself, one per layer
+    # a class, not an object, because an Observer makes one hook for each layer itself
     return type("AlignmentHook", (AlignmentHook,), {"plan": plan})
 
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
-    """The aligned plan, from `plan` and `sums`, the results of an `AlignmentHook`: layer ->
-    {"order": (M, I)}."""
+    """A copy of `plan` in which the channels of merged experts are matched as `AlignmentHook`
+    describes. `sums`: number of a layer -> result of the hook, {"order": (M, I)}."""
     return with_alignments(
         plan,
         {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
@@ -153,11 +158,12 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
-    """(E, I, R): the coordinates of each channel of a layer in the R principal components of all
-    channels, each multiplied by its singular value. A channel's weights are normalised and then
-    centred over all channels before the decomposition, which is randomised with a fixed seed. R is
-    COMPONENTS, or less in small models."""
-    first = torch.nn.functional.normalize(channel_weights(layer, 0))
+    """(E, I, R): the coordinates of each channel of each expert in R principal components of all
+    channels of the layer. A coordinate is multiplied by the singular value of its component. Before
+    the decomposition, the weights of each channel are divided by their norm, and the mean over all
+    channels is subtracted. The decomposition is randomised with a fixed seed. R is COMPONENTS, or
+    less in small models."""
+    first = channel_weights(layer, 0)
     # filled expert by expert, so that there is only one copy of the weights of all experts
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])
     for expert, rows in enumerate(flat.split(layer.width)):
@@ -174,13 +180,15 @@ def normalised_distance(
     products: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
     """(I, I): the Euclidean distance of each vector of a first set (rows) and each vector of a
-    second set (columns), all normalised. `products` (I, I): their inner products. `first` (I,) and
-    `second` (I,): the squared norms of the vectors of each set. A vector of zeros stays zero, and
-    has distance 1 to normalised vectors."""
+    second set (columns), after each vector is divided by its norm. A vector of zeros stays zero.
+
+    `products` (I, I): the inner products of the vectors. `first` (I,): the squared norms of the
+    first set. `second` (I,): the squared norms of the second set.
+    """
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(
         torch.finfo(products.dtype).tiny
     )
-    # sums of two squared lengths, each 1 after normalisation, or 0 for a vector of zeros
+    # sums of the squared lengths of two normalised vectors: each is 1, or 0 for a vector of zeros
     lengths = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
     distances: torch.Tensor = (lengths - 2 * cosine).clamp_min(0).sqrt()
     return distances
