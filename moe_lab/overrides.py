@@ -24,12 +24,13 @@ _UNQUOTED = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def for_hydra(text: str) -> str:
-    """An override in the form that Hydra accepts. A setting gets ++ in front, so that it can be set
-    even if no file has it, and a text gets quotes: study=2026_11_25 becomes ++study='2026_11_25'.
-    In overrides of groups and experiments, only letters outside ASCII are quoted
-    (`quote_letters`)."""
+    """An override in the form that Hydra accepts. An override of a setting gets ++ in front, so
+    that the setting need not be in a file. The value of a setting that is a text gets quotes:
+    study=2026_11_25 becomes ++study='2026_11_25'. Overrides of groups and experiments are only
+    changed by `quote_letters`."""
     match = _OVERRIDE.fullmatch(text)
     key = match["key"] if match else ""
+    # without a dot, the key of a group has a type with fields, and an experiment has no type
     is_setting = "." in key or (_type(key) and not fields_of(_type(key)))
     if match is None or key.startswith("hydra.") or not is_setting:
         return quote_letters(text)
@@ -48,10 +49,11 @@ def quote_letters(text: str) -> str:
     grammar accepts such letters only in quotes."""
 
     def quote(match: re.Match[str]) -> str:
-        """One value, with quotes if needed."""
+        """The matched value, with quotes if needed."""
         value = match[0]
         if value.isascii() or value[0] in "'\"":
             return value
+        # spaces around the value stay outside the quotes
         return value.replace(value.strip(), f"'{value.strip()}'")
 
     key, equals, value = text.partition("=")
@@ -59,20 +61,22 @@ def quote_letters(text: str) -> str:
 
 
 def _type(key: str) -> Any:
-    """The type of the setting with a dotted key; None if there is no such setting."""
+    """The type of the setting or group `key`, such as model.top_k; None if there is none. Settings
+    of cells are in `CellConfig`, all other settings in `Config`."""
     group, _, _ = key.partition(".")
     return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
 
 
 def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
-    """(text, the same override parsed by Hydra) for each override. Raises UserError for an override
-    that Hydra cannot parse."""
+    """(override as text, the same override parsed by Hydra) for each of `texts`. UserError for an
+    override that Hydra cannot parse."""
     hydra = GlobalHydra.instance()
     parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
     parsed = []
     for text in texts:
         try:
-            parsed += [(text, override) for override in parser.parse_overrides([for_hydra(text)])]
+            [override] = parser.parse_overrides([for_hydra(text)])
+            parsed.append((text, override))
         except HydraException:
             raise UserError(
                 f"{text} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with "
@@ -82,9 +86,9 @@ def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
 
 
 def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]:
-    """The texts in the lists that overrides give to the setting `key`. `parsed`: result of `parse`.
-    Values that are not lists are left out without an error, and so are entries that are not texts:
-    `key` is needed before overrides are checked."""
+    """All entries of the lists of texts to which overrides set `key`. `parsed`: result of `parse`.
+    Values that are not lists and entries that are not texts are skipped. They raise no error here,
+    because overrides are checked later."""
     texts: list[str] = []
     for _, override in parsed:
         value = override.value() if override.key_or_group == key else None
@@ -94,24 +98,26 @@ def list_of_texts(key: str, parsed: Iterable[tuple[str, Override]]) -> list[str]
 
 
 def _quote_override(text: str) -> str:
-    """An override in quotes for a shell, with its value in quotes for Hydra."""
+    """An override as it can be typed in a shell: in double quotes, and inside them the value in
+    single quotes for Hydra."""
     key, _, value = text.partition("=")
     escaped = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
     return f"\"{key}='{escaped}'\""
 
 
 def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override to `draft` if the override is about cells. Returns a list with the text for
-    Hydra if Hydra must apply the override; otherwise [].
+    """Add an override to `draft` if it is an override of cells. Returns the overrides that Hydra
+    must apply: a list of one override as text, or [].
 
     UserError for an unknown setting or choice, for an override without values, and for several
     values of a setting that has a single value in a study.
     """
     key = override.key_or_group
     group = key.partition(".")[0]
+    # Hydra's own settings, and overrides of the form GROUP@PACKAGE=NAME
     if key.startswith("hydra") or override.package is not None:
         return [quote_letters(text)]
-    if files.names(key):  # a group, whose value is the name of a file
+    if files.names(key):  # the key is a group, and its value the name of a file
         return [text] if override.is_delete() else _add_choices(text, override, files, draft)
     if _type(group) is None:
         raise unknown("setting", group, [*fields_of(Config), *grid.AXES])
@@ -124,7 +130,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     has_several = len(override_values) > 1 or override.is_sweep_override()
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
-    # a list of a grid: values of an axis, or of a setting in a group
+    # a list of values for the grid: of an axis, or of a setting in a group
     if key in grid.VALUES or (has_several and group in grid.GROUPS):
         draft.command_lists[key] = override_values
         return []
@@ -140,13 +146,14 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
 
 
 def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.Draft) -> list[str]:
-    """Add an override that names files of a group to `draft`, if cells have a choice of this group.
-    Returns a list with the text for Hydra if the override names one file that exists; otherwise [].
-    UserError as from `add_to_draft`."""
+    """Add an override that names files of a group to `draft`, if the group is an axis of the grid.
+    Returns the overrides that Hydra must apply: [text] if the override names one file that exists,
+    otherwise []. UserError as from `add_to_draft`."""
     group = override.key_or_group
     available = files.names(group)
     names: list[str] = []
     for value in values(override):
+        # GROUP=[A,B] means the same as GROUP=A,B
         items: Sequence[Any] = value if isinstance(value, list) else [value]
         names += ["null" if item is None else str(item) for item in items]
     if group in grid.GROUPS:
@@ -157,13 +164,13 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
         )
     elif names[0] not in available:
         raise unknown(group, names[0], available)
-    # several names and patterns are resolved by the grid
+    # the grid resolves patterns, and several names
     return [text] if len(names) == 1 and names[0] in available else []
 
 
 def values(override: Override) -> list[Any]:
-    """The values of an override: several if it has commas, or a function of Hydra for sweeps, such
-    as choice(...); else one."""
+    """The values of an override. There are several if the override has commas or one of Hydra's
+    functions for sweeps, such as choice(...). Otherwise, the list has one value."""
     if not override.is_discrete_sweep():
         return [override.value()]
     return [

@@ -69,14 +69,14 @@ class Packs:
         self.damaged_packs: list[Path] = []
         """Packs that cannot be read."""
         self.damaged_steps: set[str] = set()
-        """Starts of damaged steps. They count as missing until they are removed from their
-        packs."""
+        """First digits of the ids of damaged steps. A damaged step counts as missing until it is
+        removed from its pack."""
         self._connections: dict[str, sqlite3.Connection] = {}
         """Name of a pack -> open connection."""
         self._steps: dict[str, dict[str, str]] = {}
-        """Name of a pack -> start of a step -> KIND/LABEL."""
+        """Name of a pack -> first digits of a step's id -> KIND/LABEL of the step."""
         self._replaces: dict[str, list[str]] = {}
-        """Name of a pack -> names of the packs that it replaces."""
+        """Name of a pack -> names of the older packs that it replaces."""
         self._current_packs: list[str] = []
         """Names of the packs that no other pack replaces, sorted."""
         self._lock = threading.RLock()
@@ -86,7 +86,8 @@ class Packs:
         return packs_in, (self.folder.parent,)
 
     def refresh(self) -> None:
-        """List the folder, open new packs, and close packs that were removed."""
+        """Update the index: open packs that are new in the folder, and close packs that were
+        removed from the folder."""
         with self._lock:
             damaged = {path.stem for path in self.damaged_packs}
             names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - damaged
@@ -103,8 +104,8 @@ class Packs:
             )
 
     def _load(self, name: str) -> None:
-        """Open a pack and read its summaries. A pack that cannot be read is added to
-        `damaged_packs`."""
+        """Open a pack and add it to the index. A pack that cannot be read is added to
+        `damaged_packs` instead."""
         path = self.path(name)
         try:
             # no process writes to a finished pack, so no locks are needed
@@ -122,7 +123,7 @@ class Packs:
         return self.folder / f"{name}{ENDING}"
 
     def __contains__(self, start: str) -> bool:
-        """Whether a step is in a pack, as of the last `refresh`."""
+        """Whether an undamaged step is in a pack, as of the last `refresh`."""
         return self._pack_of(start) is not None and start not in self.damaged_steps
 
     def _pack_of(self, start: str) -> str | None:
@@ -131,8 +132,8 @@ class Packs:
             return next((pack for pack in self._current_packs if start in self._steps[pack]), None)
 
     def find(self, start: str) -> str | None:
-        """KIND/LABEL-START of a step; None when no pack has the step, or the step is damaged. New
-        packs are opened if necessary."""
+        """Name of a step, KIND/LABEL-START; None when no pack has the step, or the step is damaged.
+        New packs are opened if no pack in the index has the step."""
         with self._lock:
             if self._pack_of(start) is None:
                 self.refresh()
@@ -149,7 +150,7 @@ class Packs:
         if not rows:
             raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
         try:
-            return zlib.decompress(rows[0][0])  # the only row has the content alone
+            return zlib.decompress(rows[0][0])  # there is one row, with one column
         except zlib.error:
             raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
 
@@ -160,24 +161,25 @@ class Packs:
         return [name for (name,) in rows]
 
     def size(self, start: str) -> int:
-        """Bytes that a step takes in its pack; 0 when no pack has the step, or the step is damaged.
+        """Bytes of a step's compressed files; 0 when no pack has the step, or the step is damaged.
         Raises Damaged when the pack cannot be read."""
         rows = self._rows(start, "select length(content) from file where start = ?", start)
         return sum(size for (size,) in rows)
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows of a query on the pack that has the step `start`; [] when no pack has the step, or
-        the step is damaged. New packs are opened if necessary. `values`: parameters of the query.
-        Raises Damaged when the pack cannot be read."""
+        """Rows that the SQL `query` selects in the pack with step `start`; [] when no pack has the
+        step, or the step is damaged. New packs are opened if no pack in the index has the step.
+        `values`: parameters of the query. Raises Damaged when the pack cannot be read."""
         with self._lock:
-            for _ in range(2):  # again if the pack was replaced and removed meanwhile
+            # a second time if another process has replaced and removed the pack
+            for _ in range(2):
                 if self._pack_of(start) is None:
                     self.refresh()
                 if start in self.damaged_steps or (name := self._pack_of(start)) is None:
                     return []
                 try:
                     return self._connections[name].execute(query, values).fetchall()
-                except sqlite3.Error:  # damaged, or removed on another node
+                except sqlite3.Error:  # the pack is damaged, or was removed on another node
                     if self.path(name).exists():
                         break
                     self.refresh()

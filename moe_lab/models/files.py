@@ -133,23 +133,25 @@ def hub_config(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def data_files(name: str) -> str | None:
-    """Digest of all data files of the data set `name` on the hub; None when the hub cannot be
-    reached."""
+    """sha256 (hex) of the names, sizes and digests of all data files of the data set `name` on the
+    hub. None when the hub cannot be reached or has no such data set."""
     files = stated_files(name, None, "dataset")
     if files is None:
         return None
-    return _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
+    return _digest({file: files[file] for file in files if not file.endswith(NOT_DATA)})
 
 
 def data_file(name: str, file: str) -> str | None:
-    """sha256 of the file `file` of the data set `name` on the hub. None when the file is not in the
-    cache, and the hub cannot be reached or states no sha256."""
+    """sha256 (hex) of the file `file` of the data set `name` on the hub. If the file is not in the
+    cache, this is the sha256 that the hub states. None when the hub states none or cannot be
+    reached."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, repo_type="dataset")
     if isinstance(cached, str):
         return sha256_of(Path(cached))
     _, digest = (stated_files(name, None, "dataset") or {}).get(file, (0, ""))
+    # of small files, the hub states git's blob id instead of the sha256
     return digest if SHA256.fullmatch(digest or "") else None
 
 
@@ -170,9 +172,9 @@ ADAPTER = "adapter_config.json"
 
 
 def check(settings: ModelConfig) -> None:
-    """Raise UserError for a model that cannot be loaded, as far as this is known without torch and
-    network. Of a folder, config.json, the safetensors files and the family are checked; of a hub
-    id, only the form."""
+    """Raise UserError for a model that cannot be loaded, as far as this can be known without torch
+    and network. For a folder, the files config.json and *.safetensors and the model's family are
+    checked. For a hub id, only the form owner/name is checked."""
     folder = local_path(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -189,11 +191,11 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:
-    """Raise UserError when a file of the folder makes transformers fetch code or another model.
-    With `trust_remote_code`, nothing is checked."""
+    """Raise UserError if the model in `folder` would make transformers fetch code or another model
+    from the hub. Does nothing if `trust_remote_code` is true."""
     if trust_remote_code:
         return
-    # the first such field, if there is any
+    # for the first of these fields, if there is any
     for field, value in _code_fields(read_json(folder / "config.json")):
         raise UserError(
             f"{folder / 'config.json'} has {field}={value}, code that transformers would fetch "
@@ -207,26 +209,28 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def _code_fields(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) for each field of a config.json that names code which is neither built in nor
-    installed, such as a kernel for attention; transformers would fetch this code. `config`: the
-    value of `field`, or for "" the content of the file."""
-    if isinstance(config, dict):
-        for key, value in config.items():
-            # a field that names code may have a value for each part of the model
+def _code_fields(content: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """(field, name of the code) for each field of a config.json that names code to be fetched from
+    the hub, such as a kernel for attention. Fields that name built-in or installed code are left
+    out. `content`: all of config.json; in recursive calls, the value of `field`."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            # a field of CODE_FIELDS may hold a mapping: part of the model -> name of the code
             yield from _code_fields(value, field if field.endswith(CODE_FIELDS) else key)
-    elif isinstance(config, list):
-        for value in config:
+    elif isinstance(content, list):
+        for value in content:
             yield from _code_fields(value, field)
-    elif field.endswith(CODE_FIELDS) and isinstance(config, str):
+    elif field.endswith(CODE_FIELDS) and isinstance(content, str):
         installed = ("flash_attention_2",) if find_spec("flash_attn") else ()
-        if config.removeprefix("paged|") not in (*BUILT_IN, *installed):
-            yield field, config
+        # "paged|sdpa" is sdpa with a paged cache
+        if content.removeprefix("paged|") not in (*BUILT_IN, *installed):
+            yield field, content
 
 
 def local_folder(settings: ModelConfig) -> Path:
-    """The folder of a model. A model with a hub id is downloaded, unless the cache has it. Errors
-    are those of `check`, and those of a failed download."""
+    """The folder of a model, including its weights. A hub model that is not in the cache is
+    downloaded. UserError as from `check`, or when the hub has no such model. Unavailable when the
+    hub cannot be reached."""
     check(settings)
     path = local_path(settings.path)
     if not path.is_dir():
@@ -236,13 +240,14 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer. If they are missing,
-    they are downloaded. None when the hub cannot be reached or has no such model."""
+    """The folder of a model, with at least its configuration and tokenizer. Those of a hub model
+    are downloaded if they are not in the cache. None when the hub cannot be reached or has no such
+    model. UserError as from `check`."""
     path = local_path(settings.path)
     if path.is_dir():
         return path
     check(settings)
-    with suppress(UserError):
+    with suppress(UserError):  # or its subclass Unavailable
         return _download(settings, weights=[])
     return None
 
@@ -260,8 +265,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """sha256 (hex) of a model's configuration, tokenizer and weights. `path`: a folder, or
-    pocket:NAME. UserError when there is no such folder."""
+    """sha256 (hex) of a model's configuration, tokenizer and weights. `path`: the model's folder,
+    or pocket:NAME for a model that ships with moe_lab. UserError when there is no such folder."""
     folder = local_path(str(path))
     if not folder.is_dir():
         raise UserError(
@@ -273,8 +278,8 @@ def fingerprint(path: str | Path) -> str:
 
 
 def in_cache(path: str, revision: str | None) -> Path | None:
-    """The folder in the cache of the hub's model `path`; None unless the cache has all weights of
-    the model."""
+    """The folder of the hub model `path` in the local cache; None unless the cache has all weights
+    of the model."""
     with suppress(OSError, ValueError):
         folder = _snapshot(path, revision, ["*.safetensors"], local_files_only=True)
         open_checkpoint(folder)  # raises UserError, a ValueError, if a shard is missing
@@ -283,13 +288,14 @@ def in_cache(path: str, revision: str | None) -> Path | None:
 
 
 def is_weights(file: str) -> bool:
-    """Whether a file of a repository on the hub is part of a model's weights."""
+    """Whether `file`, a path in a model's repository on the hub, is part of the model's weights.
+    Files in subfolders are not, because transformers does not load them."""
     return file.endswith(".safetensors") and "/" not in file
 
 
 def fingerprint_of(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model in a folder or on the hub. None when the model is neither in a
-    folder nor in the cache, and the hub cannot be reached for the sha256 of its weights."""
+    """The fingerprint of a model in a folder or on the hub. None for a hub model whose weights are
+    not in the cache, if the hub cannot be reached or has no such model."""
     folder = local_path(settings.path)
     if folder.is_dir():
         return fingerprint(folder)
@@ -298,12 +304,12 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _hub_fingerprint(path: str, revision: str | None) -> str | None:
-    """The fingerprint of a model on the hub, from the files in the cache, or from the digests of
-    weights that the hub states; None if neither is known."""
+    """The fingerprint of the hub model `path`. If the weights are not in the cache, they are
+    represented by the digests that the hub states. None if these are not known either."""
     if (cached := in_cache(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
-    # the name of a folder in the cache is its commit
+    # the folder's name is the commit of its files; the digests must be of the same commit
     if folder is None or (files := stated_files(path, folder.resolve().name, "model")) is None:
         return None
     weights = {name: entry for name, entry in files.items() if is_weights(name)}
@@ -313,11 +319,14 @@ def _hub_fingerprint(path: str, revision: str | None) -> str | None:
 def _fingerprint(
     folder: Path, weights: list[Path], remote_weights: Mapping[str, tuple[int, str]]
 ) -> str:
-    """The fingerprint of a model, from the files of `folder` that describe the model, and from its
-    weights. `weights`: weight files on this machine. `remote_weights`: name -> (size, sha256) of
-    weight files that are only on the hub."""
+    """The fingerprint of a model, from the configuration and tokenizer files in `folder` and from
+    the weights. `weights`: weight files on this machine. `remote_weights`: name -> (size, sha256)
+    of weight files that are only on the hub."""
     descriptions = [
-        f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")
+        file
+        for file in files_of(folder)
+        # an index of shards only repeats what the weight files say
+        if file.suffix in DESCRIBING and not file.name.endswith(".index.json")
     ]
     files = {
         file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file))
@@ -327,7 +336,7 @@ def _fingerprint(
 
 
 def _digest(files: Mapping[str, tuple[int, str]]) -> str:
-    """sha256 (hex) of the names, sizes and digests of files. `files`: name -> (size, digest)."""
+    """sha256 (hex) of a list of files. `files`: name -> (size in bytes, digest)."""
     lines = sorted(f"{name} {size} {digest}\n" for name, (size, digest) in files.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -338,8 +347,9 @@ class IdentifiedModel(ModelConfig):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of the model, with the sha256 of its files in place of its path; without a
-        known sha256, with the path and revision."""
+        """Name -> identity, for the fields that change what the model computes. The identity of the
+        field `path` is the sha256 of the model's files. If the sha256 is not known, it is the path
+        and the revision."""
         sha256 = fingerprint_of(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
         return {**identity_fields(self, "path"), "path": files}
@@ -355,15 +365,16 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    # both raise UserError for damaged files; transformers would ignore a damaged generation config
+    # Both calls raise UserError for damaged files. Of these, transformers would ignore a damaged
+    # generation config.
     read_json_if_there(folder / GENERATION)
     open_checkpoint(folder)
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    """The folder of a model in the hub's cache. Missing files are downloaded. `weights`: patterns
-    of the names of weight files. UserError when the hub has no such model, Unavailable when the hub
-    cannot be reached."""
+    """The folder of a hub model in the cache. Files that the cache lacks are downloaded. `weights`:
+    as for `_snapshot`. UserError when the hub has no such model, Unavailable when the hub cannot be
+    reached."""
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -382,12 +393,12 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
         ) from None
 
 
-def _snapshot(path: str, revision: str | None, weights: list[str], **settings: Any) -> Path:
-    """The folder of a model in the hub's cache, with the files that match the patterns `weights`,
-    and all small files that describe the model. `settings`: further arguments of
-    snapshot_download."""
+def _snapshot(path: str, revision: str | None, weights: list[str], **options: Any) -> Path:
+    """The folder of the hub model `path` in the cache. It has the configuration and tokenizer, and
+    the weight files whose names match one of the patterns `weights`; [] for no weights. `options`:
+    further arguments of snapshot_download."""
     from huggingface_hub import snapshot_download
 
     patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
-    arguments = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **settings}
+    arguments = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **options}
     return Path(snapshot_download(path, revision=revision, **arguments))

@@ -28,15 +28,14 @@ sample that takes a tenth of a second of a large model."""
 
 
 def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, function that computes the digest) for each digest that tells `model` from other
-    models of its shape, the decisive digest first. Hashing a large checkpoint for the first time
-    takes minutes.
+    """(name of a digest, function that computes the digest), for up to two digests by which a plan
+    recognises `model`. Only the first digest that is also in the plan is compared. The model_sha256
+    of a large checkpoint takes minutes to compute for the first time.
 
-    weights_DTYPES  sha256 of a sample of the current weights, in their current types; not for a
-                    model with offloaded weights
-    model_sha256    `fingerprint` of the checkpoint that the model was loaded from, as in plans of
-                    studies; not for a model that was built in memory, or whose weights differ from
-                    its checkpoint's
+    weights_DTYPES  sha256 of a sample of the current weights in their current dtypes. Left out if
+                    some weights are offloaded.
+    model_sha256    `fingerprint` of the checkpoint that the model was loaded from. Left out if
+                    there is no checkpoint, or the current weights differ from the checkpoint.
     """
     weights = list(model.state_dict().values())
     if not any(tensor.is_meta for tensor in weights):
@@ -49,8 +48,8 @@ def model_digests(model: Any) -> Iterator[tuple[str, Callable[[], str]]]:
 
 def checkpoint_folder(model: Any) -> Path | None:
     """The folder of the checkpoint that `model` was loaded from; None if there is no such folder. A
-    model that was loaded by its name on the hub does not know its revision, so its folder is that
-    of the default revision in the cache."""
+    model that was loaded by its hub id does not record the revision, so the folder in the cache of
+    the default revision is assumed."""
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
@@ -58,7 +57,7 @@ def checkpoint_folder(model: Any) -> Path | None:
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    """sha256 of the shapes of `tensors` and of the bytes of about SAMPLE of their numbers."""
+    """sha256 (hex) of the shapes of `tensors` and of the bytes of about SAMPLE of their numbers."""
     step = 1 + sum(tensor.numel() for tensor in tensors) // SAMPLE
     content = hashlib.sha256()
     for tensor in tensors:
@@ -69,35 +68,36 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 
 
 def _has_weights_of(model: Any, folder: Path) -> bool:
-    """Whether the weights of `model` are those in the files of `folder`. The shape and the first
-    row of each matrix, of experts too, are compared. True for a quantised checkpoint, which is not
-    compared. False if the files cannot be read."""
+    """Whether `model` has the weights in the files of `folder`. Only the shape and the first row of
+    each matrix are compared, for every expert. True for any quantised checkpoint, because its
+    numbers cannot be compared. False if the files cannot be read."""
     try:
         checkpoint = open_checkpoint(folder)
-    except UserError:  # weights in another format, for example, have no fingerprint
+    except UserError:  # for example, if there are no safetensors files
         return False
     if quantization_method(read_json(folder / "config.json")) is not None:
         return True
     with ExitStack() as files:
         slices = checkpoint.slices(checkpoint.tensors, files)
         for name, weights in _stored_layout(model, checkpoint):
-            if weights is None:
+            if weights is None:  # `model` lacks an expert of the checkpoint
                 return False
             if weights.is_meta or not weights.dim():
                 continue
             if checkpoint.tensors[name].shape != tuple(weights.shape):
                 return False
-            # the first row of each matrix, or the first number of a vector
-            row = (*[slice(None)] * (weights.dim() - 2), slice(1))
-            if not torch.equal(slices[name][row].to(weights.dtype), weights[row].cpu()):
+            # index of the first row of each matrix in (..., rows, columns), or of the first number
+            # of a vector
+            first_row = (*[slice(None)] * (weights.dim() - 2), slice(1))
+            if not torch.equal(slices[name][first_row].to(weights.dtype), weights[first_row].cpu()):
                 return False
     return True
 
 
 def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor that
-    is read from the checkpoint. If the tensor's expert does not exist in `model`, None takes its
-    place."""
+    """(name in the checkpoint, tensor of `model` in the checkpoint's layout) for each tensor of the
+    checkpoint that has a counterpart in `model`. For a tensor of an expert that `model` lacks, the
+    pair is (name, None)."""
     state = model.state_dict()
     for name, stored_name in NameMapping(model, checkpoint.tensors).copied.items():
         if name in state:
@@ -110,15 +110,16 @@ def _stored_layout(model: Any, checkpoint: Checkpoint) -> Iterator[tuple[str, to
         if layer is None or part.expert >= layer.n_experts:
             yield stored_name, None
             continue
-        # the only projection of the tensor; here channels are rows, in the file they may be columns
+        # A tensor of one expert holds a single projection. Channels are rows in `projections`, but
+        # may be columns in the checkpoint.
         weights = layer.projections(part.expert)[part.axes.roles[0]]
         yield stored_name, weights if part.axes.channels == -2 else weights.t()
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raise UserError unless `tokenizer` has the vocabulary and added tokens of the tokenizer
-    beside the model's checkpoint. Does nothing for a model without such a tokenizer, such as a
-    model that was built in memory."""
+    """Raise UserError unless `tokenizer` has the same vocabulary and added tokens as the tokenizer
+    in the folder of the model's checkpoint. Does nothing if the model has no checkpoint, or the
+    folder has no tokenizer."""
     folder = checkpoint_folder(model)
     if folder is None:
         return
@@ -144,15 +145,15 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> (id, whether the token is an added token, which is found in a text before the text
-    is split into tokens)."""
-    added = tokenizer.added_tokens_decoder
+    """Token -> (id, whether the token is an added token). Added tokens are found in a text before
+    the rest of the text is split into tokens."""
+    added = tokenizer.added_tokens_decoder  # id -> token
     return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
 
 
 def _entry(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
-    """The entry of a token for the message, such as "id 7, added"; "missing" if `vocabulary` has no
-    such token."""
+    """The entry of a token in `vocabulary`, as text for an error message, such as "id 7, added".
+    "missing" if `vocabulary` has no such token."""
     if token not in vocabulary:
         return "missing"
     number, is_added = vocabulary[token]

@@ -45,13 +45,15 @@ from moe_lab.models.transformers_private import (
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) for `settings`. The model is in eval mode with frozen weights, and the
-    tokenizer has a pad token. If model.threads is given, torch's number of CPU threads is set, too.
+    tokenizer has a pad token. If model.threads is given, torch's number of CPU threads is set.
 
-    On CUDA, experts run by grouped_mm. On the CPU they run eagerly, or in fp32 by a faster function
-    that gives the same bits (`cpu_experts`). dtype auto is float32 on the CPU and the stored dtype
-    on CUDA. All checks that do not need the weights come before the weights are read. UserError for
-    a folder that is incomplete or damaged, an unsupported architecture, weights that are missing,
-    of the wrong shape, NaN or infinite, and a device that this machine does not have.
+    model.dtype=auto is float32 on the CPU and the stored dtype on CUDA. The experts implementation
+    is grouped_mm on CUDA and eager on the CPU. In fp32 on the CPU, `cpu_experts` replaces eager if
+    it gives the same bits. Checks that need no weights are made before the weights are read.
+
+    UserError for a folder that is incomplete or damaged, for an unsupported architecture, for
+    weights that are missing, of the wrong shape, NaN or infinite, and for a device that this
+    machine does not have.
     """
     dtype = precision(settings)
     device = resolve_device(settings)
@@ -60,7 +62,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         torch.set_num_threads(settings.threads)
     with quiet():
         meta_model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
-        set_top_k(meta_model, settings.top_k)
+        set_top_k(meta_model, settings.top_k)  # only to check top_k before weights are read
         routed_layers(meta_model)  # raises UserError for models that are not supported
         checkpoint = open_checkpoint(folder)
         names = NameMapping(meta_model, checkpoint.tensors)
@@ -85,9 +87,9 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 def skeleton(
     folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """The model of a folder on the meta device, without weights. `dtype`: the precision of its
-    tensors; None: the precision in the configuration. UserError when transformers cannot build the
-    model."""
+    """The model that config.json in `folder` describes, on the meta device, without weights.
+    `dtype`: dtype of the model's tensors; None: the dtype in config.json. UserError when
+    transformers cannot build the model."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
@@ -102,18 +104,20 @@ def skeleton(
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Make every router of `model` choose `top_k` experts, in place; None changes nothing. A router
-    that normalises gates then normalises them over the `top_k` chosen experts. UserError when a
-    router has fewer experts to choose from, or a formula that is only valid for the top_k of the
-    configuration."""
+    """Change `model` in place, so that every router selects `top_k` experts per token; None changes
+    nothing. Routers that normalise gates normalise them over the `top_k` selected experts.
+
+    UserError when a token can be routed to fewer than `top_k` experts, and for families whose
+    routers use a formula that is only valid for the top_k of the configuration.
+    """
     if top_k is None:
         return
     for layer in routed_layers(model):
-        # number of experts in the groups to which a token can be routed
-        most = layer.n_experts // layer.n_group * layer.topk_group
-        if not 1 <= top_k <= most:
+        # a token is routed within topk_group of the n_group groups of experts
+        max_top_k = layer.n_experts // layer.n_group * layer.topk_group
+        if not 1 <= top_k <= max_top_k:
             raise UserError(
-                f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts"
+                f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {max_top_k} experts"
             )
         if layer.family.fixed_top_k:
             raise UserError(
@@ -127,19 +131,20 @@ def set_top_k(model: Any, top_k: int | None) -> None:
     config = model.config.get_text_config()
     for field in TOP_K_FIELDS:
         value = vars(config).get(field)
-        if value is not None:  # in some families a list with one number per layer
+        if value is not None:  # in some families, `value` is a list with one number per layer
             setattr(config, field, [top_k] * len(value) if isinstance(value, list) else top_k)
 
 
 def check_finite(model: nn.Module, prefix: str = "") -> None:
-    """Raise UserError if a number of a tensor whose name begins with `prefix` is NaN or infinite.
-    The message names the tensor and the position in it; in a stack of experts, the expert comes
-    first. Tensors on the meta device are not checked."""
+    """Raise UserError if a parameter or buffer of `model` contains NaN or Inf. The message names
+    the tensor and the indices of the first such number; in a stack of experts, the first index is
+    the expert. Only tensors whose names begin with `prefix` are checked, and none on the meta
+    device."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(prefix) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
-        # It is accumulated in fp32 even without dtype=float32, which would take thirty times as
+        # sum() accumulates in fp32 without being told; sum(dtype=float32) takes thirty times as
         # long. Eight-bit numbers are converted, because torch cannot add them.
         numbers = tensor.float() if tensor.element_size() == 1 else tensor
         if bool(numbers.sum().isfinite()):
@@ -153,14 +158,16 @@ def check_finite(model: nn.Module, prefix: str = "") -> None:
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
-    """The configuration object of a model folder. UserError when the installed transformers has no
-    causal language model of its type, unless the folder has code and `trust_remote_code` is set.
-    UserError also for a damaged config.json."""
+    """The configuration object of the model in `folder`. If the folder has its own code for the
+    model and `trust_remote_code` is true, that code is used. Otherwise, UserError when the
+    installed transformers has no causal language model of this model_type. UserError also for a
+    damaged config.json, and as from `check_code`."""
     check_code(folder, trust_remote_code)
     content = read_json(folder / "config.json")
     kind = content["model_type"]
     has_code = "auto_map" in content
-    if has_code and trust_remote_code:  # transformers still prefers our port, if there is one
+    # if moe_lab registers a class for the type (exported_code), transformers still prefers it
+    if has_code and trust_remote_code:
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if not has_causal_model(kind):
         reason = "transformers has no causal language model of that type"
@@ -181,8 +188,9 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _load_weights(
     folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str
 ) -> Any:
-    """The model of a folder with its weights on `device`. UserError when weights are missing,
-    unused or of the wrong shape, or do not fit on the GPUs."""
+    """The model in `folder`, with its weights on `device`, which may be a device map. `dtype`: the
+    dtype of the weights; "auto": that of the checkpoint. UserError when weights are missing, unused
+    or of the wrong shape, or do not fit on the GPUs."""
     method = quantization_method(read_json(folder / "config.json"))
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
@@ -190,7 +198,8 @@ def _load_weights(
         arguments["quantization_config"] = dequantising(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            # transformers warns that config.json has a quantisation too; ours only dequantises it
+            # transformers warns that config.json has a quantization_config, too. But the argument
+            # only makes transformers dequantise.
             warnings.filterwarnings("ignore", "You passed `quantization_config`")
             result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -200,11 +209,11 @@ def _load_weights(
                 experts_implementation=experts_implementation(device),
                 trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, in one sentence
+                ignore_mismatched_sizes=True,  # `check_shapes` below reports them in one sentence
                 output_loading_info=True,
             )
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # only for quantised checkpoints are such errors expected: a missing package, for example
+        # such errors are expected for quantised checkpoints only, if a package is missing, say
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -219,7 +228,7 @@ def _load_weights(
             f"{missing[0]}"
         )
     check_used(source, report["unexpected_keys"])
-    # a device map puts weights that do not fit on the GPUs elsewhere
+    # with a device map, weights that do not fit on the GPUs are on the CPU or on the disk
     if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):
         raise UserError(
             f"model.device={device}: {source} does not fit on the GPUs that are here: expected "
@@ -233,14 +242,13 @@ def _load_weights(
 
 
 def check_used(source: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError if a tensor that the model does not use would change what the model computes.
-    `unused`: names of the unused tensors in the files of the checkpoint `source`. A tensor is
-    allowed to be unused if NOT_LOADED matches its name, or if it is of a layer that predicts
-    several tokens."""
+    """Raise UserError if the model does not use tensors that it should use. `unused`: names of all
+    tensors of the checkpoint `source` that the model does not use. Two sorts of tensors may be
+    unused: those whose name NOT_LOADED matches, and those of multi-token prediction layers."""
     names = list(unused)
-    extra = prediction_prefixes(names)
+    prediction = prediction_prefixes(names)
     if disallowed := sorted(
-        name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)
+        name for name in names if not name.startswith(prediction) and not NOT_LOADED.search(name)
     ):
         raise UserError(
             f"{source}: the model that config.json describes does not use {len(disallowed)} of the "
@@ -250,9 +258,10 @@ def check_used(source: Path | str, unused: Iterable[str]) -> None:
 
 
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
-    """Raise UserError unless the tensors of a checkpoint are those that config.json asks for, with
-    as many elements, and the experts of each layer are complete. `names`: the names of the
-    checkpoint's tensors in the model that config.json describes, which may be on the meta device.
+    """Raise UserError unless a checkpoint has all tensors that config.json asks for, with the right
+    numbers of elements, and all experts of each layer. UserError also as from `check_used`.
+    `names`: the mapping from the checkpoint to the model that config.json describes; this model may
+    be on the meta device.
 
     Shapes are not compared, because some experts are stored transposed. Quantised checkpoints are
     not checked.
@@ -263,6 +272,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
         return
     mismatched = []
     for name, tensor in names.model.state_dict().items():
+        # None for a tensor that transformers converts from other tensors, or that is not stored
         stored_name = name if name in stored else names.copied.get(name)
         if stored_name is not None and prod(stored[stored_name].shape) != tensor.numel():
             mismatched.append((stored_name, stored[stored_name].shape, tensor.shape))
@@ -274,13 +284,14 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
             f"{missing[0]}"
         )
+    # layer -> number of weights in tensors that each belong to one expert
     counts: Counter[int] = Counter()
     for name, part in Family().block_tensors(stored).items():
         if part.kind == "expert":
             counts[part.layer] += prod(stored[name].shape)
     for layer in routed_layers(names.model):
         expected = sum(weight.numel() for weight in layer.experts.parameters())
-        # 0: the file has stacks of all experts, which are compared above
+        # 0: the experts are stored as stacks, which are compared above
         if counts[layer.index] not in (0, expected):
             raise UserError(
                 f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but "
@@ -289,8 +300,8 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
 
 
 def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise UserError for the first of `mismatched`, if there is any. Its items are (name, stored
-    shape, shape that config.json asks for)."""
+    """Raise UserError if `mismatched` has an item. Items are (name of a tensor, stored shape, shape
+    that config.json asks for). The message is about the first item, sorted by name."""
     for name, shape, expected in sorted(mismatched):
         raise UserError(
             f"{source}: {name} has shape {tuple(shape)}, but config.json asks for "
@@ -300,9 +311,10 @@ def check_shapes(source: Path | str, mismatched: Iterable[tuple[str, Any, Any]])
 
 
 def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
-    """The tokenizer of a folder, with a pad token. Its attribute `date` is the date that its chat
-    template writes as today's. UserError when the folder has no tokenizer, or a tokenizer with
-    neither a pad nor an end token."""
+    """The tokenizer in `folder`. If it has no pad token, the end token becomes the pad token. The
+    attribute `date` is set to model.date, the date that chat templates write as today's date.
+    UserError when the folder has no tokenizer, or a tokenizer with neither a pad nor an end
+    token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
@@ -328,8 +340,8 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which transformers shows no progress bars and warnings. moe_lab raises errors
-    for all that matters in these warnings."""
+    """A context in which transformers shows no progress bars and no warnings. moe_lab itself raises
+    an error for each problem that needs the user's attention."""
     verbosity = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -350,17 +362,18 @@ LOGITS = 1 << 30
 
 
 def tokens_with_logits(model: Any) -> int:
-    """Number of tokens for which one forward pass of `model` may compute logits."""
+    """Largest number of tokens whose logits in fp32 take at most LOGITS bytes. One forward pass of
+    `model` should compute logits for no more tokens."""
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
 def resolve_device(settings: ModelConfig) -> str:
-    """The device or device map that `model.device` selects, which is never "auto". UserError for a
-    device that this machine does not have."""
+    """The device, or the device map, on which the model is loaded: model.device, but cuda or cpu
+    for "auto". UserError for a GPU that this machine does not have."""
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    # the number after the colon; "cuda" and device maps need at least device 0
+    # index of the GPU, after the colon; "cuda" and device maps need GPU 0 at least
     if device != "cpu" and int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise UserError(
             f"model.device={device}: this machine has {torch.cuda.device_count()} CUDA devices, "
@@ -370,15 +383,16 @@ def resolve_device(settings: ModelConfig) -> str:
 
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
-    """The dtype of the loaded weights; the string "auto" stands for the dtype of the checkpoint."""
+    """The dtype in which weights are loaded. The string "auto" stands for the dtype of the
+    checkpoint."""
     if settings.dtype == "auto":
         return torch.float32 if resolve_device(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]
 
 
 def device_name(device: str) -> str:
-    """Name of the hardware that `device`, a value of model.device, selects: the name of the GPU or
-    of the processor. For a device map on several GPUs, their number and the name of the first."""
+    """Name of the GPU or of the processor that `device`, a value of model.device, selects. For a
+    device map on several GPUs, the name is "COUNT x NAME OF THE FIRST GPU"."""
     target = resolve_device(ModelConfig(name="any", path="any", device=device))
     if target == "cpu":
         return processor()

@@ -25,20 +25,21 @@ class StoredRouting:
     """The routing tensors of a model, as they are in the files of its checkpoint."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint, names: NameMapping) -> None:
-        """`names`: the names in `model` of the checkpoint's tensors."""
+        """`names`: the mapping from the checkpoint's tensors to the tensors of `model`."""
         self.checkpoint = checkpoint
         self.names = names
         self.paths = {module: path for path, module in model.named_modules()}
         self.usual_bits = _usual_bits(checkpoint)
+        """Bits of a number in most weights of the checkpoint."""
 
     def restore(self, layer: MoELayer) -> None:
-        """Set the routing tensors of a loaded layer, in place, to the numbers of the files.
+        """Replace the routing tensors of a loaded layer, in place, by those in the files.
 
-        In some families transformers rounds routing tensors to the precision of the model. Then
-        biases that differ by little become equal, and tokens go to other experts. Vectors that are
-        added to scores get at least the precision of the files. The linear map of a router also
-        gets this precision, if most other weights in the files have a lower one. If all weights in
-        the files have the same precision, the linear map keeps the precision of the model.
+        In some families, transformers rounds routing tensors to the precision of the model. Biases
+        that differ by little then become equal, and tokens are routed to other experts. So vectors
+        that are added to scores get at least their precision in the files. The linear map of a
+        router gets at least its precision in the files only if most weights in the files have a
+        lower precision. Otherwise, the linear map keeps the precision of the loaded model.
         """
         stored = self._stored_tensors(layer)
         linear = {
@@ -50,7 +51,7 @@ class StoredRouting:
         for tensor in linear.values():
             if 8 * tensor.element_size() > self.usual_bits:
                 linear_dtype = torch.promote_types(linear_dtype, tensor.dtype)
-        # linear maps that the files do not hold are converted, too
+        # `linear` also has tensors of the linear map that are not in `stored`
         for part, tensor in (linear | stored).items():
             dtype = (
                 linear_dtype
@@ -63,8 +64,9 @@ class StoredRouting:
             router.register_forward_pre_hook(_in_precision_of_weight)
 
     def _stored_tensors(self, layer: MoELayer) -> dict[RoutingTensor, torch.Tensor]:
-        """The routing tensors of a layer, as far as the files hold them in the model's layout. They
-        are in fp32 at most, because scores in fp64 would need experts and statistics in fp64."""
+        """Routing tensor of a layer -> its numbers in the files. Tensors that are stored quantised
+        or in another layout than the model's are left out. Numbers in fp64 are converted to fp32,
+        because scores in fp64 would need experts and statistics in fp64."""
         names = {}
         for part in layer.routing:
             name = self.names.copied.get(f"{self.paths[part.module]}.{part.name}")
@@ -80,8 +82,8 @@ class StoredRouting:
 
 
 def _usual_bits(checkpoint: Checkpoint) -> int:
-    """Number of bits of the floating-point type whose tensors take most bytes of a checkpoint.
-    Packed numbers are stored as integers and do not count."""
+    """Bits per number of the most common floating-point type in a checkpoint, by the bytes of all
+    tensors of the type. Packed quantised weights are stored as integers and do not count."""
     sizes: Counter[str] = Counter()
     for entry in checkpoint.tensors.values():
         if entry.dtype.startswith(("F", "BF")):
@@ -92,6 +94,7 @@ def _usual_bits(checkpoint: Checkpoint) -> int:
 def _in_precision_of_weight(
     module: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """A hook that converts the inputs of a router to the precision of its weight."""
+    """A forward pre-hook that converts the inputs of a router to the dtype of the router's
+    weight."""
     weight: Any = module.weight
     return tuple(tensor.to(weight.dtype) for tensor in inputs)

@@ -48,9 +48,9 @@ head."""
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """(model that is read layer by layer, tokenizer) for `settings`. If model.device is a device
-    map, the model runs on the first GPU, or on the CPU if there is no GPU. UserError as from
-    `load_model`, and for quantised models."""
+    """(model that is read layer by layer, tokenizer) for `settings`. A device map as model.device
+    means the first GPU, or the CPU if there is no GPU. UserError as from `load_model`, and for
+    quantised models."""
     folder = local_folder(settings)
     if (method := quantization_method(read_json(folder / "config.json"))) is not None:
         raise UserError(
@@ -73,8 +73,8 @@ def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The precision of the weights that config.json of `folder` states; fp32 if it states no
-    precision, or an unknown one."""
+    """The dtype of the weights, as stated in config.json of `folder`; fp32 if config.json states
+    no dtype or one that is not in DTYPES."""
     return DTYPES.get(stated_dtype(read_json(folder / "config.json")), torch.float32)
 
 
@@ -96,7 +96,9 @@ class StreamedModel:
         top_k: int | None = None,
     ) -> None:
         """Open the checkpoint in `folder`, check it, and load all weights outside decoder layers.
-        `top_k`: as model.top_k. UserError as from `layer` and `check_sizes`."""
+        `top_k`: number of experts per token; None: the number in config.json. UserError as from
+        `check_sizes`, and for loaded weights that are missing, of the wrong shape, NaN or
+        infinite."""
         self.checkpoint = open_checkpoint(folder)
         self.device = device
         self.dtype = dtype
@@ -110,14 +112,15 @@ class StreamedModel:
         check_sizes(self.checkpoint, names)
         self.routing = StoredRouting(self.model, self.checkpoint, names)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
+        """Layer number -> MoE layer, for the decoder layers with routed experts."""
         self.path = next(iter(self.moe.values())).stack
-        """Module path of the decoder layers, such as model.layers."""
+        """Module path of the list of decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
         self.layer_of = dict(self._tensor_layers())
-        """Tensor in the checkpoint -> its decoder layer, or OUTSIDE."""
+        """Name of a tensor in the checkpoint -> number of its decoder layer, or OUTSIDE."""
         self._reader = ThreadPoolExecutor(1)
         self._pending: dict[int, Future[None]] = {}
-        """Layer number -> the read that `_read_ahead` started."""
+        """Layer number -> future of the read that `_read_ahead` has started."""
         self.model.set_experts_implementation(experts_implementation(device))
         compute_buffers(self.model, self.model, device)
         self._read_ahead(OUTSIDE)
@@ -126,23 +129,24 @@ class StreamedModel:
 
     def _tensor_layers(self) -> Iterator[tuple[str, int]]:
         """(name of a tensor in the checkpoint, number of its decoder layer, or OUTSIDE). Tensors of
-        extra prediction layers are left out."""
-        extra = prediction_prefixes(self.checkpoint.tensors)
+        multi-token prediction layers are left out, and so are tensors of layers that the model does
+        not have."""
+        prediction = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
             number = int(match[1]) if match else OUTSIDE
-            if not name.startswith(extra) and number < len(self.layers):
+            if not name.startswith(prediction) and number < len(self.layers):
                 yield name, number
 
-    def _names(self, number: int) -> list[str]:
-        """Names of the tensors of a layer in the checkpoint."""
+    def _tensor_names(self, number: int) -> list[str]:
+        """Names in the checkpoint of the tensors of layer `number`, or OUTSIDE."""
         return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
     def layer(self, number: int, *, next_number: int = -1) -> Iterator[nn.Module]:
-        """A context in which the decoder layer `number` has its weights, while the weights of the
-        layer `next_number` (-1: none) are read ahead. UserError naming a weight that is missing, of
-        the wrong shape, NaN or infinite."""
+        """A context in which decoder layer `number` has its weights. Meanwhile, the weights of
+        layer `next_number` (-1: none) are read from the disk. UserError for a weight that is
+        missing, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
         if 0 <= next_number < len(self.layers):
@@ -155,8 +159,8 @@ class StreamedModel:
             module.to("meta")
 
     def each_layer(self) -> Iterator[MoELayer]:
-        """The layers with routed experts, in order. A layer has its weights until the next layer is
-        requested."""
+        """The layers with routed experts, in order. Each layer has its weights until the iterator
+        advances to the next layer."""
         numbers = sorted(self.moe)
         for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):
             with self.layer(number, next_number=next_number):
@@ -165,18 +169,21 @@ class StreamedModel:
     def run_layer(
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
     ) -> torch.Tensor:
-        """The output (B, S, H) of layer `number`, whose weights are loaded. The layer's input is
-        `state` (B, S, H), or the embeddings if `state` is None. The model computes masks and
-        positions from `ids` and `valid` (B, S) of the batch."""
+        """The output (B, S, H) of layer `number`, which must have its weights. `ids` and `valid`
+        (B, S): token ids and attention mask of a batch. `state` (B, S, H): input of the layer, the
+        output of the layer before it; None for layer 0, whose input are the embeddings of `ids`."""
         with ExitStack() as undo:
+            # the model is run to compute attention masks and positions; lower layers return `state`
             if state is not None:
                 for lower_layer in self.layers[:number]:
                     bypass(lower_layer, state, undo)
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """The logits (B, S, V) for `state` (B, S, H), the output of the last decoder layer."""
+        """The logits (B, S, V) for `state` (B, S, H), the output of the last decoder layer. `ids`
+        and `valid` (B, S): token ids and attention mask of the batch."""
         with ExitStack() as undo:
+            # every layer returns `state`, and only the last norm and the vocabulary head compute
             for layer in self.layers:
                 bypass(layer, state, undo)
             mask = valid.to(state.device, torch.int64)
@@ -186,49 +193,51 @@ class StreamedModel:
             return logits
 
     def _fill(self, number: int, module: nn.Module) -> None:
-        """Load the weights of the layer `number`, or OUTSIDE, into `module`, and convert them to
-        the model's layout. UserError for weights that are missing, of the wrong shape, NaN or
-        infinite."""
-        # After this wait, conversion reads from the system's cache, and the disk is free for the
-        # next layer. An error of the pending read is ignored: conversion would raise it again.
+        """Load the weights of layer `number`, or OUTSIDE, into `module`, in the model's layout.
+        UserError for weights that are missing, of the wrong shape, NaN or infinite."""
+        # After this wait, `load_tensors` reads from the system's cache, and the disk is free for
+        # the next layer. An error of the pending read is ignored: `load_tensors` would raise it
+        # again.
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
-            tensors = self.checkpoint.slices(self._names(number), files)
-            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
+            slices = self.checkpoint.slices(self._tensor_names(number), files)
+            mismatched = load_tensors(self.model, slices, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
-        if number == OUTSIDE:
-            # as from_pretrained does: two weights that are in the files are not tied, even if the
-            # configuration says so
+        is_outside = number == OUTSIDE
+        if is_outside:
+            # As in from_pretrained, two different weights in the files are not tied, even if the
+            # configuration asks for tying.
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         if number in self.moe:
             self.routing.restore(self.moe[number])
         module.requires_grad_(False)
         tensors = self.model.state_dict()
-        # a layer has the names that begin with its path; OUTSIDE has the names that do not begin
-        # with the path of the decoder layers
-        beginning = f"{self.path}." if number == OUTSIDE else f"{self.path}.{number}."
+        # A layer has the names that begin with its path. OUTSIDE has the names that do not begin
+        # with the path of the decoder layers.
+        prefix = f"{self.path}." if is_outside else f"{self.path}.{number}."
         for name, tensor in tensors.items():
-            if tensor.is_meta and name.startswith(beginning) != (number == OUTSIDE):
+            is_in_module = name.startswith(prefix) != is_outside
+            if is_in_module and tensor.is_meta:
                 raise UserError(
                     f"{self.checkpoint.folder}: weights are missing that config.json asks for: "
                     f"{name}"
                 )
-        check_finite(self.model, prefix="" if number == OUTSIDE else beginning)
+        check_finite(self.model, prefix="" if is_outside else prefix)
 
     def _read_ahead(self, number: int) -> None:
-        """Start to read the bytes of a layer into the system's cache, unless this read has started
-        already."""
-        # posix_fadvise would only read the disk's read-ahead, a few MB, of each range
+        """Start to read the bytes of layer `number`, or OUTSIDE, into the system's cache, unless a
+        read of this layer is pending already."""
+        # posix_fadvise would read only the first few MB of each range, the disk's read-ahead
         if number not in self._pending:
             folder = self.checkpoint.folder
-            entries = [self.checkpoint.tensors[name] for name in self._names(number)]
+            entries = [self.checkpoint.tensors[name] for name in self._tensor_names(number)]
             ranges = [(folder / entry.shard, entry.start, entry.size) for entry in entries]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
 
 def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
-    """Read `ranges` of files, (file, first byte, number of bytes) each, and discard the bytes."""
+    """Read parts of files and discard the bytes. `ranges`: (file, first byte, number of bytes)."""
     buffer = memoryview(bytearray(BLOCK))
     for path, start, size in ranges:
         with path.open("rb", buffering=0) as file:

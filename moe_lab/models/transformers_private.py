@@ -49,8 +49,8 @@ def dequantising(method: str) -> Any:
 
 
 def activation(experts: Any) -> Activation:
-    """The activation of an experts module, which differs by family: SwiGLU, clamped SwiGLU,
-    GELU."""
+    """The activation function between the projections of an experts module. It differs by family:
+    SwiGLU, clamped SwiGLU, GELU."""
     function: Activation = experts._apply_gate if experts.has_gate else experts.act_fn
     return function
 
@@ -83,23 +83,25 @@ def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, An
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """The variables that a chat template reads and does not set, in the dialect of jinja that
-    transformers renders."""
+    """Names of the variables that a chat template reads but does not set itself. The template is
+    parsed in transformers' dialect of jinja."""
     variables: frozenset[str] = _get_template_variables(template)
     return variables
 
 
 def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
-    """A context in which a chat template that writes today's date writes the date of `day`."""
-    # transformers reduces arguments of a template to plain data, so no function can be passed
+    """A context in which `template`, a chat template, writes `day` as today's date."""
+    # transformers reduces the arguments of a template to plain data, so strftime_now cannot be
+    # passed as an argument
     return patch.dict(
         _compile_jinja_template(template).environment.globals, strftime_now=day.strftime
     )
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:
-    """Compute, on `device`, all buffers of the modules below `root` that no checkpoint holds, as
-    loading a whole model does. Modules whose buffers are computed already are left alone."""
+    """Compute, on `device`, the non-persistent buffers of the modules below `root`, such as rotary
+    frequencies. Checkpoints do not contain these buffers, and from_pretrained computes them in the
+    same way. Modules whose buffers are computed already are left alone."""
     for module in root.modules():
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tensors = {name: buffer for name, buffer in buffers.items() if buffer is not None}
@@ -113,7 +115,8 @@ def load_tensors(
     model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
     """Put `tensors` (name in the checkpoint -> safetensors slice) into `model`, as from_pretrained
-    does. Returns (name, found shape, expected shape) of each weight that does not fit."""
+    does. Returns (name, stored shape, shape in the model) of each tensor whose shape does not
+    fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -128,8 +131,8 @@ def load_tensors(
 
 
 def dequantised_by_stated_blocks() -> AbstractContextManager[Any]:
-    """A context in which FP8 checkpoints are dequantised by the `weight_block_size` that their
-    configuration states."""
+    """A context in which transformers dequantises FP8 checkpoints in blocks of the
+    `weight_block_size` that their config.json states."""
     operations = {"dequantize": _DequantizeStatedBlocks}
     return patch.object(FineGrainedFP8HfQuantizer, "get_load_operations", lambda self: operations)
 
@@ -142,9 +145,10 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
     def _dequantize_one(
         self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Dequantise FP8 weights by their scales, one for each stated block: the weights are padded
-        to whole blocks first. Weights that are not in such blocks are dequantised as in
-        transformers. ValueError unless there is a scale for each block."""
+        """Dequantise FP8 weights (..., rows, columns) that have one scale per block of the stated
+        size. Blocks at the edges may be smaller, so the weights are padded to whole blocks first.
+        Other weights are dequantised as in transformers. ValueError unless each block has one
+        scale."""
         block = self.hf_quantizer.quantization_config.weight_block_size
         # four-bit experts of an FP8 checkpoint have blocks of another size, and always whole blocks
         if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
@@ -162,23 +166,24 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
 
 
 class NameMapping:
-    """The tensors of a model into which from_pretrained reads the tensors of a checkpoint."""
+    """Mapping from the tensors of a checkpoint to the tensors of a model, as in from_pretrained."""
 
     def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
-        """`model`: with or without weights. `names`: names of the tensors of the checkpoint."""
+        """`model`: may be on the meta device. `names`: names of all tensors of the checkpoint."""
         self.model = model
         self.names = names
 
     @cached_property
     def renamed(self) -> list[tuple[str, str, str | None]]:
-        """(name in the checkpoint, name in the model, pattern of the tensor's converter) for each
-        tensor of the checkpoint; the pattern is None for a tensor without converter."""
+        """(name in the checkpoint, name in the model, converter) for each tensor of the checkpoint.
+        The converter changes the layout of the tensor, for example into a stack, and is given by
+        its pattern of names; None for a tensor that keeps its layout."""
         mapping = get_model_conversion_mapping(self.model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         expected = self.model.state_dict()
         prefix = self.model.base_model_prefix
-        # some renamings depend on names that come before
+        # some renamings depend on the names before, so the order is that of from_pretrained
         ordered = sorted(self.names, key=dot_natural_key)
         return [
             (name, *rename_source_key(name, renamings, converters, prefix, expected))
@@ -187,21 +192,22 @@ class NameMapping:
 
     @cached_property
     def copied(self) -> dict[str, str]:
-        """Name in the model -> name in the checkpoint, for each tensor of which only the precision
-        is changed."""
+        """Name in the model -> name in the checkpoint, for tensors without converter. Reading can
+        change only their precision."""
         return {renamed: name for name, renamed, converter in self.renamed if converter is None}
 
     def unmatched(self) -> tuple[list[str], list[str]]:
-        """(unused, missing) for an unquantised checkpoint. `unused`: names of the checkpoint's
-        tensors that are not read. `missing`: names of the model's tensors into which nothing is
-        read. Names that the model's class ignores on purpose, and tied tensors, are left out."""
+        """(unused, missing) for an unquantised checkpoint. `unused`: names in the checkpoint of
+        tensors that the model does not have. `missing`: names in the model of tensors that the
+        checkpoint does not have. Names that the model's class ignores on purpose are left out of
+        both. Tied tensors are not missing."""
         expected = self.model.state_dict()
-        unused = {}
+        unused = {}  # name after renaming -> name in the checkpoint
         for name, renamed, _ in self.renamed:
             if renamed not in expected and name not in expected:
                 unused[renamed] = name
         missing = expected.keys() - set(self.names) - {renamed for _, renamed, _ in self.renamed}
-        # transformers takes the names that the model's class ignores out of `report`
+        # transformers removes the names that the model's class ignores from `report`
         report: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unused))
         self.model._adjust_missing_and_unexpected_keys(report)
         missing = report.missing_keys - self.model.all_tied_weights_keys.keys()
@@ -209,8 +215,8 @@ class NameMapping:
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` of `model`, by their names in memory, with the names and in the layout of a
-    checkpoint that save_pretrained writes: name -> tensor."""
+    """Name in the checkpoint -> tensor in the checkpoint's layout, as save_pretrained would write
+    the given tensors of `model`. `tensors`: name in the model -> tensor."""
     model._weight_conversions = None  # the conversions of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
