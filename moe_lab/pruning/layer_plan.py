@@ -37,13 +37,15 @@ class Member(NamedTuple):
 
 
 class StoredExpert(NamedTuple):
-    """A stored expert as a weighted sum of source experts, by ascending id; empty: zeros."""
+    """A stored expert: the weighted sum of its `members`, which are source experts by ascending id.
+    All weights of a stored expert without members are 0."""
 
     members: tuple[Member, ...] = ()
 
     @property
     def copied(self) -> int | None:
-        """The source expert, if the stored expert is a bit-for-bit copy of it; else None."""
+        """Id of the source expert of which the stored expert is a bit-for-bit copy; None if it is
+        no such copy."""
         if len(self.members) != 1:
             return None
         expert, weight, channels = self.members[0]
@@ -51,7 +53,7 @@ class StoredExpert(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Number of stored channels that are zeros and only fill the shape."""
+        """Number of stored channels that are zeros in place of dropped channels."""
         channels = self.members[0].channels if self.members else None
         return 0 if channels is None else int((channels < 0).sum())
 
@@ -63,10 +65,11 @@ class StoredExpert(NamedTuple):
     ) -> Any:
         """One projection (W, H) of the stored expert, which must have members.
 
-        `read(expert)`: the projection of a source expert (I, H), with channels as rows. It is a
-        torch tensor, or an array of numbers or bits. `widen` converts such a projection to numbers
-        that can be added: fp64 for fp64, otherwise fp32. `narrow(sum, values)` rounds the sum to
-        the type of `values`. Neither function is called for a member without a weight.
+        `read(expert)` returns the projection (I, H) of a source expert, with channels as rows: a
+        torch tensor, or an array of numbers or bits. `widen(values)` converts such a projection to
+        numbers that can be added: fp64 for fp64, otherwise fp32. `narrow(total, values)` rounds the
+        sum to the type of `values`. `widen` and `narrow` are not called for a member without a
+        weight, which is copied.
         """
         total: Any = 0
         for expert, weight, channels in self.members:
@@ -118,8 +121,8 @@ class LayerPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """(E,): for each expert, the expert with whose weights it is computed. That is the expert
-        itself, unless it is merged into another one."""
+        """(E,): for each expert, its owner, the expert whose weights compute it. An expert that is
+        not merged into another expert is its own owner."""
         owners = list(range(self.n_experts))
         for owner, group in self.merged.items():
             for member in group:
@@ -128,14 +131,14 @@ class LayerPlan:
 
     @cached_property
     def owner_positions(self) -> tuple[int, ...] | None:
-        """(E',) for each retained expert, the position of its owner among the retained experts;
+        """(E',): for each retained expert, the position of its owner among the retained experts.
         None if each expert is its own owner."""
         positions = tuple(self.retained.index(self.owners[expert]) for expert in self.retained)
         return None if positions == tuple(range(len(self.retained))) else positions
 
     @cached_property
     def merged_away(self) -> tuple[int, ...]:
-        """Ids of the experts that are merged into another one, ascending."""
+        """Ids of the experts that are merged into another expert, ascending."""
         return tuple(expert for expert, owner in enumerate(self.owners) if owner != expert)
 
     @cached_property
@@ -171,9 +174,10 @@ class LayerPlan:
         return is_whole and expert in self.retained and expert not in self.merged
 
     def stored_expert(self, expert: int, width: int | None = None) -> StoredExpert:
-        """The stored form of a retained expert. An owner is the weighted sum of its group. In a
-        plan of whole experts, or with `width` None, any other expert is a copy with all channels.
-        Otherwise it has `width` channels: first its retained channels, then zeros."""
+        """The stored form of a retained expert. The owner of a group is stored as the weighted sum
+        of the group. An expert that owns no group is a copy with all channels in a plan of whole
+        experts, and if `width` is None. Otherwise it is stored with `width` channels: its retained
+        channels, then zeros."""
         if expert in self.merged:
             return StoredExpert(tuple(self._members(expert)))
         if self.channels is None or width is None:
@@ -186,9 +190,9 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def _members(self, owner: int) -> Iterator[Member]:
-        """The terms of the weighted sum that `owner` stores: the members of its group, by ascending
-        id, each with its weight and the order in which its channels are added to those of the
-        owner (None: channel i to channel i)."""
+        """The terms of the weighted sum that is stored for `owner`: the members of its group, by
+        ascending id. The channels of a member say which of them is added to each channel of the
+        owner; None: channel i is added to channel i."""
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
@@ -196,8 +200,8 @@ class LayerPlan:
             yield Member(expert, weight, channels)
 
     def masked_expert(self, expert: int) -> StoredExpert:
-        """The stored form of an expert in its original shape, with zeros in the places of its
-        dropped channels; without members, so all zeros, if the expert is dropped."""
+        """The stored form of an expert in its original shape, with zeros in place of its dropped
+        channels. A dropped expert has no members, so all its weights are 0."""
         if expert not in self.retained:
             return StoredExpert()
         if self.channels is None or self.channels[expert].all():
@@ -206,9 +210,10 @@ class LayerPlan:
         return StoredExpert((Member(expert, channels=channels),))
 
     def as_json(self) -> dict[str, Any]:
-        """The layer as in plan.json: the number of experts, the retained ids, for plans of channels
-        the width and a row of bits (hex) per retained expert, merged groups if there are any, and
-        the sha256 of each of its arrays."""
+        """The fields of the layer in plan.json: "experts", the number of experts before pruning;
+        "retained", ids; in plans of channels "width" and, as "channels", the packed bits of
+        each retained expert in hex; "merged" (owner -> member -> weight) if experts are merged; and
+        the sha256 of each array in `arrays`, by the name of the array."""
         document: dict[str, Any] = {"experts": self.n_experts, "retained": list(self.retained)}
         if self.channels is not None:
             packed = numpy.packbits(self.channels[list(self.retained)], axis=1, bitorder="little")
@@ -221,14 +226,15 @@ class LayerPlan:
         return document | {name: _sha256(array) for name, array in self.arrays().items()}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Name -> array for plan.npz, of the fields `ARRAYS` that the layer has."""
+        """Name -> array, for each field in `ARRAYS` that is not None. The arrays are in
+        plan.npz."""
         return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
 
     @classmethod
     def from_json(
         cls, document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     ) -> LayerPlan:
-        """The layer that `as_json` wrote as `document`, with its `arrays` from plan.npz.
+        """The layer for which `as_json` returned `document` and `arrays` returned `arrays`.
         ValueError, TypeError or LookupError if `document` is damaged."""
         merged = {}
         for owner, group in document.get("merged", {}).items():
@@ -240,8 +246,8 @@ class LayerPlan:
 
 
 def _unpack_mask(document: Mapping[str, Any]) -> Mask:
-    """The mask (E, I) of a layer of plan.json. ValueError unless each retained expert has a row of
-    the stated width."""
+    """The mask (E, I) of channels in `document`, a layer of plan.json. ValueError unless each
+    retained expert has a row of the stated width."""
     mask: Mask = numpy.zeros((document["experts"], document["width"]), dtype=numpy.bool_)
     for expert, text in zip(document["retained"], document["channels"], strict=True):
         bits = numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8)

@@ -48,8 +48,8 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which only `layers` are masked, for models whose other layers are not in memory.
-    Whether the plan fits is not checked."""
+    """A context in which `layers` are masked, and no other layers of `plan`: for models of which
+    only some layers are in memory. It is not checked whether the plan fits."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(_mask_layer(layer, plan.layers[layer.index]))
@@ -59,7 +59,7 @@ def mask_layers(layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
 @contextmanager
 def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
     """A context in which one layer is masked: its router, and its experts if `plan` has channels.
-    RuntimeError when `plan` has channels and the experts are replaced already."""
+    RuntimeError when `plan` has channels and `replace_experts` has replaced the experts already."""
     with ExitStack() as undo:
         if plan.channels is not None:
             if are_replaced(layer):
@@ -73,11 +73,11 @@ def _mask_layer(layer: MoELayer, plan: LayerPlan) -> Iterator[None]:
 
 
 def planned_experts(layer: MoELayer, plan: LayerPlan) -> ExpertsFunction:
-    """The function that computes the experts of a layer, with their original ids, under `plan`,
-    which has channels. Dropped channels are 0 before the down projection, null experts put out
-    their constants, and merged experts are computed with the weights of their group. Experts that
-    retain all channels give the bits of the eager forward; models that use grouped_mm still use it,
-    except in layers with merged experts."""
+    """A function that computes the experts of a layer, called by original ids, under `plan`, which
+    has channels. Dropped channels are 0 before the down projection, null experts put out their
+    constants, and merged experts are computed with the weights of their group. Models that use
+    grouped_mm still use it, except in layers with merged experts. Without grouped_mm, experts that
+    retain all channels give the results of the eager forward bit for bit."""
     if not plan.merged and experts_implementation(layer.experts) == "grouped_mm":
         function = _grouped_experts(layer, _dropped_channels(layer, plan))
     else:
@@ -137,13 +137,13 @@ def _add_constants(function: ExpertsFunction, layer: MoELayer, plan: LayerPlan) 
 
 
 def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """A function that computes all experts at once, by transformers' grouped matrix products. Right
-    after the activation, the channels that `dropped` (E, I) marks for a row's expert are set to
-    0."""
+    """A function that computes all experts at once, by transformers' grouped matrix products. A row
+    of these products is one token in one of its experts. Right after the activation, the channels
+    of the row that are `dropped` (E, I) in this expert are set to 0."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H), by an activation that is masked during this call."""
+        """The routed output (T, H). The activation of the experts is masked during this call."""
         activate = activation(experts)
         # the expert of each row, in the order in which grouped_mm processes rows
         row_experts = index.reshape(-1).sort().values
@@ -163,9 +163,10 @@ def _grouped_experts(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
 @contextmanager
 def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """A context in which the router of `layer` only has the rows and biases of the experts
-    `retained` (ascending ids). The router then returns positions in `retained` instead of ids.
-    Yields `id()` of each original tensor -> its slice, for blocks that pass biases to their
-    router."""
+    `retained` (ascending ids), and returns positions in `retained` instead of ids.
+
+    Yields a dictionary: Python's `id()` of an original tensor of the router -> slice of this
+    tensor. Callers need it for blocks that pass such a tensor to the router as an argument."""
     check_in_memory(layer)
     ids = torch.tensor(retained)
     slices = {}
@@ -174,6 +175,7 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
             original = part.tensor
             rows = original.detach().index_select(part.axis, ids.to(original.device))
             slices[id(original)] = rows
+            # called at the end of the context
             undo.callback(replace_tensor, part.module, part.name, original)
             replace_tensor(part.module, part.name, rows)
         for module in layer.router.modules():
@@ -185,8 +187,8 @@ def sliced_router(layer: MoELayer, retained: Sequence[int]) -> Iterator[dict[int
 @contextmanager
 def masked_router(layer: MoELayer, retained: tuple[int, ...]) -> Iterator[None]:
     """A context in which the router of `layer` only chooses among the experts `retained`, and
-    returns their original ids. RuntimeError when the experts are called with other ids than the
-    router returned, for example by a block that does not call its router."""
+    returns their original ids. RuntimeError when the block calls its experts with other ids than
+    the router returned, for example because it does not call its router."""
     ids = torch.tensor(retained, device=layer.routing[0].tensor.device)
     last_ids: list[torch.Tensor] = []  # the ids that the router returned last, as the only item
 

@@ -82,18 +82,20 @@ class Plan:
         fields of each layer agree."""
         if not self.layers:
             raise UserError("plan: layers={}, expected at least one layer")
-        missing = [number for number, layer in self.layers.items() if layer.channels is None]
-        if 0 < len(missing) < len(self.layers):
+        without_channels = [
+            number for number, layer in self.layers.items() if layer.channels is None
+        ]
+        if 0 < len(without_channels) < len(self.layers):
             raise UserError(
-                f"plan: channels are missing in layers {missing}: expected channels in all layers "
-                "or in none"
+                f"plan: channels are missing in layers {without_channels}: expected channels in "
+                "all layers or in none"
             )
         for number, layer in self.layers.items():
             _check_layer(number, layer)
 
     def with_layers(self, layers: Mapping[int, LayerPlan]) -> Plan:
-        """A copy of the plan in which `layers` (number -> layer) replace the layers of these
-        numbers."""
+        """A copy of the plan with some layers replaced. `layers`: number of a layer -> the layer
+        that replaces it."""
         return replace(self, layers={**self.layers, **layers})
 
     @property
@@ -108,7 +110,7 @@ class Plan:
 
     @property
     def has_constants(self) -> bool:
-        """Whether dropped experts are replaced by constants."""
+        """Whether null experts put out constants instead of 0."""
         return any(layer.constants is not None for layer in self.layers.values())
 
     @property
@@ -118,13 +120,13 @@ class Plan:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether tokens are routed to experts that are computed with the weights of other
-        experts."""
+        """Whether a retained expert is computed with the weights of another expert, its owner."""
         return any(layer.owner_positions for layer in self.layers.values() if layer.merged)
 
     @property
     def removed(self) -> float:
-        """Share of the experts, or of the channels of all experts, that are removed or replaced."""
+        """Share of the experts that are not retained. In a plan of channels, the share of the
+        channels of all experts that are not retained."""
         retained = 0
         total = 0
         for layer in self.layers.values():

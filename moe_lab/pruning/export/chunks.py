@@ -187,5 +187,5 @@ class Piece:
 
     @property
     def zeros(self) -> int:
-        """Bytes of the tensor that only fill the shape."""
+        """Number of bytes that are zeros in place of dropped experts or channels."""
         return sum(chunk.zeros for chunk in self.chunks)

@@ -49,25 +49,28 @@ ANY_DIGIT = "[0-9]"
 
 
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
-    """Raise UserError unless the router that config.json describes can work with the plan."""
-    text = config.get("text_config", config)
-    # a field holds a number, or a list with a number for each layer
-    top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))
-    n_group = text.get("n_group") or 1
-    if text.get("topk_method") in UNGROUPED_METHODS:
+    """Raise UserError unless the routers that config.json (`config`) describes can work with the
+    experts that `plan` retains."""
+    text_config = config.get("text_config", config)
+    # a field holds a number, or a list with a number for each layer: the largest is checked
+    top_k = int(max(numpy.max(text_config.get(field, 1)) for field in TOP_K_FIELDS))
+    n_group = text_config.get("n_group") or 1
+    if text_config.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
-    router = {"top_k": top_k, "n_group": n_group, "topk_group": text.get("topk_group")}
+    router = {"top_k": top_k, "n_group": n_group, "topk_group": text_config.get("topk_group")}
     plan.check(dict.fromkeys(plan.layers, router))
 
 
 def describe_export(
     config: dict[str, Any], form: Form, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """config.json for `form`, and the code needed to load the export: file name -> text; empty for
-    a stock checkpoint. `config`: the original's config.json. `names`: names of the written tensors;
-    without tensors of layers that predict several tokens, the new config.json counts no such
-    layers. A quantised model's lists of modules name experts by their new numbers. UserError when
-    `config` is of a pruned model whose layers differ, or transformers has no class to build on."""
+    """(config.json of the export, file name -> source code of the files that load the export).
+
+    There are no such files if transformers alone can load the export. `config`: config.json of the
+    original. `names`: names of the export's tensors. If no name is of a layer for multi-token
+    prediction, the new config.json counts no such layers. Names of modules in config.json get the
+    new numbers of experts. UserError when `config` is of a pruned model whose layers differ, or as
+    for `check_causal` when experts or layers get another shape."""
     if LAYERS_FIELD in config:
         raise UserError(
             "the source is a pruned checkpoint whose layers differ already "
@@ -77,87 +80,98 @@ def describe_export(
     edited: dict[str, Any] = renumbered(
         config, {index: layer.experts for index, layer in form.items()}
     )
-    text = edited.get("text_config", edited)
+    text_config = edited.get("text_config", edited)
     if not any(map(EXTRA_PREDICTION.search, names)):
-        text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
+        text_config.update(
+            {field: 0 for field in EXTRA_PREDICTION_LAYERS if text_config.get(field)}
+        )
     kind = str(config.get("model_type", ""))
-    if port := port_of(kind):
+    if port_files := port_of(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
         edited["auto_map"] = {
             "AutoConfig": f"{module}Config",
             "AutoModelForCausalLM": f"{module}ForCausalLM",
         }
-    counts = {len(layer.experts) for layer in form.values()}
+    expert_counts = {len(layer.experts) for layer in form.values()}
     widths = {layer.width for layer in form.values()}
-    if len(counts) == 1:
-        (count,) = counts
-        text.update(dict.fromkeys((field for field in COUNT_FIELDS if field in text), count))
-        text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
+    if len(expert_counts) == 1:
+        (count,) = expert_counts
+        text_config.update(
+            dict.fromkeys((field for field in COUNT_FIELDS if field in text_config), count)
+        )
+        text_config.update(
+            dict.fromkeys(ALSO_COUNTS.get(text_config.get("model_type", ""), ()), count)
+        )
     elif edited.get("output_router_logits"):
-        # the balancing loss needs layers with equal numbers of experts
+        # these logits are for the balancing loss, which needs equal numbers of experts
         edited["output_router_logits"] = False
     # all layers have equally many experts of the same width, and none are packed
     if (
-        len(counts) == 1
+        len(expert_counts) == 1
         and len(widths) == 1
         and all(layer.widths is None for layer in form.values())
     ):
         width = widths.pop()
         stock_config = edited if width is None else narrowed(edited, width)
         if stock_config is not None:
-            return stock_config, port
-    return _uneven_config(edited, form), _code(kind)
+            return stock_config, port_files
+    return _uneven_config(edited, form), _uneven_code(kind)
 
 
 def _uneven_config(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """`config`, edited for a checkpoint whose layers differ, or that the family's configuration
-    cannot describe. The export has a model type of its own, so that no stock class fills missing
-    weights with random numbers. `LAYERS_FIELD` has the shape of each layer, and the original values
-    of the replaced fields, which a program restores to load the checkpoint by a family's class."""
+    """`config`, edited in place for an export that the family's own configuration cannot describe,
+    for example because its layers differ.
+
+    The export gets a new model type: the family's own class would fill missing weights with random
+    numbers. `LAYERS_FIELD` gets the shape of each layer, and as "stock" the original values of the
+    replaced fields. A program that loads the export by the family's own class restores them."""
     kind = config.get("model_type", "")
     check_causal(kind)
     replaced_fields = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
-    stock: dict[str, Any] = {name: config[name] for name in replaced_fields if name in config}
+    original_fields: dict[str, Any] = {
+        name: config[name] for name in replaced_fields if name in config
+    }
     layers = {}
-    for index, layer in form.items():
+    for number, layer in form.items():
         fields = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
         fields["constants"] = True if layer.constants is not None else None
-        stated = {name: value for name, value in fields.items() if value is not None}
-        layers[str(index)] = {"experts": len(layer.experts), **stated}
+        present_fields = {name: value for name, value in fields.items() if value is not None}
+        layers[str(number)] = {"experts": len(layer.experts), **present_fields}
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]
     config["auto_map"] = {
         "AutoConfig": "pruned.PrunedConfig",
         "AutoModelForCausalLM": "pruned.PrunedForCausalLM",
     }
-    config[LAYERS_FIELD] = {"format": FORMAT, "stock": stock, "layers": layers}
+    config[LAYERS_FIELD] = {"format": FORMAT, "stock": original_fields, "layers": layers}
     return config
 
 
-def _code(kind: str) -> dict[str, str]:
-    """Name -> text of the files that build a model whose layers differ, with the classes of the
-    model type `kind`: those of its port in this package, or of transformers without a port."""
+def _uneven_code(kind: str) -> dict[str, str]:
+    """File name -> source code of the files that build a model whose layers differ. The code builds
+    on the classes of the model type `kind`: those of its port in `PORTS`, if it has one, otherwise
+    those of transformers."""
     folder = Path(__file__).parents[2] / "exported_code"
-    port = port_of(kind)
-    texts = {
+    port_files = port_of(kind)
+    files = {
         name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")
     }
-    text = texts["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
-    if port:
+    pruned_code = files["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
+    if port_files:
         module = f".modeling_{PORTS[kind].file}"
         base = PORTS[kind].base
-        text = text.replace(
+        pruned_code = pruned_code.replace(
             "Config: Any = CONFIG_MAPPING[KIND]", f"from {module} import {base}Config as Config"
         )
-        text = text.replace(
+        pruned_code = pruned_code.replace(
             "Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]",
             f"from {module} import {base}ForCausalLM as Model",
         )
-    return {**texts, "pruned.py": text, **port}
+    return {**files, "pruned.py": pruned_code, **port_files}
 
 
 def check_causal(kind: str) -> None:
-    """Raise UserError unless transformers has code for causal language models of the model type
+    """Raise UserError unless transformers, or a port, has a causal language model of the model type
     `kind`."""
     if not has_causal_model(kind):
         raise UserError(
@@ -167,14 +181,15 @@ def check_causal(kind: str) -> None:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """A copy of `config` with experts of `width` channels. None if a stock model cannot have such
-    experts: no field of `config` sets the width, or the field also sets another size, such as the
-    width of shared experts."""
+    """A copy of `config` whose routed experts have `width` channels. None if the family's own class
+    cannot have such experts: no field of `config` sets their width, or this field also sets another
+    size, such as the width of shared experts."""
     check_causal(config.get("model_type", ""))
     field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
     if field is None:  # the width is the default of the model's class
         return None
     edited = {**config, field: width}
+    # other parameters keep their shapes only if the field sets no other size
     return edited if _shapes(config) == _shapes(edited) else None
 
 
@@ -204,22 +219,25 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of `content`, the content of a JSON file, in which names of modules have the new
-    numbers of experts, as in a quantisation's lists of modules that are not quantised. `written`:
-    layer -> original ids of its written experts, in order. List items and fields that name an
-    expert that is not written are left out. UserError for a name of experts in several layers."""
+    """A copy of the JSON `content` in which names of modules have the new numbers of experts.
+
+    Such names are keys or list items, for example in a quantisation's list of modules that are not
+    quantised. `written`: layer -> original ids of the experts that the export has, in their new
+    order. Keys and items that name another expert are removed. UserError for a pattern that names
+    experts of several layers by number."""
     if isinstance(content, dict):
         renamed = {
             _renumbered_name(key, written): renumbered(value, written)
             for key, value in content.items()
         }
-        renamed.pop(None, None)  # the fields of experts that are not written
+        renamed.pop(None, None)  # the key of all experts that are not written
         return renamed
     if isinstance(content, list):
         items = [
             _renumbered_name(item, written) if isinstance(item, str) else renumbered(item, written)
             for item in content
         ]
+        # None is an expert that is not written, unless the original item is null
         return [
             item
             for item, original in zip(items, content, strict=True)
@@ -231,7 +249,8 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 def renumbered_files(
     folder: Path, written: Mapping[int, Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Name -> new content, for each of `FILES` that `folder` has."""
+    """File name -> content as `renumbered` returns it, for each of `FILES` that `folder` has.
+    `written`: as for `renumbered`."""
     return {
         name: renumbered(read_json(folder / name), written)
         for name in FILES
@@ -240,12 +259,13 @@ def renumbered_files(
 
 
 def _renumbered_name(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
-    """The name with the expert's new number; the same name if it names no expert of a layer in
-    `written`; None for an expert that is not written. UserError as for `renumbered`."""
+    """`name` with the new number of the expert that it names. None if this expert is not written.
+    `name` itself if it names no expert, or an expert of a layer that is not in `written`. UserError
+    as for `renumbered`."""
     match = EXPERT_NAME.search(name)
-    # the name without the numbers that are understood: another number is of several layers
-    unmatched = f"{name[: match.start()]} {name[match.end() :]}" if match else name
-    if OTHER_NUMBER.search(unmatched.replace(ANY_DIGIT, "")):
+    # the name without the expert's number: any number left stands for experts of several layers
+    remainder = f"{name[: match.start()]} {name[match.end() :]}" if match else name
+    if OTHER_NUMBER.search(remainder.replace(ANY_DIGIT, "")):
         raise UserError(
             f"quantization_config has {name}, which names experts by number in several layers, but "
             "pruning gives them other numbers in each: expected one name for each layer and "

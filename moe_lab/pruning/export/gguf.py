@@ -51,8 +51,8 @@ AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)
 
 
 def converter(export: ExportConfig) -> Path:
-    """Path of llama.cpp's converter: export.converter, or, if that is null, the converter that
-    `make llama` fetched. UserError when the file does not exist."""
+    """Path of llama.cpp's converter: the setting export.converter. If the setting is null, it is
+    the converter that `make llama` fetched. UserError when the file does not exist."""
     path = FETCHED if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
@@ -66,11 +66,12 @@ def converter(export: ExportConfig) -> Path:
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
-    """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the
-    converter `path`, and return `out`. `name`: the model's name in the file. The new folder `out`
-    also has the small files of the checkpoint. Weights keep their type, or become fp32 if they have
-    several types, so that all numbers are the same. UserError for a checkpoint whose layers differ,
-    and, quoting its last line, when the converter fails."""
+    """Convert the exported checkpoint in folder `checkpoint` to GGUF by the converter `path`.
+    Returns the new folder `out` with model.gguf and the checkpoint's files other than weights.
+
+    `name`: the model's name in model.gguf. No number is rounded: matrices keep their type if all
+    have the same, otherwise they become fp32. UserError for a checkpoint whose layers differ. If
+    the converter fails, its last line is in the message of the error."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "
@@ -97,19 +98,21 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """llama.cpp's name for the pre-tokenizer of tokenizer.json in `folder`. None if PRE_TOKENIZERS
-    does not have this pre-tokenizer, and for tokenizers that are not BPE, normalise the text or
-    ignore merges."""
+    """llama.cpp's name of the pre-tokenizer in `folder`/tokenizer.json. None if it is not in
+    PRE_TOKENIZERS. None also for a tokenizer that is not BPE, has a normalizer, or ignores
+    merges."""
     tokenizer = read_json_if_there(folder / "tokenizer.json")
     model = tokenizer.get("model") or {}
-    steps = tokenizer.get("pre_tokenizer") or {}
+    settings = tokenizer.get("pre_tokenizer") or {}
     if model.get("type") != "BPE" or tokenizer.get("normalizer") or model.get("ignore_merges"):
         return None
-    sequence = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
-        # without merges across line breaks, each line break is a token even without this step
-        sequence = sequence[1:]
-    return next((name for name, pattern in PRE_TOKENIZERS.items() if sequence == pattern), None)
+    steps = settings["pretokenizers"] if settings.get("type") == "Sequence" else [settings]
+    if steps[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
+        # the step isolates line breaks: no token changes without it if no merge has a line break
+        steps = steps[1:]
+    return next(
+        (name for name, known_steps in PRE_TOKENIZERS.items() if steps == known_steps), None
+    )
 
 
 def _output_type(checkpoint: Path) -> str:
@@ -129,12 +132,12 @@ def _output_type(checkpoint: Path) -> str:
 
 
 def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
-    """Run the converter `path` with `arguments` to its end in a child process, which is killed if
-    this process dies. `pre`: as in `gguf_worker.convert`. If the converter fails, the end of its
-    log is printed, and an error is raised: Unavailable if the child was killed or the disk is full,
-    otherwise UserError."""
-    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)}
+    """Run the converter `path` with `arguments` in a child process, which is killed if this process
+    dies, and wait until it ends. `pre`: as in `gguf_worker.convert`. If the converter fails, the
+    end of its log is printed. Then Unavailable is raised if the child was killed or the disk is
+    full, otherwise UserError."""
+    search_path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search_path)}
     with Child(
         command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment
     ) as child:

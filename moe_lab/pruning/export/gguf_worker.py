@@ -10,26 +10,27 @@ from typing import Any
 
 
 def convert(converter: str, pre: str | None, arguments: list[str]) -> None:
-    """Run the main function of the script `converter` with the command line `arguments`. `pre`: the
-    converter's name for the model's pre-tokenizer (None: unknown), used if the converter does not
-    recognise the vocabulary."""
+    """Run the main function of the script `converter` with the command line `arguments`. `pre`:
+    llama.cpp's name of the model's pre-tokenizer, for a vocabulary that the converter does not
+    recognise; None: not known."""
     sys.path[:0] = [str(Path(converter).parent), str(Path(converter).parent / "gguf-py")]
     script = importlib.import_module(Path(converter).stem)
     # No code of a checkpoint is run. Without this timeout, transformers would wait 15 s for a user
     # to allow the code.
-    remote: Any = importlib.import_module("transformers.dynamic_module_utils")
-    remote.TIME_OUT_REMOTE_CODE = 0
-    library = sys.modules.get("conversion.base", script)
-    # the effect of the option --no-mtp, which is an error for families that predict one token only
-    if hasattr(library, "ModelBase"):
-        library.ModelBase.no_mtp = True
+    dynamic_modules: Any = importlib.import_module("transformers.dynamic_module_utils")
+    dynamic_modules.TIME_OUT_REMOTE_CODE = 0
+    module = sys.modules.get("conversion.base", script)
+    # Layers for multi-token prediction are not converted. The option --no-mtp has the same effect,
+    # but is an error for families without such layers.
+    if hasattr(module, "ModelBase"):
+        module.ModelBase.no_mtp = True
     if pre:
-        _name_pre_tokenizer(library, pre)
+        _set_pre_tokenizer(module, pre)
     sys.argv = [converter, *arguments]
     script.main()
 
 
-def _name_pre_tokenizer(module: Any, pre: str) -> None:
+def _set_pre_tokenizer(module: Any, pre: str) -> None:
     """Make the converter use the pre-tokenizer `pre` for a vocabulary that it does not recognise.
     The converter recognises a vocabulary by a hash of the tokens of a fixed text, so it never
     recognises a new vocabulary."""

@@ -39,25 +39,27 @@ class Block:
     def __init__(
         self, tensors: Mapping[str, tuple[Entry, BlockTensor]], layer: LayerForm, count: int
     ) -> None:
-        """`tensors`: name of each tensor of the block -> its entry in the file and its role in the
-        block. `layer`: the form of the layer. `count`: number of experts before pruning."""
+        """`tensors`: name of each tensor of the block -> (its entry in the file, its role in the
+        block). `layer`: the form of the layer in the export. `count`: number of experts before
+        pruning."""
         self.tensors = tensors
         self.layer = layer
         self.count = count
         self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
+        """Prefix of the names of all tensors of the block, ending in a dot."""
         self.expert_tensors = {
             name: (entry, block_tensor)
             for name, (entry, block_tensor) in tensors.items()
             if block_tensor.kind in ("expert", "stack")
         }
         self.matrices: dict[tuple[str, int], Matrix] = {}
-        """(role, expert) -> projection; empty until `read_matrices`."""
+        """(role, expert) -> projection in the original's files; empty until `read_matrices`."""
 
     def read_matrices(self, family: Family, width: int | None) -> None:
-        """Fill `matrices` with the projections of all experts, of `width` channels each. Nothing is
-        done for a plan of whole experts (`width` None) or if all stored experts are copies or
-        zeros. UserError for a tensor of experts that is not a projection, and for a family whose
-        channels cannot be removed."""
+        """Fill `matrices` with the projections of all experts, each of `width` channels. `matrices`
+        stays empty for a plan of whole experts (`width` None), and if every stored expert is zeros
+        or a copy of a whole expert. UserError for a tensor of experts that is not a projection, and
+        for a family whose channels cannot be removed."""
         if width is None or not self.layer.changed:
             return
         if family.unfit:
@@ -70,41 +72,41 @@ class Block:
                 self.matrices[role, expert] = matrix
 
     def piece(self, name: str) -> Piece | None:
-        """The exported form of the tensor `name`. None if nothing is written for it: the tensor is
-        of an expert that is dropped, or of experts that `packed` writes. UserError for a tensor of
-        unknown kind."""
+        """The tensor of the export that is made from the tensor `name` of the original. None if the
+        export has no such tensor, because its expert is dropped, or because `packed` writes the
+        experts of the layer. UserError for a tensor of unknown kind."""
         entry, block_tensor = self.tensors[name]
-        retained = self.layer.experts
+        experts = self.layer.experts
         if block_tensor.kind == "unknown":
             raise UserError(
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
         if block_tensor.kind == "router":
-            return _rows(name, entry, 0, retained, self.count)
+            return _rows(name, entry, 0, experts, self.count)
         if block_tensor.kind == "vector":
             return _bar_dropped(
-                _rows(name, entry, len(entry.shape) - 1, retained, self.count), entry, self.layer
+                _rows(name, entry, len(entry.shape) - 1, experts, self.count), entry, self.layer
             )
         if block_tensor.kind == "shared":
             return unchanged(name, entry)
         if self.layer.widths is not None or (
-            block_tensor.expert is not None and block_tensor.expert not in retained
+            block_tensor.expert is not None and block_tensor.expert not in experts
         ):
             return None
         shape = entry.shape
         if block_tensor.expert is None:  # a stack
-            shape = _rows(name, entry, 0, retained, self.count).shape
+            shape = _rows(name, entry, 0, experts, self.count).shape
         else:
             old = f"{self.prefix}experts.{block_tensor.expert}."
-            new = f"{self.prefix}experts.{retained.index(block_tensor.expert)}."
+            new = f"{self.prefix}experts.{experts.index(block_tensor.expert)}."
             name = name.replace(old, new, 1)
         chunks = tuple(self._chunks(entry, block_tensor))
         return Piece(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
 
     def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
-        """The exported shape of a tensor of experts: `shape`, with the number of channels in the
-        export. `shape` itself if that number is as before, or the tensor has no channels."""
+        """The shape of a tensor of experts in the export: `shape`, with the new number of channels.
+        `shape` itself if the number of channels does not change or the tensor has no channels."""
         if (
             self.layer.width is None
             or block_tensor.axes is None
@@ -112,13 +114,14 @@ class Block:
         ):
             return shape
         resized = list(shape)
-        # a tensor of gate and up has the channels of both on one axis
+        # a tensor of two roles, gate and up, has the channels of both roles on this axis
         resized[block_tensor.axes.channels] = self.layer.width * len(block_tensor.axes.roles)
         return tuple(resized)
 
     def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
-        """The chunks of an exported tensor of experts: of all stored experts for a stack, or of the
-        expert of `block_tensor`. An expert is zeros, a copy of bytes, or computed projections."""
+        """The chunks of an exported tensor of experts. A stack has the chunks of all stored
+        experts, any other tensor those of its only expert. The chunks of an expert are zeros, a
+        copy of bytes, or computed projections."""
         is_stack = block_tensor.kind == "stack"
         size = entry.size // self.count if is_stack else entry.size  # bytes of one expert
         for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
@@ -135,8 +138,9 @@ class Block:
                     )
 
     def packed(self) -> Iterator[Piece]:
-        """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in
-        a layer with constants, constants (experts of width 0, H)."""
+        """The packed tensors of the layer, whose expert e has I_e channels: gate_up_packed (sum of
+        2 I_e, H) and down_packed (sum of I_e, H). A layer with constants also has the tensor
+        constants (N, H) of its N null experts."""
         experts = self.layer.stored
         total = sum(self.layer.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
@@ -144,7 +148,7 @@ class Block:
             self._projection(expert, role, dtype) for expert in experts for role in ("gate", "up")
         )
         down = tuple(self._projection(expert, "down", dtype, as_rows=True) for expert in experts)
-        hidden = down[0].matrix.rows
+        hidden = down[0].matrix.rows  # H: in the original's files, down is (H, I)
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
         yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
         if (values := self.layer.constants) is not None:
@@ -154,33 +158,34 @@ class Block:
     def _projection(
         self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
     ) -> Projection:
-        """The projection `role` (gate, up or down) of a stored expert, in the type `dtype`.
-        `as_rows`: as in `Projection`."""
+        """The projection `role` (gate, up or down) of the expert `stored`, in the type `dtype`.
+        `as_rows`: whether channels become rows also in down."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
         return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
 
     def check_complete(self, folder: Path) -> None:
-        """Raise UserError unless the block has all its experts, with the same tensors each, and one
-        router, which can bar dropped experts if the form has any."""
+        """Raise UserError unless the block has all its experts, each with the same tensors, and one
+        router. If the form has dropped experts, the router needs a bias that bars them (`can_bar`).
+        `folder`: the original checkpoint, for messages."""
         block_tensors = [block_tensor for _, block_tensor in self.tensors.values()]
         kinds = Counter(block_tensor.kind for block_tensor in block_tensors)
-        layer = block_tensors[0].layer
+        number = block_tensors[0].layer
         if kinds["router"] != 1:
             names = ", ".join(DISK_ROUTER_WEIGHTS)
             raise UserError(
-                f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 "
+                f"{folder}: layer {number} has {kinds['router']} router weights, expected 1 "
                 f"({names})"
             )
         if self.layer.dropped and not can_bar(self.tensors):
             raise UserError(
-                f"export=masked: the plan drops experts of layer {layer}, but its router has "
+                f"export=masked: the plan drops experts of layer {number}, but its router has "
                 f"{NO_BIAS}"
             )
         # tensors of a stack name no expert
         experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
         if experts != set(range(self.count)) and (experts or not kinds["stack"]):
             raise UserError(
-                f"plan is for another model: its layer {layer} has {self.count} experts, {folder} "
+                f"plan is for another model: its layer {number} has {self.count} experts, {folder} "
                 f"has {len(experts)}"
             )
         projections = Counter(
@@ -188,19 +193,21 @@ class Block:
         )
         if len(set(projections.values())) > 1:
             raise UserError(
-                f"{folder}: the experts of layer {layer} do not all have the same tensors"
+                f"{folder}: the experts of layer {number} do not all have the same tensors"
             )
 
 
 def pieces(
     checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
 ) -> dict[str, list[Piece]]:
-    """File -> tensors of the exported checkpoint, in the order of the original's bytes, packed
-    experts first. All layers that predict several tokens are left out if one of them has experts.
-    UserError when the blocks on disk are not those of the plan, experts or a router are missing, a
-    tensor is not known, or the form cannot be written."""
+    """File name -> tensors of this file of the export: first packed experts, then all other tensors
+    in the order of the original's bytes.
+
+    All layers for multi-token prediction are left out if one of them has experts. UserError when
+    the MoE blocks on disk are not those of the plan, experts or a router are missing, a tensor of a
+    block is of unknown kind, or `form` cannot be written."""
     block_tensors = family.block_tensors(checkpoint.tensors)
-    left_out = predicting_experts(checkpoint.tensors)
+    left_out_prefixes = predicting_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
     for name, block_tensor in block_tensors.items():
         tensors.setdefault(block_tensor.layer, {})[name] = checkpoint.tensors[name], block_tensor
@@ -210,12 +217,12 @@ def pieces(
             f"{checkpoint.folder} has experts in layers {sorted(tensors)}"
         )
     blocks = {}
-    for index, layer in plan.layers.items():
-        block = blocks[index] = Block(tensors[index], form[index], layer.n_experts)
+    for number, layer in plan.layers.items():
+        block = blocks[number] = Block(tensors[number], form[number], layer.n_experts)
         block.read_matrices(family, layer.width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
-        if name.startswith(left_out):
+        if name.startswith(left_out_prefixes):
             continue
         piece: Piece | None = unchanged(name, entry)
         if name in block_tensors:
@@ -225,8 +232,9 @@ def pieces(
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
         if block.layer.widths is not None:
+            # the file that has the last of the block's tensors of experts
             shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
-            # packed tensors are aligned at the start of the file, whatever the sizes of the others
+            # at the start of a file, packed tensors are aligned whatever size other tensors have
             by_shard[shard][:0] = block.packed()
     return by_shard
 
@@ -234,9 +242,9 @@ def pieces(
 def _matrices(
     name: str, entry: Entry, block_tensor: BlockTensor, count: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) for each projection in the tensor `name`, which has one expert or all
-    `count` experts, of `width` channels each. UserError for biases, for tensors without channels,
-    and for types whose numbers cannot be read."""
+    """(role, expert, matrix) for each projection in the tensor `name`. The tensor holds one expert
+    or all `count` experts, each of `width` channels. UserError for biases, for tensors that do not
+    hold plain projections, and for types that are not in UNSIGNED."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -244,9 +252,9 @@ def _matrices(
             "experts"
         )
     roles = block_tensor.axes.roles
-    is_down = block_tensor.axes.channels == -1
-    first_axes = (count,) if block_tensor.kind == "stack" else ()
-    if entry.shape[:-2] != first_axes or entry.shape[-1 if is_down else -2] != width * len(roles):
+    is_down = block_tensor.axes.channels == -1  # down is (H, I), gate and up are (I, H)
+    expert_axes = (count,) if block_tensor.kind == "stack" else ()
+    if entry.shape[:-2] != expert_axes or entry.shape[-1 if is_down else -2] != width * len(roles):
         raise UserError(
             f"plan is for another model: it is about {count} experts of {width} channels, and "
             f"{name} has shape {entry.shape}"
@@ -255,9 +263,9 @@ def _matrices(
     columns = entry.shape[-1]
     experts = range(count) if block_tensor.expert is None else (block_tensor.expert,)
     size = entry.size // len(experts) // len(roles)  # bytes of one projection
-    for number, expert in enumerate(experts):
-        for position, role in enumerate(roles):
-            start = entry.start + (number * len(roles) + position) * size
+    for expert_position, expert in enumerate(experts):
+        for role_position, role in enumerate(roles):
+            start = entry.start + (expert_position * len(roles) + role_position) * size
             yield role, expert, Matrix(entry.shard, start, rows, columns, entry.dtype)
 
 
@@ -279,8 +287,8 @@ def expert_type(checkpoint: Checkpoint) -> str:
 
 
 def can_bar(names: Iterable[str]) -> bool:
-    """Whether the tensors called `names` include a routing vector in which a bias can bar dropped
-    experts."""
+    """Whether a tensor in `names` is a vector of biases per expert that can bar dropped experts,
+    which means that the router never chooses them. Biases after the softmax cannot."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
@@ -290,9 +298,9 @@ def unchanged(name: str, entry: Entry) -> Piece:
     return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
 
 
-def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: int) -> Piece:
-    """A tensor cut down to the experts `retained` of all `count` along `axis`. Raises UserError
-    unless the tensor has `count` entries there, and all axes before `axis` have size 1."""
+def _rows(name: str, entry: Entry, axis: int, experts: tuple[int, ...], count: int) -> Piece:
+    """The tensor `name` with only the entries of `experts` along `axis`, in this order. UserError
+    unless `axis` has `count` entries, one for each expert, and all axes before it have size 1."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
@@ -300,15 +308,15 @@ def _rows(name: str, entry: Entry, axis: int, retained: tuple[int, ...], count: 
             f"plan is for another model: it is about layers of {count} experts, and {name} has "
             f"shape {entry.shape}"
         )
-    step = entry.size // count
-    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in retained)
-    return Piece(name, entry.dtype, (*outer, len(retained), *entry.shape[axis + 1 :]), spans)
+    step = entry.size // count  # bytes of one expert
+    spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in experts)
+    return Piece(name, entry.dtype, (*outer, len(experts), *entry.shape[axis + 1 :]), spans)
 
 
 def _bar_dropped(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
-    """A copy of the routing vector `piece`, in which the dropped experts of `layer` have a bias so
-    low that they are never chosen; `piece` itself if no expert is dropped. UserError for a type
-    without such a number in NEVER."""
+    """A copy of the routing vector `piece` in which the dropped experts of `layer` have the bias
+    NEVER, which is so low that the router never chooses them. `piece` itself if no expert is
+    dropped. UserError for a type that is not in NEVER. `entry`: the vector in the original."""
     if not layer.dropped:
         return piece
     if entry.dtype not in NEVER:
@@ -316,9 +324,9 @@ def _bar_dropped(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
             f"{piece.name} is of type {entry.dtype}: expected one of {', '.join(NEVER)} to mask "
             "experts"
         )
-    never = bytes.fromhex(NEVER[entry.dtype])
-    parts = [
-        Constant(never, part.size) if expert in layer.dropped else part
-        for expert, part in zip(layer.experts, piece.chunks, strict=True)
+    bias = bytes.fromhex(NEVER[entry.dtype])
+    chunks = [
+        Constant(bias, chunk.size) if expert in layer.dropped else chunk
+        for expert, chunk in zip(layer.experts, piece.chunks, strict=True)
     ]
-    return Piece(piece.name, piece.dtype, piece.shape, tuple(parts))
+    return Piece(piece.name, piece.dtype, piece.shape, tuple(chunks))

@@ -49,9 +49,9 @@ class Changes:
 
 
 def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
-    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns
-    `out`. The division into shards and all other files stay. `out` is complete as soon as it
-    exists."""
+    """Write the exported checkpoint in `folder`, with `changes`, to the new folder `out`; returns
+    `out`. Each tensor stays in its shard. Files other than shards, index, config.json and model
+    card are copied unchanged. `out` only appears when it is complete."""
     checkpoint = open_checkpoint(folder)
     with new_folder(out) as work:
         for shard in checkpoint.shards:
@@ -62,8 +62,9 @@ def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
 
 
 def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: Path) -> None:
-    """Write config.json, the index (if `folder` has an index) and the model card for the shards in
-    `target`, from the files in `folder` and the `changes`."""
+    """Write config.json, the model card and the index into `target`, which has the changed `shards`
+    already. Each is made from the file in `folder` and from `changes`; the index only if `folder`
+    has one."""
     entries = {
         name: entry for shard in shards for name, entry in read_header(target / shard)[1].items()
     }
@@ -77,41 +78,42 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
-    """Write one shard with `changes` into `folder`. Bytes for its header are reserved at its start,
-    because its tensors are known only when the last of them is written. Tensors whose size is no
-    multiple of `ALIGNMENT` are written last, so that all tensors before them are aligned."""
+    """Write one shard with `changes` into `folder`. Bytes for the header are reserved at the start
+    of the file, because the header is complete only when the last tensor is written. Tensors whose
+    size is no multiple of `ALIGNMENT` are written last, so that all other tensors are aligned."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
     reserved = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
-    start = -(-reserved // ALIGNMENT) * ALIGNMENT  # rounded up
+    data_start = -(-reserved // ALIGNMENT) * ALIGNMENT  # rounded up
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
     with (
         safe_open(checkpoint.folder / shard, framework="pt") as source,
         new_file(folder / shard) as target,
     ):
-        target.seek(start)
+        target.seek(data_start)
         for name in names:
             for new_name, tensor in changes.tensors(name, source.get_tensor(name)).items():
                 if tensor.nbytes % ALIGNMENT:
                     unaligned[new_name] = tensor
                 else:
-                    header[new_name] = _append(tensor, target, start)
+                    header[new_name] = _append(tensor, target, data_start)
         for new_name, tensor in unaligned.items():
-            header[new_name] = _append(tensor, target, start)
-        beginning = header_bytes(header, start)
-        if len(beginning) > start:
+            header[new_name] = _append(tensor, target, data_start)
+        beginning = header_bytes(header, data_start)
+        if len(beginning) > data_start:
             raise ValueError(
-                f"the header of {shard} takes {len(beginning)} bytes, {start} are reserved"
+                f"the header of {shard} takes {len(beginning)} bytes, {data_start} are reserved"
             )
         target.seek(0)
         target.write(beginning)
 
 
-def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any]:
-    """Write the bytes of a tensor at the position of `target`. Returns the tensor's entry for the
-    header; the data of the file, from which its offsets count, begin at `start`."""
-    begin = target.tell() - start
+def _append(tensor: torch.Tensor, target: BinaryIO, data_start: int) -> dict[str, Any]:
+    """Write the bytes of a tensor at the current position of `target`. Returns the tensor's entry
+    for the header. The offsets in the entry count from byte `data_start` of the file, where the
+    data of the first tensor begin."""
+    begin = target.tell() - data_start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return {
         "dtype": TYPES[tensor.dtype],

@@ -17,8 +17,9 @@ shapes or offsets beside the weights."""
 
 
 def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
-    """Raise UserError if the plan removes `channels` from a checkpoint quantised by `method`, or if
-    such a checkpoint cannot be exported in this `shape`. `method` None: not quantised, no error."""
+    """Raise UserError if a checkpoint quantised by `method` cannot be exported in `shape` (a value
+    of export.shape), or if the plan removes channels of its experts (`channels`). A checkpoint that
+    is not quantised has the `method` None, and raises no error."""
     if method is None:
         return
     if channels:
@@ -42,14 +43,17 @@ def wrong(
     *,
     verify: bool,
 ) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` (expert or channel; None: not known)
-    for the model cannot be exported with these settings. Files of the model are checked if they are
-    on this machine. Without a shape nothing is exported, and only `conflicts` count."""
+    """A sentence for each reason why plans for the model cannot be exported with these settings.
+
+    `granularity`: what the plans remove, "expert" or "channel"; None: not known. `verify`: whether
+    exports are verified. The model's files are only checked if they are on this machine. If
+    export.shape is None, nothing is exported, and only the first three reasons (`conflicts`) are
+    checked."""
     shape_setting = f"export={export.shape}"
     format_setting = f"export.format={export.format}"
     recovery_setting = f"recovery={recovery.name}"
     is_recovered = recovery.name != "none"
-    # sentence -> whether it is true
+    # sentence -> whether the settings have this conflict
     conflicts = {
         f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
         "expected verify=false with a recovery": verify and is_recovered,
@@ -67,7 +71,7 @@ def wrong(
         return
     yield from user_errors(check_trained_top_k, model, shape_setting)
     yield from user_errors(check_quantised, quantization(model), export.shape)
-    # the settings that need plain weights, if they are set
+    # the settings that need plain weights; a list times False is empty
     for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
         yield from user_errors(check_plain_weights, model, setting)
     folder = local_path(model.path)
@@ -78,8 +82,9 @@ def wrong(
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError if the export is a GGUF file in a shape other than masked. `allocation`: the
-    name of an allocation that makes layers or experts unequal, which only masked evens out."""
+    """Raise UserError if the export is a GGUF file in a shape other than masked. `allocation`: name
+    of the allocation, which gives layers or experts unequal sizes. Only the shape masked gives them
+    equal sizes again."""
     if export.format == "gguf" and export.shape not in (None, "masked"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all "

@@ -37,45 +37,46 @@ def verify(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> float:
-    """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the
-    largest difference.
+    """Compare the checkpoint in folder `exported` with the model in `source` masked by `plan`;
+    returns the largest relative difference, see `_relative_difference`.
 
-    Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS
-    random tokens. One layer of each model is in memory, in the stored precision. The outputs of the
-    layer and of every retained expert (also of experts that no token chose) are compared, and the
-    logits after the last layer. The outputs must be equal bit for bit on the CPU if the layer lost
-    only whole experts and is written without them. Otherwise they must be within TOLERANCE,
-    relative to the largest number of a token or of an entry of the hidden state, whichever is
-    smaller. The code of an export with uneven layers is run. UserError naming the first layer that
-    differs.
+    Both models get TOKENS random tokens, and each decoder layer of the export gets the input of the
+    same layer in the masked model. One layer of each model is in memory, in the stored precision.
+    The outputs of each layer and of each retained expert (also if no token chose it) are compared,
+    and the logits. On the CPU they must be equal bit for bit, except in MoE layers, if the plan has
+    channels or the export has zeros for dropped experts. All other differences may be up to
+    TOLERANCE. The code of an export with uneven layers is run. UserError naming the first layer
+    that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     pruned = StreamedModel(exported, dtype=dtype, device=device, trust_remote_code=True)
     plan.check_model(list(masked.moe.values()))
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
-        masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=draws
+        masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=generator
     )
     valid = torch.ones_like(ids, dtype=torch.bool)
     state: torch.Tensor | None = None
     largest = 0.0
     with torch.no_grad():
         for number in range(len(masked.layers)):
-            moe = masked.moe.get(number)
-            written = pruned.moe.get(number)
+            masked_moe = masked.moe.get(number)
+            exported_moe = pruned.moe.get(number)
             with ExitStack() as stack:
                 for model in (masked, pruned):
                     _align(stack.enter_context(model.layer(number, next_number=number + 1)))
-                with mask_layers([] if moe is None else [moe], plan):
+                with mask_layers([] if masked_moe is None else [masked_moe], plan):
                     output = masked.run_layer(number, ids, valid, state)
                 pairs = [("outputs", output, pruned.run_layer(number, ids, valid, state))]
-                if moe is not None and written is not None:
+                if masked_moe is not None and exported_moe is not None:
                     hidden = rms_norm(output.flatten(0, -2), output.shape[-1:])
-                    pairs.append(_all_experts(moe, written, plan.layers[number], hidden))
-            # the sums over experts then have the same terms in the same order
-            has_same_order = written is None or (
-                not plan.has_channels and written.n_experts == len(plan.retained[number])
+                    pairs.append(
+                        _all_experts(masked_moe, exported_moe, plan.layers[number], hidden)
+                    )
+            # whether both models add up the same outputs of experts in the same order
+            has_same_order = exported_moe is None or (
+                not plan.has_channels and exported_moe.n_experts == len(plan.retained[number])
             )
             bound = 0.0 if device == "cpu" and has_same_order else TOLERANCE[dtype]
             location = f"decoder layer {number} of {exported}"
@@ -89,37 +90,41 @@ def verify(
     return max(largest, _difference(str(exported), logits, bound))
 
 
-def _all_experts(layer: MoELayer, written: MoELayer, plan: LayerPlan, hidden: torch.Tensor) -> Pair:
-    """Name, expected and actual outputs of all retained experts of a layer, each for at least one
-    row of `hidden` (T, H): expected from `layer` under `plan`, actual from the `written` layer."""
+def _all_experts(
+    layer: MoELayer, exported: MoELayer, plan: LayerPlan, hidden: torch.Tensor
+) -> Pair:
+    """(name, expected outputs, actual outputs) of all retained experts of a layer. Each expert is
+    called for at least one row of `hidden` (T, H). `layer` under `plan` gives the expected outputs,
+    the layer `exported` gives the actual ones."""
     retained = torch.tensor(plan.retained, device=hidden.device)
-    positions = retained  # of the retained experts in `written`
-    if written.n_experts != layer.n_experts:
+    positions = retained  # of the retained experts in `exported`
+    if exported.n_experts != layer.n_experts:
         positions = torch.arange(len(retained), device=hidden.device)
     indices = torch.arange(
         ceil(len(retained) / len(hidden)) * len(hidden), device=hidden.device
     ) % len(retained)
-    indices = indices.reshape(-1, len(hidden)).T  # (T, K): each row takes the next experts in turn
+    # (T, K), position of an expert in `retained`: 0, 1, 2, ... fill the rows in turn, K times
+    indices = indices.reshape(-1, len(hidden)).T
     gates = hidden.new_ones(indices.shape)
     with ExitStack() as stack:
         if plan.channels is not None:
             replace_experts(layer, lambda _: planned_experts(layer, plan), stack)
         expected = layer.experts(hidden, retained[indices], gates)
-    actual = written.experts(hidden, positions[indices], gates)
+    actual = exported.experts(hidden, positions[indices], gates)
     return "outputs of all retained experts, called in turn,", expected, actual
 
 
 def _align(module: nn.Module) -> None:
-    """Copy each weight of `module` that does not start at a multiple of ALIGNMENT, as in a
-    memory-mapped file, to aligned memory."""
+    """Copy each weight of `module` to aligned memory if its address is no multiple of ALIGNMENT, as
+    can happen in a memory-mapped file."""
     for weight in module.parameters():
         if not weight.is_meta and weight.data_ptr() % ALIGNMENT:
             weight.data = weight.data.clone()
 
 
 def _difference(location: str, compared: Pair, bound: float) -> float:
-    """The relative difference of the two outputs in `compared`. UserError, naming the `location`,
-    when the difference is above `bound` or NaN."""
+    """The relative difference of the outputs in `compared`, see `_relative_difference`. UserError,
+    naming the `location`, when the difference is above `bound` or NaN."""
     name, expected, actual = compared
     difference = _relative_difference(expected.flatten(0, -2), actual.flatten(0, -2))
     if not difference <= bound:
@@ -132,8 +137,10 @@ def _difference(location: str, compared: Pair, bound: float) -> float:
 
 
 def _relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference of (T, H) numbers. Each difference is relative to the largest expected
-    number in its row or in its column, whichever is smaller."""
-    size = expected.float().abs()
-    scale = torch.minimum(size.amax(0, keepdim=True), size.amax(1, keepdim=True)).clamp(min=1e-30)
+    """The largest relative difference of two tensors (T, H). Each absolute difference is divided by
+    the largest expected magnitude in its row or in its column, whichever is smaller."""
+    magnitude = expected.float().abs()
+    scale = torch.minimum(magnitude.amax(0, keepdim=True), magnitude.amax(1, keepdim=True)).clamp(
+        min=1e-30
+    )
     return float(((expected.float() - actual.float()).abs() / scale).max())

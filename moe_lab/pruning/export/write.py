@@ -32,8 +32,8 @@ NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A context with an empty folder beside `target`, which is renamed to `target` at the end. If
-    the context fails, the folder is removed."""
+    """A context with a new empty folder next to `target`. At the end, the new folder is renamed to
+    `target`. If the context fails, the new folder is removed."""
     work = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
     work.mkdir(parents=True)
@@ -47,8 +47,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A context with a new file for writing. At the end its bytes are on the disk, so that a crash
-    after its folder was renamed loses nothing."""
+    """A context with a new file for writing. At the end, the bytes of the file are on the disk, so
+    that the file is complete even if the machine crashes after `new_folder` renamed the folder."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -75,8 +75,8 @@ def write_weights(
 
 
 def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
-    """Write the index of the shards: `shard_of` (tensor -> file), and the `total` bytes of all
-    tensors."""
+    """Write the index of the shards into `folder`. `shard_of`: name of a tensor -> name of its
+    file. `total`: bytes of all tensors."""
     write_json(
         folder / INDEX,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
@@ -89,9 +89,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def copy_others(folder: Path, target: Path) -> None:
-    """Copy the files of the checkpoint in `folder` that are no weights, such as its tokenizer, to
-    the same paths in `target`. Indices, hidden files and files with a suffix in NOT_COPIED are left
-    out."""
+    """Copy the files of the checkpoint in `folder` other than weights, such as its tokenizer, to
+    the same relative paths in `target`. Indices of shards, hidden files and files with a suffix in
+    NOT_COPIED are not copied."""
     for file in files_of(folder):
         if (
             file.suffix not in NOT_COPIED
@@ -142,8 +142,8 @@ def _merge_spans(tensors: Sequence[Piece]) -> list[Chunk]:
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
-    """Append `size` bytes from `start` to `target`: by the kernel where possible, otherwise through
-    a buffer."""
+    """Append `size` bytes of `source`, from byte `start`, to `target`: by the kernel if possible,
+    otherwise through a buffer. `start` advances with the bytes that are copied."""
     target.flush()
     end = start + size
     while start < end and hasattr(os, "copy_file_range"):
@@ -155,7 +155,7 @@ def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:
             if error.errno not in NO_KERNEL_COPY:
                 raise
             break
-        if copied == 0:
+        if copied == 0:  # the loop below copies the rest, or reports the end of the file
             break
         start += copied
     source.seek(start)
