@@ -142,21 +142,23 @@ class Plan:
     def digest(self) -> str:
         """sha256 of what the plan retains and replaces: equal for plans that give the same
         model."""
-        canonical = json.dumps(self._layers(), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self._layers_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
         """Raise UserError unless the plan has exactly the layers of `routers`, each router works
-        with the retained experts, all groups of a group-limited router retain equally many, and
-        protected experts are unchanged. Messages about too few or unequally many experts have the
-        nearest feasible number."""
+        with the number of retained experts, all groups of a group-limited router retain equally
+        many experts, and protected experts are unchanged. An error about a number of experts
+        states the nearest number that is possible."""
         self._check_layer_numbers(routers)
         for number, router in routers.items():
             _check_router(number, self.layers[number], router)
 
     def check_model(self, layers: Sequence[MoELayer]) -> None:
-        """Raise UserError unless the plan has exactly these layers in their shapes, its channels
-        can be removed, and the routers work with the retained experts."""
+        """Raise UserError unless the plan fits a model with the MoE layers `layers`: the numbers
+        and shapes of the layers agree, the dropped channels can be removed, and `check` accepts
+        the plan for the routers."""
+        # attributes of MoELayer have the names of the facts in `Routers`
         routers = {layer.index: vars(layer) for layer in layers}
         self._check_layer_numbers(routers)
         for layer in layers:
@@ -183,19 +185,20 @@ class Plan:
     def check_origin(
         self, identity: Iterable[tuple[str, Callable[[], str]]], model: object
     ) -> None:
-        """Raise UserError if the plan was made for another model than the present one.
+        """Raise UserError if the plan was not made for the model that has the digests `identity`.
 
-        `identity`: (name, function that computes the value) of each digest of the present model, as
-        in `models.identity`. The first name that is also in the provenance decides. If no name is
-        in the provenance, warn that only layers and counts are compared. `model`: how messages call
-        the present model. If the provenance has a model_sha256, a model without one is refused.
+        `identity`: (name, function that computes the digest) for each digest, as from
+        `model_digests`. Only the first digest that the provenance also has is compared. If the
+        provenance has none of these digests, but has a model_sha256, raise UserError. If the
+        provenance has no model_sha256 either, warn that only layers and counts are compared.
+        `model`: name of the model in messages.
         """
-        for name, compute in identity:
+        for name, compute_digest in identity:
             expected = self.provenance.get(name)
             if not expected:
                 continue
-            if (value := compute()) != expected:
-                raise self._origin_error(name, f"{model} has {value[:12]}")
+            if (digest := compute_digest()) != expected:
+                raise self._origin_error(name, f"{model} has {digest[:12]}")
             return
         if self.provenance.get("model_sha256"):
             raise self._origin_error("model_sha256", f"{model} has the weights of no checkpoint")
@@ -206,8 +209,9 @@ class Plan:
         )
 
     def _origin_error(self, name: str, actual: str) -> UserError:
-        """The error for a model whose digest `name` differs from the digest in the provenance.
-        `actual`: a clause that says which digest the model has, or that it has no checkpoint."""
+        """The error that the plan was made for another model. `name`: the digest in the provenance
+        that the given model does not have. `actual`: a clause that says which digest the given
+        model has, or that it has the weights of no checkpoint."""
         return UserError(
             "plan is for another model: it was made for the one of "
             f"{name}={str(self.provenance[name])[:12]}, and {actual}: give that model, or try the "
@@ -229,7 +233,7 @@ class Plan:
         document = {
             "schema": SCHEMA,
             "digest": self.digest,
-            "layers": self._layers(),
+            "layers": self._layers_json(),
             "provenance": self.provenance,
         }
         if self.merged_layers:
@@ -238,24 +242,25 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan in the file `path`, with its arrays from the .npz file beside it. UserError when
-        a file of the plan is missing, or the plan is damaged or of another schema."""
+        """The plan that `save` wrote to the file `path` and, if the plan has arrays, to the .npz
+        file beside it. UserError when a file of the plan is missing, or when the plan is damaged or
+        of another schema."""
         files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
-        return cls.read(lambda ending: files[ending].read_bytes(), str(path))
+        return cls.read(lambda suffix: files[suffix].read_bytes(), str(path))
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
         """The plan from the contents of its files. `read(suffix)` returns the content of the file
-        with the suffix ".json" or ".npz". `path`: how errors call the plan. UserError as in
-        `load`."""
+        with the suffix ".json" or ".npz". `path`: path of the plan for error messages. UserError
+        as in `load`."""
         try:
             content = json.loads(read(".json"))
             if content["schema"] != SCHEMA:
                 raise UserError(f"schema={content['schema']}, expected {SCHEMA}")
             layers = _read_layers(content["layers"], read)
-            merges = any(layer.merged for layer in layers.values())
+            has_merged = any(layer.merged for layer in layers.values())
             plan = cls(
-                layers, content.get("provenance", {}), content["aligned"] if merges else True
+                layers, content.get("provenance", {}), content["aligned"] if has_merged else True
             )
         except FileNotFoundError as error:
             raise UserError(
@@ -273,41 +278,43 @@ class Plan:
             raise UserError(
                 f"plan={path} is damaged: expected a plan as it was saved: {error}"
             ) from None
-        # differs if a layer has an unknown field, or the arrays are of another plan
-        if (content["layers"], content.get("digest")) != (plan._layers(), plan.digest):
+        # The layers differ if a layer in the file has an unknown field. The digest differs if the
+        # arrays belong to another plan.
+        if (content["layers"], content.get("digest")) != (plan._layers_json(), plan.digest):
             raise UserError(f"plan={path} is damaged: expected the layers and arrays of its digest")
         return plan
 
-    def _layers(self) -> dict[str, Any]:
-        """The field `layers` of plan.json."""
+    def _layers_json(self) -> dict[str, Any]:
+        """The field `layers` of plan.json: number of the layer -> JSON of the layer."""
         return {str(number): layer.as_json() for number, layer in self.layers.items()}
 
 
 def _read_layers(
     documents: Mapping[str, Any], read: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
-    """Layer number -> layer, from `documents`, the field `layers` of plan.json, and the arrays of
-    plan.npz, which is only read if a layer has arrays. `read`: as in `Plan.read`."""
+    """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json, layer number
+    -> JSON of the layer. `read`: as in `Plan.read`. plan.npz is only read if a layer has arrays."""
     layers = {}
     with ExitStack() as stack:
-        file: Any = None
+        npz: Any = None
         for number, document in documents.items():
-            names = [name for name in ARRAYS if name in document]
-            if names and file is None:
-                file = stack.enter_context(numpy.load(io.BytesIO(read(".npz")), allow_pickle=False))
+            array_names = [name for name in ARRAYS if name in document]
+            if array_names and npz is None:
+                npz = stack.enter_context(numpy.load(io.BytesIO(read(".npz")), allow_pickle=False))
             layers[int(number)] = LayerPlan.from_json(
-                document, {name: file[f"{number}.{name}"] for name in names}
+                document, {name: npz[f"{number}.{name}"] for name in array_names}
             )
     return layers
 
 
 def _check_layer(number: int, layer: LayerPlan) -> None:
-    """Raise UserError unless the fields of the layer agree: the retained ids are ascending and at
-    least one, and the mask of channels has a row for each expert, without channels for dropped
-    experts."""
+    """Raise UserError unless the layer retains at least one expert and the ids of its retained
+    experts are valid and ascending. Raise UserError also unless the mask of channels, if there is
+    one, has a row for each expert and retains no channel of a dropped expert."""
     retained = layer.retained
     count = layer.n_experts
     mask = layer.channels
+    # the sorted set has no repeated ids and no ids outside of the layer
     if not retained or list(retained) != sorted(set(retained) & set(range(count))):
         raise UserError(
             f"plan: layer {number} retains experts {list(retained)}: expected ids from 0 to "
@@ -320,16 +327,17 @@ def _check_layer(number: int, layer: LayerPlan) -> None:
             f"plan: layer {number} has a mask of {mask.dtype} {mask.shape}: expected bool "
             f"({count}, channels)"
         )
-    dropped = sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(retained))
-    if dropped:
+    with_channels = set(numpy.flatnonzero(mask.any(1)).tolist())
+    if dropped := sorted(with_channels - set(retained)):
         raise UserError(
             f"plan: layer {number} retains channels of expert {dropped[0]}, which it drops"
         )
 
 
 def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> None:
-    """Raise UserError unless the `router` of layer `number` works with the number of retained
-    experts, its groups retain equally many, and its protected experts are unchanged."""
+    """Raise UserError unless layer `number` retains as many experts as its router needs, equally
+    many in each group of the router, and leaves protected experts unchanged. `router`: facts of the
+    router, as in `Routers`."""
     retained = layer.retained
     count = layer.n_experts
     fewest = fewest_experts(router)
@@ -342,12 +350,15 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
             f"plan: layer {number} retains {len(retained)} of {count} experts, but its router "
             f"needs at least {fewest} ({settings}): retain {fewest} or more"
         )
-    groups = numpy.bincount(numpy.array(retained) // (count // n_group), minlength=n_group).tolist()
-    if len(set(groups)) > 1:
+    # a group has count // n_group experts with consecutive ids
+    group_counts = numpy.bincount(
+        numpy.array(retained) // (count // n_group), minlength=n_group
+    ).tolist()
+    if len(set(group_counts)) > 1:
         raise UserError(
-            f"plan: layer {number} retains {groups} experts of the {n_group} groups of its router, "
-            f"which must retain equally many: {max(1, round(len(retained) / n_group))} each is "
-            "nearest"
+            f"plan: layer {number} retains {group_counts} experts of the {n_group} groups of its "
+            "router, which must retain equally many: "
+            f"{max(1, round(len(retained) / n_group))} each is nearest"
         )
     for expert in router.get("protected", ()):
         if not layer.is_unchanged(expert):
@@ -359,11 +370,11 @@ def _check_router(number: int, layer: LayerPlan, router: Mapping[str, Any]) -> N
 
 
 def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
-    """Raise UserError unless `plan` has the sizes of `layer`. If the plan has channels, raise
-    UserError also unless the layer's family allows the removal of channels."""
+    """Raise UserError unless `plan` has the sizes of `layer`. Raise UserError also if `plan` has
+    channels, but experts of the layer's family cannot lose channels."""
+    # a plan without channels fits any width, a plan without constants fits any hidden size
     width = layer.width if plan.width is None else plan.width
     hidden = layer.hidden if plan.constants is None else plan.constants.shape[1]
-    # a plan without channels or constants fits any width or hidden size
     plan_sizes = (plan.n_experts, width, hidden)
     model_sizes = (layer.n_experts, layer.width, layer.hidden)
     if plan_sizes != model_sizes:

@@ -24,27 +24,30 @@ from moe_lab.statistics.observe import Batch
 def profile(
     model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]
 ) -> list[tuple[Any, ...]]:
-    """Rows of `results.PROFILES`, one per decoder layer, for `model` under `plan` (None: unpruned)
-    over `batches`. This takes one forward pass. With a plan, a second pass of the unpruned model
-    measures the output losses; without a plan they are NaN. UserError when the plan does not fit,
-    and when hidden states are not finite (naming the layer)."""
+    """A row of `results.PROFILES` for each decoder layer of `model`, from a forward pass over
+    `batches`. `plan`: the plan by which the model is masked; None: no mask. With a plan, a second
+    pass, without the mask, measures the output losses. Without a plan, the losses are NaN.
+    UserError when the plan does not fit, or when hidden states are not finite; the latter error
+    names the layer."""
     routed = {layer.index: layer for layer in routed_layers(model)}
-    # `stack`: path of the list of all decoder layers
-    modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
-    layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]
+    # the path `stack` is the same in all layers: the list of all decoder layers
+    decoder_layers = list(model.get_submodule(next(iter(routed.values())).stack).children())
+    observers = [_Sums(index, routed.get(index)) for index in range(len(decoder_layers))]
     with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
-        for layer, module in zip(layers, modules, strict=True):
-            hooks.callback(module.register_forward_hook(layer.after_layer).remove)
-            if layer.moe is not None:
-                hooks.callback(layer.moe.router.register_forward_hook(layer.after_router).remove)
-        _run(model, batches, layers)
+        for observer, module in zip(observers, decoder_layers, strict=True):
+            hooks.callback(module.register_forward_hook(observer.after_layer).remove)
+            if observer.moe is not None:
+                hooks.callback(
+                    observer.moe.router.register_forward_hook(observer.after_router).remove
+                )
+        _run(model, batches, observers)
     losses = output_losses(model, plan, batches) if plan is not None else {}
-    return [(*layer.row(), losses.get(layer.index, float("nan"))) for layer in layers]
+    return [(*observer.row(), losses.get(observer.index, float("nan"))) for observer in observers]
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
-    """MoE layer -> its output_loss (see `results.PROFILES`) if `plan` is applied to this layer
-    alone."""
+    """Number of each MoE layer -> output_loss of the layer (see `results.PROFILES`): the loss if
+    `plan` is applied to this layer alone. All losses are measured in one pass over `batches`."""
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
     with ExitStack() as hooks:
         for loss in losses:
@@ -61,8 +64,8 @@ def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) 
 def _run(
     model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]
 ) -> None:
-    """Run the model on each batch. Before each run, set the attribute `valid` (B * S,) of every
-    observer to the mask of the tokens of the batch that count."""
+    """Run the model on each batch. Before each run, set the attribute `valid` of every observer to
+    the batch's mask (B * S,), which is True for the tokens that are measured."""
     for ids, valid in batches:
         for observer in observers:
             observer.valid = valid.flatten()
@@ -77,30 +80,32 @@ def _hidden(output: Any) -> torch.Tensor:
 
 
 class _Loss:
-    """The output loss of one layer, which is masked by `plan` alone. Hooks run the MoE block a
-    second time under the mask, and sum the relative squared error of the routed output over
-    tokens."""
+    """Observes the output loss of one MoE layer: the loss if `plan` is applied to this layer alone.
+    Forward hooks run the MoE block of the layer a second time under a mask, and sum the relative
+    squared error of the routed output over tokens."""
 
     valid: torch.Tensor
     total = 0.0
     tokens = 0
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
-        """`layer`: the only layer that is masked, by its part of `plan`."""
+        """`layer`: the only layer that is masked. `plan`: a plan of all layers; the mask is made of
+        its part for `layer`."""
         self.model = model
         self.layer = layer
         self.plan = plan
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record the routed output (T, H)."""
+        """Record the routed output (T, H), which is the output of the experts module."""
         self.routed = _hidden(output)
 
     def after_block(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-        """Run the block again on the same input under the mask. Record the squared difference (T,)
-        of the routed outputs without and with the mask."""
+        """Run the block again on the same input under the mask. Record, for each token, the squared
+        distance (T,) between the routed outputs without and with the mask."""
         unmasked = self.routed
         with mask_layers([self.layer], self.plan):
-            # sets `routed` again; module() instead of forward() would call this hook again
+            # This runs the experts again, so `after_experts` records the output under the mask.
+            # module() instead of module.forward() would also call this hook again.
             module.forward(*inputs, **keywords)
         self.square_error = (unmasked.double() - self.routed.double()).square().sum(-1)
 
@@ -115,9 +120,9 @@ class _Loss:
 
 
 class _Sums:
-    """Sums over the valid tokens of a decoder layer, in fp64: hidden states (H,) and their squares,
-    entropies of the router's logits and gates, and `load` (E,), the tokens routed to each
-    expert."""
+    """Observes one decoder layer and sums over valid tokens, in fp64: hidden states after the layer
+    (H,), their squares (H,), the entropy of the router's logits and the entropy of its gates.
+    `load` (E,) is the number of tokens routed to each expert."""
 
     valid: torch.Tensor
     states: Any = 0
@@ -127,6 +132,8 @@ class _Sums:
     tokens = n_experts = 0
 
     def __init__(self, index: int, moe: MoELayer | None) -> None:
+        """`index`: number of the decoder layer. `moe`: its MoE layer; None without routed
+        experts."""
         self.index = index
         self.moe = moe
 
@@ -141,8 +148,9 @@ class _Sums:
     def after_router(
         self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the entropies of the softmax of the router's logits (T, E) and of its normalised
-        gates (T, K) to the sums, and count the chosen experts (T, K)."""
+        """Add the entropies of two distributions of each token to the sums: the softmax of the
+        router's logits (T, E), and the gates (T, K) divided by their sum. Count the tokens of each
+        chosen expert (T, K). `output`: (logits, gates, ids of the chosen experts)."""
         assert self.moe is not None
         logits, gates, chosen = (part.detach().flatten(0, -2) for part in output)
         logits = logits.double()
@@ -150,20 +158,21 @@ class _Sums:
         valid = self.valid.to(logits.device)
         chosen = chosen[valid].flatten()
         self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
-        self.router_entropy += _entropy(logits[valid].softmax(-1))
-        self.gate_entropy += _entropy(_shares(gates[valid]))
+        self.router_entropy += _total_entropy(logits[valid].softmax(-1))
+        self.gate_entropy += _total_entropy(_normalized_rows(gates[valid]))
         self.n_experts = logits.shape[-1]
 
     def row(self) -> tuple[Any, ...]:
-        """The row of the layer in `results.PROFILES`, without the last column (output_loss): NaN
-        entropies and 0 experts for a layer without a router. UserError if a hidden state is not
-        finite."""
+        """The row of the layer in `results.PROFILES`, without the last column, output_loss. In the
+        row of a layer without a router, entropies are NaN and the number of experts is 0. UserError
+        if a hidden state is not finite."""
+        # mean over coordinates of the variance over tokens, mean(x^2) - mean(x)^2
         variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
         if not math.isfinite(variance):
             raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
         if self.moe is None:
-            return (self.index, variance, *(float("nan"),) * 3, 0)
-        load_entropy = _entropy(_shares(self.load.double())[None])
+            return (self.index, variance, *(float("nan"),) * 3, 0)  # 3 entropies, 0 experts
+        load_entropy = _total_entropy(_normalized_rows(self.load.double())[None])
         return (
             self.index,
             variance,
@@ -174,11 +183,11 @@ class _Sums:
         )
 
 
-def _shares(values: torch.Tensor) -> torch.Tensor:
-    """The rows of `values`, each divided by its sum."""
+def _normalized_rows(values: torch.Tensor) -> torch.Tensor:
+    """The rows of `values`, each row divided by its sum."""
     return values / values.sum(-1, keepdim=True)
 
 
-def _entropy(shares: torch.Tensor) -> float:
-    """The sum of the entropies of all rows, in nats."""
-    return float(torch.special.entr(shares).sum())
+def _total_entropy(distributions: torch.Tensor) -> float:
+    """The sum of the entropies of all rows of `distributions`, in nats. Each row sums to 1."""
+    return float(torch.special.entr(distributions).sum())
