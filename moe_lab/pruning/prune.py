@@ -26,13 +26,14 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 
 def prune(model: Model, plan: Plan) -> Model:
     """A smaller copy of `model` that only has the experts and channels that `plan` retains. The
-    two models share all other weights.
+    copy shares all other weights with `model`, and is on the meta device if `model` is.
 
-    A layer whose experts retain equal numbers of channels has the family's module, another layer
-    RaggedExperts. If all layers retain equally many whole experts, the configuration has this
-    number, and `save_pretrained` writes a stock checkpoint. All other models are written by
-    `export`. The copy of a model on the meta device is on the meta device, too. UserError when the
-    plan does not fit the model or still has to be aligned, and when weights are offloaded.
+    A layer keeps the experts module of its family if this module can hold the retained channels
+    (see `is_stock`). In other layers, RaggedExperts replaces this module. If all layers retain
+    equally many experts with all channels, the configuration gets the new number of experts, and
+    `save_pretrained` writes a stock checkpoint. All other models have to be written by `export`.
+    UserError when the plan does not fit the model, when it is not aligned, and when weights are
+    offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -44,6 +45,7 @@ def prune(model: Model, plan: Plan) -> Model:
         for layer in layers:
             check_in_memory(layer)
     element_size = cast(torch.Tensor, layers[0].experts.down_proj).element_size()
+    # the form natural stores only what is retained, without padding
     form = make_form(plan, "natural", element_size)
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
@@ -56,23 +58,23 @@ def prune(model: Model, plan: Plan) -> Model:
 
 def _update_config(pruned: Any) -> None:
     """Write the number of experts into the configuration of a pruned model, if all layers have the
-    same number. If the configuration then does not describe the model, replace the model's
-    `save_pretrained` by a function that raises UserError, because the checkpoint would be loaded
-    with random experts."""
+    same number. If numbers or widths of experts still differ from the configuration, replace
+    `save_pretrained` of the model by a function that raises UserError: transformers would load the
+    saved checkpoint with random experts."""
     config = pruned.config.get_text_config()
     layers = routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
     if len(counts) == 1:
         (count,) = counts
-        for holder in (config, pruned):  # the model has a number too, for its balancing loss
+        for owner in (config, pruned):  # the model stores the number for its load-balancing loss
             for field in COUNT_FIELDS:
-                if isinstance(vars(holder).get(field), int):
-                    setattr(holder, field, count)
+                if isinstance(vars(owner).get(field), int):
+                    setattr(owner, field, count)
     config_widths = [
         vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)
     ]
     widths = {width for layer in layers for width in layer.widths}
-    # of the width fields, the first one present counts
+    # only the first of the width fields is the width of routed experts
     if len(counts) == 1 and widths == set(config_widths[:1]):
         vars(pruned).pop("save_pretrained", None)  # set if the model was pruned before
     else:
@@ -82,20 +84,20 @@ def _update_config(pruned: Any) -> None:
 def share_copy(model: Model) -> Model:
     """A copy of `model` that shares its tensors."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)  # `shared` is its memo: these tensors are not copied
+    return copy.deepcopy(model, shared)  # the memo: deepcopy takes tensors from it
 
 
 def install(layer: MoELayer, form: LayerForm) -> None:
-    """Replace the experts of `layer` by those of `form`: by a new module for packed experts,
-    otherwise by new stacks in the same module."""
-    if form.widths is not None:
+    """Replace the experts of `layer` by the experts of `form`. Packed experts need a new module;
+    stacked experts are new stacks in the module that the layer already has."""
+    if form.widths is not None:  # packed
         setattr(layer.block, layer.name.rpartition(".")[2], _pack_experts(layer, form))
         return
     experts: Any = layer.experts
     stacks: dict[str, torch.Tensor]
-    if form.changed:  # weights are computed, or channels are dropped
+    if form.changed:  # some experts are merged, or lose channels
         stacks = {name: _restack(layer, form, name) for name in layer.family.stacks}
-    else:  # slice all parameters, also those that moe_lab does not know
+    else:  # all experts are copies: slice all parameters, also those that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
         stacks = {
             name: tensor.detach().index_select(0, ids.to(tensor.device))
@@ -116,7 +118,7 @@ def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
     axes = layer.family.stacks[name]
     shape = [len(form.stored), *stack.shape[1:]]
     if form.width is not None and axes.channels is not None:
-        # a stack of gate and up has the channels of both on one axis
+        # in a stack of gate and up, the axis has the channels of gate and those of up
         shape[axes.channels] = form.width * len(axes.roles)
     new_stack = stack.detach().new_empty(shape)
     for tensor, stored in zip(new_stack, form.stored, strict=True):
@@ -140,10 +142,12 @@ def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
 
 def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELayer) -> None:
     """Write the weights of one stored expert into `views`: role -> view (W, H) with channels as
-    rows. `layer`: the layer of the source experts."""
+    rows. `layer`: the layer of the source experts, of which the stored expert is a weighted sum."""
+    # source expert -> role -> projection
     sources = {member.expert: layer.projections(member.expert) for member in stored.members}
     for role, view in views.items():
         projections = {expert: roles[role].detach() for expert, roles in sources.items()}
+        # the weighted sum is computed in at least fp32, and rounded to the dtype of the sources
         view.copy_(
             stored.projection(
                 projections.__getitem__, wide, lambda total, tensor: total.to(tensor.dtype)
@@ -152,15 +156,15 @@ def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELaye
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Take the place of `save_pretrained` with any arguments: raise UserError."""
+    """Replacement of a model's `save_pretrained` that raises UserError for any arguments."""
     raise UserError(
         "a model whose layers differ in shape cannot be saved by save_pretrained: export its plan"
     )
 
 
 def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torch.Tensor]]:
-    """Owner -> name of a stack -> the owner's tensor in that stack, in the shape of one expert, as
-    the weighted sum over the owner's group. Only for the owners of groups in `plan.merged`."""
+    """Owner of a group in `plan.merged` -> name of a stack of weights -> the weighted sum of the
+    weights of the group's experts in this stack, in the shape of one expert's weights."""
     check_in_memory(layer)
     merged = {}
     for owner in plan.merged:
@@ -171,11 +175,11 @@ def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torc
 
 
 def slice_router(layer: MoELayer, retained: Sequence[int]) -> None:
-    """Cut the router of one layer down to the experts `retained`, in place: slice its routing
-    tensors and set all numbers of experts."""
+    """Reduce the router of one layer to the experts `retained`, in place: slice the routing
+    tensors, and set all attributes of the MoE block's modules that hold the number of experts."""
     ids = torch.tensor(retained)
     for part in layer.routing:
         tensor = part.tensor.detach()
-        rows = tensor.index_select(part.axis, ids.to(tensor.device))
-        replace_tensor(part.module, part.name, rows)
+        sliced = tensor.index_select(part.axis, ids.to(tensor.device))
+        replace_tensor(part.module, part.name, sliced)
     set_counts((layer.block, layer.experts, *layer.router.modules()), layer.n_experts, len(ids))

@@ -27,12 +27,13 @@ def plan_from_scores(
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan that drops the experts, or the channels, with the lowest scores. The allocation in
-    `settings` decides how many. Dropped whole experts are replaced as in `replace_dropped`.
+    `settings` decides how many each layer loses. Dropped experts are replaced as in
+    `replace_dropped`.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for
-    channels. `layers`: layer -> facts of its router, with the ids of `protected` experts.
-    `evidence`: each name in `allocation.needs(settings)` -> layer -> arrays by name. UserError as
-    from `allocation.allocate`, and for routers that a grouping cannot compare.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,) scores of experts,
+    or (E, I) scores of channels. `layers`: layer -> facts of its router, see `Routers`. `evidence`:
+    the measurements that `allocation.needs(settings)` names. UserError as from
+    `allocation.allocate` and `replace_dropped`.
     """
     granularity = allocation.granularity_of(scores)
     # layer -> number of experts to drop, or numbers (E,) of channels to retain
@@ -56,9 +57,10 @@ def make_plan(
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
     `scores`: layer -> (E,), higher means retain. `remove`: layer -> number of experts to drop. Of
-    experts with equal scores, the lower id is dropped first. Protected experts (`Routers`) are
-    dropped last. Layers of group-limited routers (`n_group` > 1) lose the same number in each
-    group. UserError for scores that are not finite, and for plans that `Plan.check` rejects.
+    experts with equal scores, the lower id is dropped first. Experts that `routers` protects are
+    dropped last. A layer with a group-limited router (`n_group` > 1) loses the same number of
+    experts in each group. UserError for scores that are not finite, and for plans that `Plan.check`
+    rejects.
     """
     layers = {}
     for number in sorted(scores):
@@ -88,7 +90,7 @@ def make_channel_plan(
     """
     masks: dict[int, Mask] = {}
     for number in sorted(scores):
-        # rank 0 has the lowest score
+        # rank of each channel in its expert; 0 is the lowest score
         ranks = finite(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
         masks[number] = ranks >= (ranks.shape[1] - keep[number])[:, None]
     if not any(mask.any() for mask in masks.values()):
@@ -98,6 +100,7 @@ def make_channel_plan(
         )
     layers = {}
     for number, mask in masks.items():
+        # whether the router row of each expert is retained
         has_row = mask.any(1) | (zero_expert == "keep_null")
         layers[number] = LayerPlan(len(mask), tuple(numpy.flatnonzero(has_row).tolist()), mask)
     plan = Plan(layers, dict(provenance))
@@ -106,8 +109,8 @@ def make_channel_plan(
 
 
 def _retained_ids(scores: NDArray[numpy.float64], n_dropped: int, n_group: int) -> tuple[int, ...]:
-    """Ids of the retained experts, ascending, if `n_dropped` experts are dropped: equally many from
-    each of `n_group` groups, those with the lowest `scores` (E,)."""
+    """Ids of the retained experts, ascending. Each of the `n_group` groups, of experts with
+    consecutive ids, loses its `n_dropped // n_group` experts of lowest `scores` (E,)."""
     ids = numpy.arange(len(scores)).reshape(n_group, -1)
     order = scores.reshape(n_group, -1).argsort(axis=1, kind="stable")
     retained = numpy.take_along_axis(ids, order, axis=1)[:, n_dropped // n_group :]
@@ -121,43 +124,44 @@ def replace_dropped(
     evidence: Evidence,
     layers: Routers,
 ) -> Plan:
-    """`plan`, a plan of whole experts, with its dropped experts replaced as settings["replacement"]
-    says: by constants ("mean_output") or by merging (a name in `grouping.GROUPINGS`). `plan` itself
-    for "none". Other arguments are as in `plan_from_scores`. UserError for routers that a grouping
-    cannot compare."""
+    """A copy of `plan`, a plan of whole experts, in which the dropped experts are replaced as
+    settings["replacement"] says. "mean_output": by constants. A name in `grouping.GROUPINGS`: by
+    merging, with one group of experts for each retained expert. "none": `plan` itself is returned.
+    Other arguments are as in `plan_from_scores`. UserError as in `grouping.groups`."""
     name = settings.get("replacement", "none")
     if name == "none":
         return plan
-    rule = grouping.GROUPINGS.get(name)  # None for mean_output, which merges nothing
+    method = grouping.GROUPINGS.get(name)  # None for mean_output, which merges nothing
     replaced = {}
     for number, layer in plan.layers.items():
         width = int(layers[number]["width"])
         protected = layers[number].get("protected", ())
-        sums: dict[str, Any] = {}
-        for need in grouping.needs(name):
-            sums |= evidence[need][number]
-        if rule is None:
+        sums: dict[str, Any] = {}  # name -> sum over tokens, from all passes that are needed
+        for pass_name in grouping.needs(name):
+            sums |= evidence[pass_name][number]
+        if method is None:
             replaced[number] = replace_by_constants(layer, finite(number, mean_output(sums)), width)
             continue
         values = numpy.asarray(scores[number], dtype=float)
         groups = grouping.groups(settings, sums, values, layer.retained, protected)
         weights = grouping.member_weights(name, groups, sums, values, layer.retained)
-        replaced[number] = merge_experts(weights, width, rows=rule.rows)
-    return Plan(replaced, plan.provenance, aligned=rule is None or rule.align is None)
+        replaced[number] = merge_experts(weights, width, rows=method.rows)
+    return Plan(replaced, plan.provenance, aligned=method is None or method.align is None)
 
 
 def replace_by_constants(
     layer: LayerPlan, outputs: NDArray[numpy.float64], width: int
 ) -> LayerPlan:
-    """The plan of a layer in which constants replace the experts that `layer`, a plan of whole
-    experts, drops. The router still selects replaced experts. A token that is routed to a replaced
-    expert j with gate g_j gets g_j c_j. `outputs` (E, H): the constant c_j of each expert j, which
-    is its mean output in MoNE (arXiv 2507.00390). `width`: channels of an expert."""
+    """A plan of the same layer as `layer`, in which dropped experts are replaced by constants.
+    The router still selects replaced experts. A token that is routed to a replaced expert j with
+    gate g_j gets g_j c_j. `layer`: a plan of whole experts. `outputs` (E, H): the constant c_j of
+    each expert j; in MoNE (arXiv 2507.00390), c_j is the mean output of j. `width`: number of
+    channels of an expert."""
     channels: Mask = numpy.zeros((layer.n_experts, width), dtype=numpy.bool_)
     channels[list(layer.retained)] = True
     constants = None
     if len(layer.retained) < layer.n_experts:
-        constants = outputs[~channels.any(1)].astype(numpy.float32)
+        constants = outputs[~channels.any(1)].astype(numpy.float32)  # of the dropped experts
     return LayerPlan(layer.n_experts, tuple(range(layer.n_experts)), channels, constants)
 
 
@@ -169,10 +173,10 @@ def merge_experts(
 ) -> LayerPlan:
     """The plan of a layer that merges experts.
 
-    `groups`: owner -> {expert: weight}, as in `LayerPlan.merged`; every expert is in one group, and
-    an expert that stays unchanged has a group of its own. `width`: channels of an expert. `rows`:
-    "all" if the router stays whole, so that tokens are routed to all members of a group, or
-    "retained" if the router only retains the rows of owners.
+    `groups`: owner -> {expert: weight}, as in `LayerPlan.merged`. Every expert is in one group; an
+    expert that stays unchanged is the only member of its group. `width`: number of channels of an
+    expert. `rows`: "all" if the router retains all rows, so that tokens are routed to all members
+    of a group; "retained" if the router only retains the rows of owners.
     """
     n_experts = sum(map(len, groups.values()))
     channels: Mask = numpy.zeros((n_experts, width), dtype=numpy.bool_)
@@ -183,30 +187,30 @@ def merge_experts(
 
 
 def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
-    """Layer -> number of experts, or channels, in ties: a retained and a dropped expert of a group,
-    or channel of a layer, have the same score, so that ids decided which of them is retained.
-    Layers without ties are left out. Arguments are as in `make_plan` and `make_channel_plan`."""
+    """Layer -> number of experts (or channels) with a tied score. A score is tied if a retained
+    expert and a dropped expert both have it, so that their ids decided which one is retained.
+    Experts are compared within each group of the router, channels within the layer. Layers without
+    ties are left out. Arguments are as in `make_plan` and `make_channel_plan`."""
     counts = {}
     for number, layer in plan.layers.items():
         values = _competing_scores(number, scores[number], routers[number])
-        # experts compete within a group
         n_group = routers[number]["n_group"] if values.ndim == 1 else 1
         count = 0
-        for row, flags in zip(
+        for group_scores, retained in zip(
             values.reshape(n_group, -1),
             _is_retained(layer, values).reshape(n_group, -1),
             strict=True,
         ):
-            shared_scores = numpy.intersect1d(row[flags], row[~flags])
-            count += int(numpy.isin(row, shared_scores).sum())
+            tied_scores = numpy.intersect1d(group_scores[retained], group_scores[~retained])
+            count += int(numpy.isin(group_scores, tied_scores).sum())
         if count:
             counts[number] = count
     return counts
 
 
 def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
-    """Whether each expert or channel is retained, in the shape of `scores`: (E,) or (E, I). False
-    for experts that are replaced."""
+    """Mask of the retained experts (E,) or channels (E, I), in the shape of `scores`. Replaced
+    experts are not retained."""
     if layer.channels is None:
         return numpy.isin(numpy.arange(layer.n_experts), layer.retained)
     # replaced experts have no channels
@@ -216,16 +220,16 @@ def _is_retained(layer: LayerPlan, scores: NDArray[numpy.float64]) -> Mask:
 def _competing_scores(
     layer: int, scores: ArrayLike, router: Mapping[str, Any]
 ) -> NDArray[numpy.float64]:
-    """A copy of the scores of a layer, (E,) or (E, I), with infinity for protected experts, so that
-    they are dropped last."""
+    """A copy of the scores of a layer, (E,) or (E, I), in which protected experts have the score
+    infinity, so that they are dropped last."""
     values = finite(layer, scores).copy()
     values[list(router.get("protected", ()))] = numpy.inf
     return values
 
 
 def finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
-    """Scores of experts (E,) or of channels (E, I) in fp64. Raises UserError naming the first score
-    that is not finite."""
+    """`scores`, of experts (E,) or of channels (E, I), in fp64. Raises UserError for the first
+    score that is not finite."""
     values = numpy.asarray(scores, dtype=numpy.float64)
     if indices := numpy.argwhere(~numpy.isfinite(values)).tolist():
         first = indices[0]

@@ -16,22 +16,23 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a recovery that has the name none but quantises, trains or fits, and for
-    a required package that is not installed."""
-    # the setting by which the recovery changes the model; `text_role` is None without training
-    setting = "bits" if settings.bits == 4 else settings.text_role
-    if settings.name == "none" and setting is not None:
+    """Raise UserError if the recovery is named none but quantises, trains or fits, and if a
+    required package is not installed."""
+    # Name of a setting by which the recovery changes the model; None if there is no such setting.
+    # `text_role` is the setting that starts a training or a fit.
+    active_setting = "bits" if settings.bits == 4 else settings.text_role
+    if settings.name == "none" and active_setting is not None:
         raise UserError(
             "recovery.name=none means no recovery, and "
-            f"recovery.{setting} is set: expected another name"
+            f"recovery.{active_setting} is set: expected another name"
         )
     if settings.bits == 4:
         check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
-    """Raise UserError if the files of the model have quantised weights, and there is a recovery
-    (its name is not none)."""
+    """Raise UserError if there is a recovery (one that is not named none) but the files of the
+    model have quantised weights."""
     if settings.name != "none":
         check_plain_weights(model, f"recovery={settings.name}")
 

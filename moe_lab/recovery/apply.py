@@ -119,7 +119,7 @@ def _quantize_experts(model: Any) -> None:
             stack = FourBitMatrices(map(FourBitMatrix, matrices))
             delattr(experts, name)
             setattr(experts, name, stack)
-        if is_ragged(experts):  # its forward takes the weights of an expert from `weights`
+        if is_ragged(experts):  # RaggedExperts.forward calls `weights` for the weights of an expert
             experts.weights = partial(_ragged_weights, experts.gate_up_packed, experts.down_packed)
     model.set_experts_implementation("eager")  # one expert after another
 
@@ -127,14 +127,14 @@ def _quantize_experts(model: Any) -> None:
 def _ragged_weights(
     gate_up: FourBitMatrices, down: FourBitMatrices, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dequantised weights (gate and up, down) of an expert. This function takes the place of
+    """(gate and up, down): the dequantised weights of one expert. This function replaces
     `RaggedExperts.weights`."""
     return gate_up[expert], down[expert]
 
 
 def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
     """Name of a stack of weights in an experts module -> the matrix (rows, columns) of each
-    expert. Biases are left out."""
+    expert. Stacks of biases, which have only two axes, are left out."""
     if is_ragged(experts):
         # each expert has a pair (gate and up, down)
         gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
@@ -157,15 +157,15 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix with the numbers to which `quantize` rounds `weight`."""
+    """A copy of the matrix `weight` with the numbers to which `quantize` rounds the weights."""
     values: torch.Tensor = FourBitMatrix(weight)()
     return values
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Suffix of the weight's name -> tensor, for the tensors by which bitsandbytes stores `weight`
-    (rows, columns) in NF4. These tensors encode the numbers of `rounded` if the number of columns
-    is a multiple of NF4_BLOCK."""
+    """The tensors by which bitsandbytes stores the matrix `weight` (rows, columns) in NF4, by
+    suffix of the weight's name. If the number of columns is a multiple of NF4_BLOCK, the tensors
+    encode the numbers that `rounded` returns."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -178,10 +178,11 @@ class FourBitMatrix(nn.Module):
     dequantised to its original dtype.
 
     The matrix is cut row by row into blocks of 64 weights; the last block is padded with zeros. The
-    scale of a block is the largest magnitude of its weights. A weight takes 4 bits, which name one
-    of 16 quantiles of the normal distribution; the quantile times the scale is the rounded weight.
-    A scale takes 8 bits, which store its difference from the mean of all scales, relative to the
-    largest of 256 differences. This makes 4.127 bits per weight.
+    scale of a block is the largest magnitude of its weights. A weight is stored in 4 bits, as the
+    index of one of 16 quantiles of the normal distribution. The quantile times the scale is the
+    rounded weight. A scale is stored in 8 bits, as the difference between this scale and the mean
+    of all scales. Each 256 differences are stored relative to the largest of them, which takes 32 bits.
+    In all, this makes 4.127 bits per weight.
     """
 
     packed: torch.Tensor
@@ -220,17 +221,17 @@ class FourBitMatrices(nn.ModuleList):
     """
 
     def __getitem__(self, expert: Any) -> Any:
-        """The dequantised matrix (rows, columns) of an expert, whose id is a number or, as in
-        forward passes of experts modules, a tensor."""
+        """The dequantised matrix (rows, columns) of an expert. `expert`: id of the expert; the
+        forward of an experts module passes a tensor with one number."""
         return super().__getitem__(int(expert))()
 
 
 class FourBitLinear(nn.Module):
-    """A linear map that replaces `original` and stores the weight in 4 bits. Both share the
-    bias."""
+    """A linear map that replaces the linear map `original`. The weight is stored in 4 bits, the
+    bias is shared with `original`."""
 
     def __init__(self, original: nn.Linear) -> None:
-        """Quantise the weight of `original`; its bias is used as it is."""
+        """Quantise the weight of `original`; the bias is not quantised."""
         super().__init__()
         self.in_features = original.in_features
         self.out_features = original.out_features
@@ -243,8 +244,8 @@ class FourBitLinear(nn.Module):
 
 
 def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Convert a matrix to the NF4 format of bitsandbytes; returns (packed weights, state with the
-    scales and their mean)."""
+    """Convert a matrix to the NF4 format of bitsandbytes. Returns (packed weights, state with the
+    scales and the mean of the scales)."""
     packed, state = bitsandbytes_functional().quantize_4bit(
         matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
     )
@@ -253,8 +254,8 @@ def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 @cache
 def bitsandbytes_functional() -> Any:
-    """The module bitsandbytes.functional. UserError, with the command that installs it, when it is
-    missing."""
+    """The module bitsandbytes.functional. If bitsandbytes is not installed, raise a UserError with
+    the command that installs bitsandbytes."""
     check_installed("bitsandbytes", "quantisation", "recovery.bits=4")
     log = logging.getLogger("bitsandbytes")
     level = log.level

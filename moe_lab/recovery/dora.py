@@ -24,40 +24,41 @@ value."""
 
 
 class Dora(nn.Module):
-    """The adapter of a linear map W (out, in), which turns W into W' = m (W + s B A) / ||W + s B
-    A||, where the norm is that of each row.
+    """The adapter of a linear map W (out, in). The adapted map W' has the rows
+    m (W + s B A) / ||W + s B A||, with the norm of each row.
 
     A (rank, in), B (out, rank) and m (out,) are trained in at least fp32; s is the constant
-    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm. In training,
-    the output is that of W plus further terms, and dropout acts only on the input of these terms.
+    `scaling`. Before training, W' = W. As in peft, no gradient flows into the norm, and the output
+    W' x is computed as W x + (W' - W) x, where dropout only acts on the x of the second term.
     """
 
     def __init__(
         self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0
     ) -> None:
-        """Make the adapter for `weight`, W (out, in). It does not change W yet, because B is 0.
-        scaling: s; dropout: share of the inputs of the addition that training sets to 0."""
+        """Make the adapter of the weight W (out, in). At first W' = W, because B is 0. scaling: s;
+        dropout: share of the inputs of W' - W that are set to 0 in training."""
         super().__init__()
         matrix = wide(weight.detach())
         self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as in peft and in nn.Linear
         self.b = nn.Parameter(matrix.new_zeros(len(matrix), rank))
         self.magnitude = nn.Parameter(matrix.norm(dim=1))
         self.scaling = scaling
         self.dropout = dropout
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The adapted weight W' (out, in) for `weight`, W; in the dtype of W. The norm in W' is
-        detached: it counts as a constant in gradients."""
+        """The adapted weight W' (out, in) in the dtype of `weight`, which is W. The norm in W' is
+        detached, so gradients treat it as a constant."""
         adapted = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
         return (self._factor(adapted.detach())[:, None] * adapted).to(weight.dtype)
 
     def forward(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The output (n, out) of the map W' for its input `rows` (n, in). weight: W. In training,
-        dropout changes the input of W' - W, but not of W."""
+        """The output (n, out) of the map W' with `bias` for the input `rows` (n, in). weight: W. In
+        training, dropout changes the input of W' - W, but not of W."""
         output = linear(rows, weight)
+        # the input of W' - W, and W applied to this input
         wide_rows = rows.to(self.a.dtype)
         plain_output = output
         wide_weight = weight.to(self.a.dtype)
@@ -65,7 +66,7 @@ class Dora(nn.Module):
             wide_rows = dropout(wide_rows, self.dropout)
             plain_output = linear(wide_rows, wide_weight)
         factor = self._factor((wide_weight + self.scaling * (self.b @ self.a)).detach())
-        # W' x - W x, where W' = factor (W + s B A)
+        # (W' - W) x for the rows x, where W' = factor (W + s B A)
         addition = (factor - 1) * plain_output + factor * self.scaling * linear(
             linear(wide_rows, self.a), self.b
         )
@@ -81,7 +82,7 @@ class Dora(nn.Module):
 
 
 class DoraLinear(nn.Module):
-    """A linear map with an adapter, which replaces the map `plain`."""
+    """The linear map `plain` with an adapter. This module replaces `plain` in the model."""
 
     plain: nn.Linear
     """The map without adapter. It is no submodule, because it is frozen."""
@@ -99,8 +100,8 @@ class DoraLinear(nn.Module):
 
 
 class DoraWeight(nn.Module):
-    """Parametrisation that replaces a router's weight by the adapted weight. So the adapter works
-    for all formulas of routers."""
+    """Parametrisation (`torch.nn.utils.parametrize`) by which a router's forward reads the adapted
+    weight. So the adapter works with the router of each family, without changes to its forward."""
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         """Make the adapter for the router's `weight`, without dropout."""
@@ -113,8 +114,9 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """The experts of a layer with adapters. This module replaces the layer's experts module, which
-    is not changed. `adapters[e]` has the adapters gate, up and down of expert e."""
+    """The experts of a layer with adapters. This module replaces the layer's experts module in the
+    model, and does not change the experts module. `adapters[e]` has the adapters gate, up and down
+    of expert e."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         """Make an adapter for each linear map of each expert of `layer`."""
@@ -133,16 +135,16 @@ class DoraExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Sum (T, H) of the outputs of experts `top_k_index` (T, K), weighted by the gates
-        `top_k_weights` (T, K). Null experts with constant outputs add these."""
+        `top_k_weights` (T, K). The output of a null expert is its constant, if there is one."""
 
         def expert_output(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            """The output of one expert for hidden `states`; None for an expert without channels,
-            and so without adapters."""
+            """The output of one expert for hidden `states`. None for an expert without channels,
+            which has no adapters."""
             return self._expert_output(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
         original: Any = self.layer.experts
         index = top_k_index
-        if is_ragged(original):  # a merged expert has its owner's weights
+        if is_ragged(original):  # a merged expert is computed with the weights of its owner
             index = torch.tensor(original.owners, device=index.device)[index]
         rows = sort_by_expert(index, len(self.adapters))
         output = routed_output(hidden_states, rows, top_k_weights, expert_output)
@@ -162,7 +164,8 @@ class DoraExperts(nn.Module):
         adapters: Any = self.adapters[expert]
         maps = linear_maps(self.layer, expert)
         parts = [adapters[name](hidden, *maps[name]) for name in maps if name != "down"]
-        # gate and up share an axis: one after the other, or channel by channel
+        # The activation expects gate and up on one axis: first all channels of gate, then all of
+        # up, or else gate and up of channel 0, of channel 1 and so on.
         gate_up = (
             torch.cat(parts, -1) if experts.is_concatenated else torch.stack(parts, -1).flatten(-2)
         )
@@ -178,10 +181,10 @@ with a DoraWeight for routers, a DoraLinear for shared_experts."""
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """Put adapters on all routed and shared experts of `model`, in place. Routers get adapters
-    unless recovery.router_rank=0. Returns the modules with adapters.
+    unless recovery.router_rank=0. Returns part of the model -> path -> module with adapters.
 
     Adapters are in training mode; all other parameters of the model are frozen. `seed` determines
-    the random A with which each adapter begins.
+    the random initial A of each adapter.
     """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
@@ -196,6 +199,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
                 adapter = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", adapter, unsafe=True)
                 adapted["routers"][paths[router]] = router
+            # the shared experts of the same decoder layer
             for path, plain in shared_maps:
                 if path.startswith(f"{layer.stack}.{layer.index}."):
                     adapted["shared_experts"][path] = DoraLinear(plain, settings)
@@ -211,8 +215,8 @@ def router_weight(layer: MoELayer) -> nn.Module:
 
 
 def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
-    """Part of the model -> name -> parameter, for the parameters to train: those of the adapters,
-    since the others are frozen."""
+    """Part of the model -> name -> parameter to train. These parameters belong to the adapters; all
+    other parameters are frozen."""
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in adapted}
     for part, modules in adapted.items():
         for path, module in modules.items():
@@ -226,8 +230,8 @@ def trainable(adapted: Adapted) -> dict[str, dict[str, nn.Parameter]]:
 @torch.no_grad()
 def merge(model: nn.Module, adapted: Adapted) -> dict[str, torch.Tensor]:
     """Merge the adapters into new weights. The original modules are put back into `model`, and get
-    the new weights. Returns name in the model's state dict -> new weight. UserError for a weight
-    that is not finite."""
+    the new weights. Returns name of a weight in the model's state dict -> new weight. UserError for
+    a weight that is not finite."""
     merged_tensors: dict[str, torch.Tensor] = {}
     for path, experts in adapted["experts"].items():
         merged_tensors |= {

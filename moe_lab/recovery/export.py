@@ -33,14 +33,14 @@ def recovery_changes(
     tuned: Path | None,
     sentence: str,
 ) -> Changes:
-    """The changes that turn the pruned checkpoint in `folder` into the recovered model of
-    `apply.recovered`.
+    """The changes that turn the pruned checkpoint in `folder` into the model that
+    `apply.recovered` returns.
 
     tuned, bits, modules: arguments of `apply.recovered`; sentence: description of the training for
     the model card, or ""; dtype: the dtype in which the model was evaluated. Weights are rounded on
     the CPU in `dtype`. With `bits` 4, linear maps that bitsandbytes can use on every machine are
-    stored in the NF4 format of bitsandbytes. Other rounded weights are stored as plain numbers in
-    `dtype`. Routed experts are among these, because transformers has no 4-bit form for stacked
+    stored in the NF4 format of bitsandbytes. All other rounded weights are stored as plain numbers
+    in `dtype`, also those of routed experts, because transformers has no 4-bit form for stacked
     experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
@@ -61,12 +61,12 @@ def recovery_changes(
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if the experts of a layer fit the kernels for stacked experts in only one of
-    two precisions: in `dtype`, or in the precision of the files in `source`.
+    """Raise UserError if the experts of a layer fit the kernels for stacked experts in `dtype` but
+    not in the precision of the files in `source`, or in this precision but not in `dtype`.
 
-    A model that `plan` prunes is recovered in `dtype`, but exported with modules for the precision
-    of the files. Experts that fit the kernels are stacked, and other experts are packed. The
-    recovered and the exported model must have the same form of experts.
+    The model that `plan` prunes is recovered in `dtype`, but exported with experts modules for the
+    precision of the files. Experts that fit the kernels are stacked, and other experts are packed.
+    The recovered and the exported model must both have stacked, or both have packed experts.
     """
     stored_bytes = bits_of(expert_type(open_checkpoint(source))) // 8
     for number, layer in plan.layers.items():
@@ -84,21 +84,21 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
 
 class _RecoveredTensors:
     """Computes the changed tensors of the pruned checkpoint in `folder`, with one decoder layer in
-    memory at a time. modules: parts of the model to round, maybe (); tuned: see `recovered`."""
+    memory at a time. modules: parts of the model to round; () without quantisation. tuned: output
+    folder of a fine-tuning or fit, or None."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, modules: Sequence[str], tuned: Path | None
     ) -> None:
-        """Open the checkpoint in `folder`, and find the linear maps to store in 4 bits. modules:
-        parts of the model to round, none without quantisation; for the others, see
-        `recovery_changes`."""
+        """Open the checkpoint in `folder`, and find the linear maps to store in 4 bits. dtype: the
+        dtype in which weights are rounded and stored."""
         # the code in the folder is moe_lab's own, since the folder is an export
         self.streamed = StreamedModel(folder, dtype=dtype, device="cpu", trust_remote_code=True)
         self.dtype = dtype
         self.modules = modules
         self.tuned = tuned
         # one layer is cached, as the tensors of a layer are mostly written one after another
-        self.tensors_of_layer = lru_cache(maxsize=1)(self._tensors_of_layer)
+        self.cached_tensors = lru_cache(maxsize=1)(self._tensors_of_layer)
         self.nf4_names: dict[str, str] = {}
         """Path of each linear map that is stored in 4 bits -> name of its weight in the
         checkpoint."""
@@ -114,34 +114,34 @@ class _RecoveredTensors:
                 self.nf4_names[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Name -> tensor, for the tensors that are written in place of the tensor `name` of the
-        checkpoint. {name: tensor} if the recovery does not change the tensor."""
-        return self.tensors_of_layer(self.streamed.layer_of.get(name, OUTSIDE)).get(
+        """The tensors that are written in place of the tensor `name` of the checkpoint, by name.
+        {name: tensor} if the recovery does not change the tensor."""
+        return self.cached_tensors(self.streamed.layer_of.get(name, OUTSIDE)).get(
             name, {name: tensor}
         )
 
     def config(self) -> dict[str, Any]:
-        """{"quantization_config": field of config.json}. Its list of skipped modules has all linear
-        maps that are not stored in 4 bits."""
+        """{"quantization_config": value} for config.json. The value lists all linear maps that are
+        not stored in 4 bits as modules to skip."""
         from transformers import BitsAndBytesConfig
 
-        maps = [
+        skipped = [
             path
             for path, module in self.streamed.model.named_modules()
-            if type(module) is nn.Linear
+            if type(module) is nn.Linear and path not in self.nf4_names
         ]
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=self.dtype,
-            llm_int8_skip_modules=[path for path in maps if path not in self.nf4_names],
+            llm_int8_skip_modules=skipped,
         )
         return {"quantization_config": quantization.to_dict()}
 
     def _maps_to_round(self, prefix: str = "") -> Iterator[tuple[str, nn.Linear]]:
-        """Yield (path, module) of each linear map that is outside of routed experts, has a weight
-        to round, and has a path that begins with `prefix`."""
+        """Yield (path, module) of each linear map to round whose path begins with `prefix`. Routed
+        experts are left out, because their weights are stacks and not linear maps."""
         for part in self.modules:
             if part != "experts":
                 for path, module in linears(self.streamed.model, part):
@@ -150,14 +150,14 @@ class _RecoveredTensors:
 
     @torch.no_grad()
     def _tensors_of_layer(self, number: int) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The changed tensors of decoder layer `number`: name of a tensor in the checkpoint -> name
-        -> tensor, for the tensors that are written in its place. Tensors outside of decoder layers
-        do not change."""
+        """The changed tensors of decoder layer `number`: name of a tensor in the checkpoint -> the
+        tensors that replace this tensor, by name. {} for OUTSIDE, because tensors outside of
+        decoder layers do not change."""
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
         prefix = f"{self.streamed.path}.{number}."
-        new_tensors: dict[str, torch.Tensor] = {}
+        new_tensors: dict[str, torch.Tensor] = {}  # not in 4 bits, by name in memory
         nf4_by_name = {}
         with self.streamed.layer(number):
             if self.tuned is not None:
@@ -176,6 +176,6 @@ class _RecoveredTensors:
                     new_tensors.pop(f"{path}.weight", None)
                 else:
                     new_tensors[f"{path}.weight"] = rounded(module.weight)
-            by_name = to_checkpoint(model, new_tensors)
+            plain = to_checkpoint(model, new_tensors)
             # copies, since tensors may be views of weights that are freed with the layer
-            return {name: {name: tensor.clone()} for name, tensor in by_name.items()} | nf4_by_name
+            return {name: {name: tensor.clone()} for name, tensor in plain.items()} | nf4_by_name
