@@ -181,8 +181,8 @@ class FourBitMatrix(nn.Module):
     scale of a block is the largest magnitude of its weights. A weight is stored in 4 bits, as the
     index of one of 16 quantiles of the normal distribution. The quantile times the scale is the
     rounded weight. A scale is stored in 8 bits, as the difference between this scale and the mean
-    of all scales. Each 256 differences are stored relative to the largest of them, which takes 32 bits.
-    In all, this makes 4.127 bits per weight.
+    of all scales. Each 256 differences are stored relative to the largest of them, which takes 32
+    bits. In all, this makes 4.127 bits per weight.
     """
 
     packed: torch.Tensor
