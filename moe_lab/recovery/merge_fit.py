@@ -41,15 +41,11 @@ def fit(
     members on `text`. Returns the report: number of fitted experts, number of experts that stay
     averaged, seconds, and for each merged expert the members and the result of `_fit_expert`.
 
-    The folder `out` gets two files for `apply.recovered`:
-
-    tuned.safetensors  name in the pruned model's state dict -> weight, for all experts of each
-                       layer that has merged experts
-    finetune.json      the report
-
-    Sums are saved in the folder `partial`, from which a stopped fit resumes; no other fit may use
-    this folder. UserError for a plan without merged experts, for outputs that are not finite, and
-    for a text in which no merged expert has enough tokens.
+    The folder `out` gets two files for `apply.recovered`. tuned.safetensors has the weights of all
+    experts in layers with merged experts, under their names in the pruned model's state dict.
+    finetune.json has the report. Sums are saved in the folder `partial`, from which a stopped fit
+    resumes; no other fit may use this folder. UserError for a plan without merged experts, for
+    outputs that are not finite, and for a text in which no merged expert has enough tokens.
     """
     if not plan.merged_layers:
         raise UserError(

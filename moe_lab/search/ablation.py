@@ -38,16 +38,17 @@ another kind of layer loss."""
 def loss_rises(
     model: PreTrainedModel, kind: str, batches: Sequence[Batch], *, out: Path | None = None
 ) -> Statistics:
-    """Increase of the mean loss in nats per token, fp64, for each layer. `kind` is one of KINDS:
+    """For each MoE layer, the increase of the model's loss after a change in this layer alone: mean
+    over the predicted tokens in nats, fp64. The change is `kind`:
 
-    ablation (E,)  without the output of each expert
-    scaling ()     with the routed output times SCALE; shared experts and other layers unchanged
+    ablation  (E,): for each expert, its output is left out
+    scaling   (): the routed output is multiplied by SCALE; shared experts do not change
 
-    A few rows are read at a time. The hidden states before every MoE layer are stored, so after a
-    change in a layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on
-    average for each scaled layer or ablated expert. Sums are saved in the folder `out` after every
-    layer, and an interrupted pass resumes from these sums. UserError when no two valid tokens are
-    adjacent, and when losses are not finite (naming layer and expert).
+    A few rows are read at a time. The inputs of all MoE layers are stored, so after a change in a
+    layer the model only runs from this layer on. Of L MoE layers, (L + 1) / 2 run on average for
+    each change. Sums are saved in the folder `out` after every layer, and an interrupted pass
+    resumes from these sums. UserError when no two valid tokens are adjacent, and for a loss that
+    is not finite, with the layer and expert.
     """
     check_loss(batches)
     pieces = _small_batches(model, batches)
@@ -55,14 +56,14 @@ def loss_rises(
     predicted = sum(int(_is_predictor(valid).sum()) for _, valid in pieces)
     layers = moe_layers(model)
     done, sums = resume(out, metadata)
-    reader = None
-    for step in range(done, len(pieces) * len(layers)):  # a step is for one layer and piece
-        number, position = divmod(step, len(layers))
-        # a reader is for one batch; a resumed pass may begin in the middle of a batch
-        if reader is None or position == 0:
-            reader = _Reader(model, layers, *pieces[number])
+    piece_losses = None
+    for step in range(done, len(pieces) * len(layers)):  # a step is for one piece and one layer
+        piece, position = divmod(step, len(layers))
+        # a pass may resume in the middle of a piece
+        if piece_losses is None or position == 0:
+            piece_losses = _BatchLosses(model, layers, *pieces[piece])
         index = layers[position].index
-        rise = KINDS[kind](reader, position)
+        rise = KINDS[kind](piece_losses, position)
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, metadata, step + 1)
@@ -71,9 +72,9 @@ def loss_rises(
     return Statistics(means, {**metadata, "predicted": predicted})
 
 
-class _Reader:
-    """Runs the model on a few rows: first unchanged, and then again from any MoE layer on, with
-    other gates in that layer."""
+class _BatchLosses:
+    """Losses of the model on one small batch: of the unchanged model, and after changes of the
+    gates in one MoE layer. A changed model only runs from the changed layer on."""
 
     def __init__(
         self,
@@ -82,16 +83,16 @@ class _Reader:
         ids: torch.Tensor,
         valid: torch.Tensor,
     ):
-        """Run the unchanged model on the rows `ids` (B, S), whose tokens are real where `valid`
-        (B, S). UserError when its loss is not finite. layers: all MoE layers of the model."""
+        """Run the unchanged model on `ids` (B, S). `valid` (B, S) is False at gaps and padding.
+        `layers`: all MoE layers of the model. UserError when the loss is not finite."""
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids = ids
         self.valid = valid
         self.states: States = {}
-        self.log_likelihood = self._log_likelihood((0,) * len(layers), self.states)
-        """() fp64: log-likelihood of the rows under the unpruned model. Computing it fills
-        `states`."""
+        self.log_likelihood = self._log_likelihood(self.states)
+        """() fp64: log-likelihood of the batch under the unpruned model. The line above also stores
+        the inputs of all MoE layers in `states`."""
         if not bool(self.log_likelihood.isfinite()):
             raise UserError(
                 "the loss of the unpruned model is NaN or infinite on this text: expected finite "
@@ -99,18 +100,18 @@ class _Reader:
             )
 
     def ablation_rises(self, position: int) -> torch.Tensor:
-        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number
-        `position`."""
+        """(E,) fp64: for each expert of the MoE layer number `position`, the increase of the summed
+        loss without this expert."""
 
         def rise(expert: int) -> torch.Tensor:
-            """() fp64: the increase without one expert, whose gates become 0."""
+            """() fp64: the increase when the gates of one expert become 0."""
             return self._rise(position, lambda index, gates: gates.masked_fill(index == expert, 0))
 
         return torch.stack([rise(expert) for expert in range(self.layers[position].n_experts)])
 
     def scaling_rise(self, position: int) -> torch.Tensor:
-        """() fp64: increase of the summed loss with the routed output of the MoE layer number
-        `position` times SCALE."""
+        """() fp64: increase of the summed loss when the routed output of the MoE layer number
+        `position` is multiplied by SCALE."""
         return self._rise(position, lambda index, weights: weights * SCALE)
 
     def _rise(
@@ -119,9 +120,6 @@ class _Reader:
         """() fp64: increase of the summed loss when the gates (T, K) of the MoE layer number
         `position` are `change(expert ids, gates)`."""
         start = (0,) * position
-        # any schedule will do that differs from the unpruned schedule at this layer: it makes the
-        # decoder start here, from the stored states
-        schedule = (*start, 1, *(0,) * (len(self.layers) - position - 1))
 
         def with_change(experts: ExpertsFunction) -> ExpertsFunction:
             """The function `experts`, called with the changed gates."""
@@ -129,34 +127,36 @@ class _Reader:
 
         with ExitStack() as undo:
             replace_experts(self.layers[position], with_change, undo)
-            # the summed loss is minus the log-likelihood
-            return self.log_likelihood - self._log_likelihood(schedule, {start: self.states[start]})
+            # the decoder runs from this layer on, because it gets no input of a later layer
+            changed = self._log_likelihood({start: self.states[start]})
+        return self.log_likelihood - changed  # the summed loss is minus the log-likelihood
 
-    def _log_likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
-        """() fp64: the summed log-likelihood of the rows, with `schedule` and `states` as in
-        `Decoder.logits`."""
+    def _log_likelihood(self, states: States) -> torch.Tensor:
+        """() fp64: the log-likelihood of the batch, summed over the predicted tokens. The model
+        runs from the last MoE layer whose input is in `states`; see `Decoder.logits`."""
+        unpruned = (0,) * len(self.layers)
         is_evaluated = _is_predictor(self.valid)
-        logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, schedule, states)
+        logits, _ = self.decoder.logits(self.ids, self.valid, is_evaluated, unpruned, states)
         positions = is_evaluated.nonzero()
         targets = self.ids.roll(-1, 1)[is_evaluated]
-        # random numbers, which "nll" does not read, are set to 0
+        # "nll" does not read random numbers, so they are set to 0
         contexts = Contexts(is_evaluated, positions[:, 0], targets, torch.zeros(len(positions)))
         return row_sums("nll", None, logits, contexts).sum()
 
 
-KINDS = {"ablation": _Reader.ablation_rises, "scaling": _Reader.scaling_rise}
+KINDS = {"ablation": _BatchLosses.ablation_rises, "scaling": _BatchLosses.scaling_rise}
 """Name of a sum, which is also the kind of its step -> method that computes the sum over a few
 rows."""
 
 
 def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
-    """(B, S) bool: valid tokens that are followed by a valid token in their row."""
+    """(B, S) bool: whether a token and the next token in the row are both valid."""
     return pad(valid[:, :-1] & valid[:, 1:], (0, 1))
 
 
 def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
-    """The batches, split into smaller batches of at least one row. The logits of such a batch fit
-    into memory, unless it has one row."""
+    """The batches, split into smaller batches of one or more rows. The logits of a small batch with
+    several rows fit into memory."""
     tokens = min(device.PASS_TOKENS, device.tokens_with_logits(model))
     parts: list[Batch] = []
     for ids, valid in batches:

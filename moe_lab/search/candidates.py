@@ -48,7 +48,8 @@ class Plans:
         scores: Mapping[int, Sequence[float]],
         protected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Keep the scores of the MoE layers of `model`, and the facts of their routers."""
+        """Store the scores of all MoE layers of `model`, and the properties of the layers' routers
+        that `make_plan` reads."""
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
         self.routers = {
@@ -57,8 +58,8 @@ class Plans:
         }
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
-        """The plan of one schedule, with the `provenance` to record in it, if any. UserError when a
-        layer retains too few experts."""
+        """The plan of one schedule. `provenance` is recorded in the plan. UserError when a layer
+        retains too few experts."""
         counts = {layer.index: count for layer, count in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, counts, self.routers, provenance=provenance or {})
 
@@ -78,13 +79,13 @@ class Batch:
 
 
 class Candidates:
-    """The fitness of schedules over a search set, for one model and one ranking of its experts.
+    """The fitness of schedules over a search set, for one model and one ranking of the experts.
 
-    `rows`: the result of answer_batches. The fitness is exactly that of the masked model, run from
-    its first to its last layer on the whole set. Three computations are saved:
+    `rows`: the result of answer_batches. The fitness is exactly the fitness of the masked model on
+    the whole set, but some computations are saved:
 
-    - A schedule runs from the first layer in which it differs from another schedule of the same
-      call, or from an elite, which is one of the best schedules so far.
+    - The model does not run the first layers again in which a schedule equals another schedule of
+      the same call, or an elite (one of the best schedules so far).
     - The vocabulary head runs at the evaluated positions only.
     - The unpruned model's log-probabilities are stored if they fit `settings.memory_budget`.
 
@@ -119,13 +120,12 @@ class Candidates:
         self._log_p: dict[int, torch.Tensor] = {}
         """Batch number -> log-probabilities of the unpruned model."""
         self._stores_log_p = needed_bytes <= settings.memory_budget
-        # False counts as 0: log-probabilities that are not stored take nothing from the budget
-        remaining = settings.memory_budget - needed_bytes * self._stores_log_p
+        remaining = settings.memory_budget - (needed_bytes if self._stores_log_p else 0)
         self.prefix_states = PrefixStates(len(self.batches), remaining)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better. The elites among all schedules so far
-        keep their hidden states. UserError when a value is not finite."""
+        """The fitness of each schedule, higher is better. Afterwards, only hidden states of the
+        elites stay stored. UserError when a value is not finite."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
         for number in range(len(self.batches)):
@@ -140,8 +140,8 @@ class Candidates:
         return [values[schedule] for schedule in schedules]
 
     def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
-        """Schedule -> for each row of the batch `number`, the sum of the fitness over its
-        positions."""
+        """Schedule -> for each row of batch `number`, the fitness summed over the row's evaluated
+        positions. `plans`: schedule -> plan of the schedule."""
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
@@ -157,7 +157,7 @@ class Candidates:
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        """The fitness of a schedule, from its sum over each row. UserError when it is not
+        """The fitness of a schedule, from the sums of the rows. UserError for a fitness that is not
         finite."""
         value = average(sums, self._counts, self.settings.averaging)
         if not math.isfinite(value):
@@ -168,8 +168,8 @@ class Candidates:
         return value
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
-        """log p (N, V) of the unpruned model at the evaluated positions of the batch `number`; None
-        if the fitness does not need it."""
+        """Log-probabilities (N, V) of the unpruned model at the evaluated positions of batch
+        `number`. None if the fitness does not read them."""
         if self.settings.fitness == "nll":
             return None
         if number in self._log_p:
@@ -192,9 +192,10 @@ class Candidates:
 
 
 def _batches(marked_batches: Sequence[AnswerBatch], settings: SearchSettings) -> list[Batch]:
-    """The batches among `marked_batches` that have positions to evaluate, with random numbers drawn
-    from the seed. Tokens after the last evaluated position of a batch are cut off. UserError when
-    no batch has such a position."""
+    """The batches to evaluate, from `marked_batches` (ids, valid, answers). `settings.seed`
+    determines the random number of each evaluated position. Tokens after the last evaluated
+    position of a batch are cut off. Batches without evaluated positions are left out. UserError
+    when no batch is left."""
     generator = torch.Generator().manual_seed(settings.seed)
     batches = []
     for ids, valid, answers in marked_batches:
@@ -222,7 +223,7 @@ States = dict[Schedule, torch.Tensor]
 
 
 class Decoder:
-    """Runs a causal language model from any MoE layer on, and its vocabulary head at chosen
+    """Runs a causal language model from any MoE layer on, and the vocabulary head at the evaluated
     positions only."""
 
     def __init__(self, model: Any) -> None:
@@ -231,7 +232,7 @@ class Decoder:
         layers = moe_layers(model)
         self.layers: Sequence[nn.Module] = model.get_submodule(layers[0].stack)
         self.moe = [layer.index for layer in layers]
-        """Decoder layer of each MoE layer."""
+        """Index in `layers` of each MoE layer."""
 
     def logits(
         self,
@@ -241,39 +242,40 @@ class Decoder:
         schedule: Schedule,
         states: States,
     ) -> tuple[torch.Tensor, int]:
-        """(logits (N, V) at the N evaluated positions, number of decoder layers that were run).
+        """Returns (logits (N, V) at the N evaluated positions, number of decoder layers that were
+        run).
 
-        `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The model is run from the
-        longest prefix of `schedule` in `states`, to which the states of longer prefixes are added.
-        The caller must have masked the model as `schedule` says.
+        `ids`, `valid` (the attention mask) and `is_evaluated` are (B, S). The model runs from the
+        last MoE layer whose input for `schedule` is in `states`. The inputs of all later MoE layers
+        are added to `states`. The caller must have masked the model as `schedule` says.
         """
         n_layers = len(schedule)
-        # number k of the last MoE layer whose input is in `states`, or -1; this input depends only
-        # on what the k MoE layers before it lose
+        # number k of the last MoE layer with a stored input, or -1
         start = next((k for k in range(n_layers - 1, -1, -1) if schedule[:k] in states), -1)
-        first = self.moe[start] if start >= 0 else 0
+        first_layer = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
         attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
             if start >= 0:
                 state = states[schedule[:start]].clone()  # layers may write into their input
-                for layer in self.layers[:first]:
+                for layer in self.layers[:first_layer]:
                     bypass(layer, state, undo)
             for k in range(max(start, 0), n_layers):
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
             for k in range(start + 1, n_layers):
                 undo.callback(_store_input(self.layers[self.moe[k]], schedule[:k], states).remove)
             head = self.model.get_output_embeddings().register_forward_pre_hook(
-                # (1, N, H)
+                # the head gets the hidden states of the evaluated positions only: (1, N, H)
                 lambda module, args: (args[0][is_evaluated.to(args[0].device)][None],)
             )
             undo.callback(head.remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
-        return output.logits[0], len(self.layers) - first
+        return output.logits[0], len(self.layers) - first_layer
 
 
 def _store_input(layer: nn.Module, prefix: Schedule, states: States) -> RemovableHandle:
-    """The handle of a new hook that stores a copy of the input of `layer` as `states[prefix]`."""
+    """Add a hook that stores a copy of the input of `layer` as `states[prefix]`. Returns the handle
+    that removes the hook."""
 
     def store(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[prefix] = (args[0] if args else kwargs["hidden_states"]).clone()
@@ -282,8 +284,8 @@ def _store_input(layer: nn.Module, prefix: Schedule, states: States) -> Removabl
 
 
 class PrefixStates:
-    """Hidden states of earlier schedules, by prefix, for later schedules with the same prefix. The
-    states of all `batches` take at most `budget` bytes, an equal part for each batch."""
+    """Hidden states of earlier schedules, for later schedules with the same first entries (prefix).
+    The states of all `batches` take at most `budget` bytes, an equal part for each batch."""
 
     def __init__(self, batches: int, budget: int) -> None:
         """batches: number of batches; budget: bytes for the stored states of all batches."""
@@ -293,10 +295,12 @@ class PrefixStates:
         """Bytes for the states of one batch."""
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
-        """Yield (schedule, states of its prefixes) for each schedule. The caller adds the states of
-        new prefixes to the yielded dict before it takes the next schedule. Schedules are sorted, so
-        schedules with a common prefix follow each other and share the states of this prefix. States
-        that fit the budget are stored for later calls. batch: number of the batch."""
+        """Yield (schedule, prefix of the schedule -> states) for each schedule, in sorted order, so
+        that schedules with a common prefix follow each other. `batch`: number of the batch.
+
+        Before the caller takes the next schedule, the caller adds the states of further prefixes to
+        the yielded dictionary. The next schedule gets the states of all prefixes that both
+        schedules have in common. States that fit the budget are stored for later calls."""
         states: States = {}
         for schedule in sorted(schedules):
             available = {**states, **self.states[batch]}
@@ -314,8 +318,8 @@ class PrefixStates:
                     room -= state.nbytes
 
     def retain(self, best: Iterable[Schedule]) -> None:
-        """Drop all states except those of prefixes of the schedules `best`, the parents of the next
-        generation."""
+        """Drop the states of all prefixes that no schedule in `best` has. `best`: the parents of
+        the next generation."""
         prefixes = {schedule[:k] for schedule in best for k in range(len(schedule))}
         for batch, states in enumerate(self.states):
             self.states[batch] = {

@@ -37,15 +37,15 @@ predict them."""
 
 
 def _validate_pattern(name: str) -> str:
-    """`name` itself. UserError unless a pattern has this name."""
+    """Returns `name`. UserError unless `name` is the name of a pattern."""
     check_known("pattern", name, PATTERNS)
     return name
 
 
 @pydantic_dataclass(config=SETTINGS, frozen=True)
 class SearchSettings:
-    """All of allocation.parameters with allocation=evolutionary. Defaults are the values published
-    for OLMoE."""
+    """The settings in allocation.parameters for allocation=evolutionary. Defaults are the values
+    published for OLMoE."""
 
     population: Positive = 32
     """P: schedules of the first generation; later generations have the elites and P - m
@@ -87,7 +87,7 @@ class SearchSettings:
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        """Raise ValueError unless the fields agree with each other."""
+        """Raise ValueError for fields that contradict each other."""
         if self.elites >= self.population:
             raise ValueError(
                 f"elites={self.elites}: expected fewer than the population of {self.population}, "
@@ -102,8 +102,8 @@ class SearchSettings:
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
-    """The settings of a search from `parameters` of allocation=evolutionary, with the default
-    `seed`. UserError for invalid parameters."""
+    """The settings of a search, from `parameters` of allocation=evolutionary. `seed`: the seed of
+    the search if `parameters` have no seed. UserError for invalid parameters."""
     return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
@@ -111,8 +111,8 @@ def space_to_search(
     settings: Mapping[str, Any], facts: Mapping[str, Any], parameters: SearchSettings
 ) -> Space:
     """The space of the schedules to search. `settings`: fields of AllocationConfig and the ratio.
-    `facts`: facts of the model. `parameters`: settings of the search. UserError when the ratio is
-    infeasible for the routers, and for `parameters` that are infeasible for these layers."""
+    `facts`: facts of the model. `parameters`: settings of the search. UserError when the model's
+    routers do not allow the ratio or `parameters`."""
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
@@ -161,9 +161,9 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
     schedule    list of int
     origin      name of a pattern, uniform_feasible or mutation
     parent      list of int; None for a schedule without a parent
-    evaluated   whether this row was the first with its schedule, whose fitness was then computed
-    fitness     of the schedule
-    elite       whether the schedule is among the m best after this generation
+    evaluated   True for the first row with this schedule, False for repetitions of the schedule
+    fitness     fitness of the schedule
+    elite       whether the schedule is one of the best `settings.elites` after this generation
     """
     random = Generator(PCG64(settings.seed))
     fitness: dict[Schedule, float] = {}
@@ -184,7 +184,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
         if new_schedules:
             fitness |= zip(new_schedules, evaluate(new_schedules), strict=True)
         elites = sorted(fitness, key=lambda schedule: -fitness[schedule])[: settings.elites]
-        unlisted_schedules = set(new_schedules)
+        unlisted_schedules = set(new_schedules)  # new schedules that have no row yet
         for schedule, origin, parent in proposals:
             history.append(
                 {
@@ -200,20 +200,19 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
             unlisted_schedules.discard(schedule)
         generation += 1
         progress.update(generation, settings.generations, "generations")
-    made = len(history)
-    evaluated = len(fitness)
     counts = {
         "generations": generation,
-        "made": made,
-        "evaluated": evaluated,
-        "known": made - evaluated,
+        "made": len(history),
+        "evaluated": len(fitness),
+        "known": len(history) - len(fitness),
     }
     return Outcome(elites[0], fitness[elites[0]], history, counts)
 
 
 def _first_population(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
-    """The first population: as many of the patterns as it has places for, then schedules that are
-    drawn uniformly from all feasible schedules."""
+    """The `settings.population` schedules of the first generation: one for each pattern, then
+    schedules drawn uniformly from all feasible schedules. Patterns beyond `settings.population` are
+    not used."""
     names = settings.patterns[: settings.population]
     n_draws = settings.population - len(names)
     return [
@@ -225,8 +224,8 @@ def _first_population(space: Space, settings: SearchSettings, random: Generator)
 def _children(
     space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator
 ) -> list[_Proposal]:
-    """Children of random elites, an elite perhaps several times: as many children as the population
-    has places besides the elites."""
+    """`settings.population` - `settings.elites` children. The parent of each child is an elite,
+    drawn at random with replacement."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
         (mutate(elites[parent], space, settings, random), "mutation", elites[parent])
@@ -254,16 +253,17 @@ def _transfer(
     largest: int,
     random: Generator,
 ) -> tuple[int, int, int]:
-    """A random transfer: (layer that gets units back, another layer that loses these units, number
-    of units, at most `largest`). It is feasible: the first layer has lost so many units, and the
-    second can lose so many more within its `capacity`. The paper draws ordered pairs of distinct
-    layers and sizes until a draw is feasible, which is the same as one uniform draw from all
-    feasible transfers. If a space has two schedules or more, a transfer of size 1 is always
-    feasible."""
+    """A feasible transfer, drawn uniformly: (source, destination, number of units, at most
+    `largest`). The layer `source` then loses fewer units, the layer `destination` more units.
+
+    The paper draws source, destination and size until the transfer is feasible. This is the same as
+    one uniform draw from all feasible transfers. A transfer of size 1 is always feasible if the
+    space has two or more schedules.
+    """
     sizes = numpy.arange(1, largest + 1)[:, None]
     can_give = units_removed >= sizes
     can_take = units_removed + sizes <= capacity
-    # (size, source, destination): the source removes fewer units, and the destination more
+    # (sizes, L, L): size, source, destination
     feasible = (
         can_give[:, :, None] & can_take[:, None, :] & ~numpy.eye(len(units_removed), dtype=bool)
     )

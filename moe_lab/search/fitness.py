@@ -34,15 +34,16 @@ class Contexts:
 
 
 def esap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q), where p and q are the
-    next-token distributions of the unpruned model and of a candidate; see `POSITION_FITNESS`."""
+    """Expected speculative acceptance: sum_v min(p_v, q_v) = 1 - TV(p, q). p and q are the
+    next-token distributions of the unpruned model and of a candidate. Arguments and result: see
+    `POSITION_FITNESS`."""
     return torch.minimum(log_p, log_q).exp_().sum(-1, dtype=torch.float64)
 
 
 def sap(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, which the
-    position's random number draws from q. The expectation of this probability is `esap`, which
-    says what p and q are."""
+    """The probability min(1, p_y / q_y) that speculative decoding accepts a token y, with p and q
+    as in `esap`. y is drawn from q by the random number of the position. The expectation of this
+    probability over y is `esap`."""
     y = draw_tokens(log_q.exp(), positions.draws)[:, None]
     ratio = log_p.gather(1, y).double() - log_q.gather(1, y).double()
     return ratio.clamp(max=0).exp()[:, 0]
@@ -59,7 +60,8 @@ def kl_reversed(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -
 
 
 def nll(log_p: torch.Tensor, log_q: torch.Tensor, positions: Contexts) -> torch.Tensor:
-    """log q_y of the token y that follows, with q as in `esap`. Does not use p."""
+    """log q_y, where y is the token that follows the position in the text, and q is as in `esap`.
+    p is not used."""
     return log_q.gather(1, positions.targets[:, None]).double()[:, 0]
 
 
@@ -70,8 +72,8 @@ candidate. spec_dec is not defined by position, see speculative_decoding.py."""
 
 
 def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Tokens (N,), drawn from `probabilities` (N, V) by the numbers `draws` (N,), uniform on [0,
-    1). Rows of `probabilities` need not sum to 1."""
+    """Tokens (N,), drawn from `probabilities` (N, V). `draws` (N,): random numbers, uniform on
+    [0, 1). Rows of `probabilities` need not sum to 1."""
     cumulative = probabilities.double().cumsum(-1)
     thresholds = draws * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
@@ -82,11 +84,13 @@ def draw_tokens(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tenso
 def contexts(
     ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator
 ) -> Contexts:
-    """The positions at which to compute the fitness, in a batch of `ids` (B, S) with flags of the
-    answer tokens, `answers` (B, S). With `shift`, these are the positions that predict an answer
-    token (no position predicts the first token of a row). Without `shift`, they are the positions
-    of the answer tokens, as in the released code of EvoESAP. Such positions also predict the token
-    after an answer, but not the answer's first token."""
+    """The positions at which to compute the fitness, in a batch of `ids` (B, S). `answers` (B, S)
+    is True at answer tokens.
+
+    With `shift`, the positions before each answer token are evaluated, so that every answer token
+    is predicted, except at the start of a row. Without `shift`, the positions of the answer tokens
+    themselves are evaluated, as in the released code of EvoESAP. So the token after an answer is
+    predicted, too, but the first token of an answer is not."""
     is_evaluated = pad(answers[:, 1:], (0, 1)) if shift else answers.clone()
     draws = torch.rand(int(is_evaluated.sum()), generator=generator, dtype=torch.float64)
     targets = pad(ids[:, 1:], (0, 1))[is_evaluated]
@@ -97,22 +101,22 @@ def row_sums(
     name: str, log_p: torch.Tensor | None, logits: torch.Tensor, positions: Contexts
 ) -> torch.Tensor:
     """(B,) fp64 on the CPU: the fitness `name`, summed over the `positions` of each row. `log_p`
-    (N, V) fp32: log-probabilities of the full model; None for a fitness that does not read log p.
-    `logits` (N, V): logits of the candidate."""
+    (N, V) fp32: log-probabilities of the full model at the N positions; None for a fitness that
+    does not read log p. `logits` (N, V): logits of the candidate at the N positions."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
-    for part in torch.arange(len(positions.rows)).split(CHUNK):  # indices of some positions
-        log_q = log_probabilities(logits[part.to(device)])
-        # without log_p the function does not read its first argument
-        full_log_p = log_q if log_p is None else log_p[part].to(device)
-        piece = Contexts(
+    for indices in torch.arange(len(positions.rows)).split(CHUNK):
+        log_q = log_probabilities(logits[indices.to(device)])
+        # a fitness without log_p ignores its first argument, so any tensor will do
+        chunk_log_p = log_q if log_p is None else log_p[indices].to(device)
+        chunk = Contexts(
             positions.is_evaluated,
-            positions.rows[part],
-            positions.targets[part].to(device),
-            positions.draws[part].to(device),
+            positions.rows[indices],
+            positions.targets[indices].to(device),
+            positions.draws[indices].to(device),
         )
-        values.append(function(full_log_p, log_q, piece).cpu())
+        values.append(function(chunk_log_p, log_q, chunk).cpu())
     return torch.zeros(len(positions.is_evaluated), dtype=torch.float64).index_add_(
         0, positions.rows, torch.cat(values)
     )
@@ -124,10 +128,11 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def average(sums: Iterable[float], counts: Iterable[int], averaging: str) -> float:
-    """The average fitness. `sums`: the sum over the positions of each row. `counts`: the number of
-    positions of each row. For spec_dec, proposed tokens take the place of positions.
+    """The average fitness. `sums`: for each row, the fitness summed over the positions of the row
+    (for spec_dec: number of accepted tokens). `counts`: for each row, the number of positions (for
+    spec_dec: number of proposed tokens).
 
-    `averaging` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows
+    `averaging`: macro is the mean of the means of the rows, micro the mean over all positions. Rows
     without positions are left out."""
     # fsum rounds once: results of `sum` differ between versions of Python
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]

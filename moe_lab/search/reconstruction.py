@@ -50,18 +50,18 @@ def reconstruct(
     limit: int = LIMIT,
     multiple_of: int = 1,
 ) -> Reconstruction:
-    """Try all choices of experts in every layer, in a single forward pass, and keep the best choice
-    of each layer.
+    """Find the best choice of retained experts in each layer. The errors of all choices are
+    computed in a single forward pass.
 
-    Each layer loses the share `ratio` as in allocation=uniform. Of choices with equal errors, the
-    choice that drops the lower ids is best. The pass runs every expert on every token, and a router
-    once for each choice. Errors are computed from inner products of the experts' outputs, so memory
-    does not grow with the number of choices.
+    Each layer loses the share `ratio` of its experts, as with allocation=uniform. Of choices with
+    equal errors, the choice that drops the lower ids is best. The pass runs every expert on every
+    token, and each router once for each choice. Errors are computed from inner products of the
+    experts' outputs, so memory does not grow with the number of choices.
 
     `read(hook)` makes the pass, by `gather` or `stream`, and returns the sums that `hook` collects.
     `facts`: facts of the model. `limit`: the most choices that a layer may have. `multiple_of`:
-    each layer retains a multiple of this number. UserError as from `removals_within_limit`, for
-    routers that cannot be called again, and for outputs that are not finite.
+    each layer retains a multiple of this number. UserError when `removals_within_limit` raises it,
+    for routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): router for layer, router in facts["layers"].items()}
     removed = removals_within_limit(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -71,18 +71,19 @@ def reconstruct(
         choices[layer] = retained_subsets(
             router["n_experts"], removed[layer], router["n_group"], protected
         )
-    # a subclass, because an observer makes the hooks itself, one per layer
+    # an observer creates the hooks itself, one per layer, so the class holds the choices
     hook = type("Choices", (SubsetHook,), {"subsets": choices})
     return _best_choices(choices, read(hook).layers)
 
 
 def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers) -> Reconstruction:
-    """The choice of least error in each layer, from the sums that SubsetHook collects."""
+    """The choice of least error in each layer, and the errors of all choices. `choices`: layer ->
+    retained ids of each choice. `sums`: the sums that SubsetHook collects."""
     retained: dict[int, tuple[int, ...]] = {}
     table = []
     for layer, subsets in choices.items():
         errors = sums[layer]["error"].sqrt().tolist()
-        norm = sqrt(float(sums[layer]["square"]))
+        norm = sqrt(float(sums[layer]["square"]))  # || F ||_F
         best = subsets[errors.index(min(errors))]
         retained[layer] = best
         for subset, error in zip(subsets, errors, strict=True):
@@ -92,24 +93,25 @@ def _best_choices(choices: Mapping[int, Sequence[tuple[int, ...]]], sums: Layers
 
 
 class SubsetHook(StatisticsHook):
-    """Adds `error` (S,), the squared error of each choice, and `square` (), the squared norm of the
-    routed output."""
+    """Gathers two sums over the valid tokens: `error` (S,), the squared error || F - F_S ||^2 of
+    each of the S choices, and `square` (), the squared norm || F ||^2 of the routed output."""
 
     kind = "reconstruction"
     subsets: Mapping[int, Sequence[tuple[int, ...]]]
     """Layer -> the choices, each as the ids of the retained experts."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record `args` and `kwargs`, the arguments of the router's call, for calls with the same
-        arguments for each choice."""
+        """Record `args` and `kwargs`, with which the router was called, so that the router can be
+        called with the same arguments for each choice."""
         self.call = args, kwargs
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Add to the sums, over valid tokens. Returns the routed output (T, H), equal to that of
-        the eager experts up to rounding. UserError when the router, called again, gives other
-        gates."""
+        """Add the T tokens of a batch to the sums. Returns the routed output (T, H), equal to the
+        output of the eager experts up to rounding. hidden: hidden states (T, H); index: ids of the
+        experts of each token (T, K); weights: gates (T, K). UserError when a second call of the
+        router gives other gates."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = spread(index, weights, n)
@@ -132,7 +134,7 @@ class SubsetHook(StatisticsHook):
             products = products[is_valid]
             full_gates = gates[tokens][is_valid].double()
             square += _squares(full_gates[:, None], products)[0]
-            # the gates of n choices take as much memory as the products
+            # n choices at a time, because their gates take as much memory as the products
             for first in range(0, len(subsets), n):
                 subset_gates = [
                     route(self.layer, retained, *self.call)[tokens][is_valid]
@@ -148,9 +150,8 @@ class SubsetHook(StatisticsHook):
     def _products(
         self, hidden: torch.Tensor, gates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all
-        experts, for hidden states (t, H) and gates (t, E). UserError for an output that is not
-        finite."""
+        """(routed output (t, H), inner products (t, E, E) fp64 of the outputs of all experts) for
+        `hidden` states (t, H) and `gates` (t, E). UserError for an output that is not finite."""
         n = self.layer.n_experts
         width = hidden.shape[1]
         outputs = []
@@ -176,11 +177,10 @@ class SubsetHook(StatisticsHook):
 def route(
     layer: MoELayer, retained: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Gates (T, E) if only the experts `retained` exist; 0 for all other experts. The layer's
-    router is called with `args` and `kwargs`. Its own code runs on the rows and biases of the
-    retained experts, as in a pruned model."""
+    """Gates (T, E) when the router of `layer` chooses among the experts `retained` only, as in a
+    pruned model; 0 for all other experts. `args` and `kwargs`: arguments of the router."""
     with sliced_router(layer, retained) as slices:
-        # an argument that is a tensor of the router is replaced by its slice
+        # some models pass the router's bias as an argument: pass the slice of the bias instead
         sliced_args = [slices.get(id(value), value) for value in args]
         sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
         # `forward` runs no hooks, unlike a call of the module
@@ -189,6 +189,6 @@ def route(
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and the
-    inner products (t, E, E) of the experts' outputs f_j."""
+    """(S,) fp64: || sum_j gates_j f_j ||^2, summed over the tokens. `gates` (t, S, E): gates of S
+    choices. `products` (t, E, E): inner products of the outputs f_j of all experts."""
     return (torch.bmm(gates, products) * gates).sum((0, 2))

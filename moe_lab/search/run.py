@@ -44,13 +44,14 @@ def search(
     """Search for the schedule of highest fitness and write plan.json, history.parquet and
     search.json in `out`.
 
-    `facts`: facts of the model, perhaps with protected experts. `scores`: layer -> a score per
-    expert; the experts with the lowest scores are dropped first. `settings`: fields of
-    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers. The
-    fitness values of every generation are saved in the folder `partial`, which no other search may
-    use. An interrupted search resumes from these values, and ends with the same plan and history.
-    UserError for settings, a ratio or a search set that cannot work, and for a fitness that is not
-    finite.
+    `facts`: facts of the model, which may list protected experts of each layer. `scores`: layer ->
+    a score per expert; the experts with the lowest scores are dropped first. `settings`: fields of
+    AllocationConfig and the ratio. `text`: the search set, which has tasks with answers.
+
+    The fitness values of every generation are saved in the folder `partial`, which no other search
+    may use. An interrupted search resumes from these values, and ends with the same plan and
+    history. UserError for invalid settings, an infeasible ratio, an unsuitable search set, and a
+    fitness that is not finite.
     """
     parameters = parse(settings["parameters"], seed)
     space = space_to_search(settings, facts, parameters)
@@ -67,6 +68,7 @@ def search(
         candidates = Candidates(model, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / ANSWERS)
+    # the cache has the fitness values that an interrupted search computed
     outcome = evolve(
         space,
         parameters,
@@ -96,9 +98,9 @@ def _report(
     cost: Cost,
     seconds: float,
 ) -> dict[str, Any]:
-    """The content of search.json. `cost` and `seconds` are those of this process, without earlier
-    runs of a resumed search. The entry "uniform" is None if the search did not have this
-    pattern."""
+    """The content of search.json. `cost` and `seconds` only count this process, not the earlier
+    runs of a resumed search. The entry "uniform" is None if the first population did not have the
+    pattern "uniform"."""
     uniform = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,

@@ -22,8 +22,8 @@ Schedule: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Space:
-    """The feasible schedules, which remove units of `step` experts. Layer l loses
-    lowest[l] + step * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units."""
+    """All feasible schedules. In a feasible schedule, layer l loses lowest[l] + step * u_l experts.
+    The numbers of units u_l satisfy 0 <= u_l <= capacity[l] and sum_l u_l = units."""
 
     step: int
     lowest: tuple[int, ...]
@@ -35,23 +35,25 @@ class Space:
     """Units that all layers together lose beyond `lowest`."""
 
     def schedule(self, units: tuple[int, ...]) -> Schedule:
-        """The schedule in which each layer loses the given `units` beyond `lowest`."""
+        """The schedule in which layer l loses lowest[l] + step * units[l] experts."""
         return tuple(low + self.step * count for low, count in zip(self.lowest, units, strict=True))
 
     def units_removed(self, schedule: Schedule) -> tuple[int, ...]:
-        """Units that each layer loses in a schedule beyond `lowest`: the inverse of `schedule`."""
+        """Number of units u_l that each layer loses in `schedule`, beyond `lowest`. This is the
+        inverse of the method `schedule`."""
         return tuple(
             (lost - low) // self.step for low, lost in zip(self.lowest, schedule, strict=True)
         )
 
     @cached_property
     def _ways(self) -> list[list[int]]:
-        """[l][u]: number of ways in which layers l, l + 1, ... lose u units together, as exact
-        integers; computed from the last layer to the first."""
+        """Entry [l][u]: number of ways in which layers l, l + 1, ... can lose u units together.
+        The numbers are exact integers, computed from the last layer to the first."""
         rows = [[1] + [0] * self.units]
         for size in reversed(self.capacity):
             sums = list(accumulate(rows[-1]))
-            # this layer loses 0 to `size` of the u units, so the later layers lose u - size to u
+            # this layer loses 0 to `size` of u units, and the later layers u - size to u units: sum
+            # the ways of the later layers over this range
             rows.append(
                 [total - (sums[u - size - 1] if u > size else 0) for u, total in enumerate(sums)]
             )
@@ -59,7 +61,7 @@ class Space:
 
     @property
     def budget(self) -> int:
-        """Experts removed from all layers together."""
+        """Number of experts that all layers together lose."""
         return sum(self.lowest) + self.step * self.units
 
     @property
@@ -72,7 +74,8 @@ class Space:
         removed = []
         remaining = self.units
         for ways in self._ways[1:]:
-            # schedules in which this layer loses fewer units come first
+            # `ways` counts the ways of the later layers. Skip the schedules in which this layer
+            # loses fewer than `count` units, because they come first.
             count = 0
             while number >= ways[remaining - count]:
                 number -= ways[remaining - count]
@@ -84,16 +87,16 @@ class Space:
     def sample(self, random: numpy.random.Generator) -> Schedule:
         """A random feasible schedule. Each schedule has the probability 1 / size."""
         # numpy draws integers of at most 64 bits, and `size` may be larger. So Python's generator
-        # draws, from a seed of more bits than `size` has.
+        # draws the number, and is seeded with more bits than `size` has.
         bits = random.bytes(16 + self.size.bit_length() // 8)
         return self.nth(Random(bits).randrange(self.size))
 
 
 def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
-    """The space of schedules that remove `budget` experts, in which every layer keeps a multiple of
-    its step and of `granularity`. `layers`: limits of each layer. UserError when the router of a
-    layer allows no such multiple, when layers need different steps, and for an infeasible
-    budget."""
+    """The space of schedules that remove `budget` experts. The number of experts that a layer
+    retains is a multiple of `granularity` and of the step in the layer's limits. `layers`: limits
+    of each layer. UserError when a layer cannot retain any such multiple, when the common multiples
+    differ between layers, and when `budget` is infeasible."""
     steps = {lcm(limit.step, granularity) for limit in layers}
     if len(steps) != 1:
         raise UserError(
@@ -118,9 +121,10 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """Number of units of `step` experts to remove, beyond the `lowest` experts that all layers must
-    lose. `budget`: experts to remove. `capacity`: units that all layers can lose. UserError, with
-    the nearest feasible budgets, when the number is not whole or exceeds the capacity."""
+    """Number of units of `step` experts to remove beyond `lowest`. `budget`: number of experts to
+    remove. `lowest`: number of experts that all layers together must lose. `capacity`: number of
+    units that all layers together can lose. If `budget` is infeasible: UserError with the nearest
+    feasible budgets."""
     units, remainder = divmod(budget - lowest, step)
     if remainder == 0 and 0 <= units <= capacity:
         return units
@@ -156,8 +160,8 @@ schedules."""
 
 
 def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule:
-    """The feasible schedule nearest to the pattern called `name`, by `project`. `random` draws the
-    weights of the pattern "random"; other patterns do not use it."""
+    """The feasible schedule that `project` makes from the weights of the pattern called `name`.
+    Only the pattern "random" uses `random`, to draw the weights."""
     layers = len(space.capacity)
     if name == "random":
         return project([float(value) + 1e-4 for value in random.random(layers)], space)
@@ -165,14 +169,16 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """The feasible schedule whose units are nearly proportional to positive `weights` (L,). Every
-    layer gets the integer part of its share, within its capacity. The remaining units are given out
-    one by one. In the first round, layers with larger fractions come first, and of equal fractions
-    the lower layer. In later rounds, layers come in their order."""
+    """A feasible schedule in which the units of the layers are nearly proportional to the positive
+    `weights` (L,). First, every layer loses the integer part of its share, at most its capacity.
+    Then the remaining units are assigned in rounds, at most one unit per layer and round. The first
+    round goes from the largest fractional part to the smallest; layers with equal fractional parts
+    keep their order. Later rounds go from the first layer to the last."""
     total = fsum(weights)  # rounds once: results of `sum` differ between versions of Python
     shares = [space.units * weight / total for weight in weights]
     removed = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
     remaining = space.units - sum(removed)
+    # sorted by minus the fractional part
     order = sorted(range(len(shares)), key=lambda layer: int(shares[layer]) - shares[layer])
     while remaining:
         for layer in order:

@@ -31,12 +31,15 @@ def prune_sequentially(
     out: Path,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan of all MoE layers, which are planned from the first to the last, with one decoder
-    layer in memory at a time. `choose(number, sums)` returns a plan of one layer alone, from the
-    sums that the layer collects after all layers before it are pruned. It must return the same plan
-    for the same sums. Each MoE layer runs twice over `batches`: once to
-    collect the sums, and once pruned, for the input of the next layer. `out` and resuming are as in
-    `stream`."""
+    """Plan all MoE layers from the first to the last, with one decoder layer in memory at a time.
+    Returns the plan of all layers.
+
+    `choose(number, sums)` returns a plan of layer `number` alone. `sums` are the forward statistics
+    of this layer, collected when all earlier layers are pruned. The same sums must give the same
+    plan. Each MoE layer runs twice over `batches`: unpruned to collect the sums, then pruned to
+    compute the input of the next layer. `out`: folder of checkpoints, from which a stopped run
+    resumes as in `stream`.
+    """
     layer_pass = LayerPass(
         streamed,
         batches,

@@ -29,10 +29,10 @@ evaluated positions, fp64 on the CPU."""
 
 
 class DraftingCandidates:
-    """The fitness spec_dec of schedules. The loaded model drafts under the schedule's mask, and
-    verifies without the mask. `rows`: the result of answer_batches, with one task per row. `ends`:
-    ids of the tokens that end a text. Candidates share no hidden states, because their texts
-    differ."""
+    """The fitness spec_dec of schedules. The model under the mask of a schedule drafts tokens, and
+    the model without the mask verifies the drafts. `rows`: the result of answer_batches, with one
+    task per row. `ends`: ids of the tokens that end a text. Candidates share no hidden states,
+    because they generate different texts."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class DraftingCandidates:
         ends: frozenset[int],
     ) -> None:
         """Take the task of each row, and draw all random numbers from `settings.seed`. UserError
-        for rows that have several tasks, or no answer with a task before it, and for tasks that
-        leave no room for `settings.max_new_tokens` new tokens."""
+        for a row with several tasks, for a set without any task that an answer follows, and for a
+        task that leaves no room for `settings.max_new_tokens` new tokens."""
         self.model = model
         self.plans = plans
         self.settings = settings
         self.ends = ends
         self.decoder = Decoder(model)
-        texts = [prompts(*batch) for batch in rows]  # batch -> row -> tokens
-        sizes = list(map(len, texts))
+        texts = [prompts(*batch) for batch in rows]  # for each batch and row, a list of tokens
+        sizes = list(map(len, texts))  # number of rows of each batch
         generator = torch.Generator().manual_seed(settings.seed)
         # three random numbers for each row and step; see `accepted_and_proposed`
         draws = torch.rand(
@@ -74,8 +74,8 @@ class DraftingCandidates:
             )
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging`
-        says."""
+        """The fitness of each schedule: accepted tokens / proposed tokens, averaged over the rows
+        as `settings.averaging` says."""
         self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 
