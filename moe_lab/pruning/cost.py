@@ -40,14 +40,15 @@ def cost(
 ) -> dict[str, Any]:
     """Parameters, bytes and FLOPs of `pruned`, as JSON data: the fields of `size`, and
 
-    flops_per_token           FLOPs per token of `pruned`, with the routing `routing`
-    flops_by_part             flops_per_token by part, see PARTS
-    flops_per_token_unpruned  FLOPs per token of `model` in a row of the same length
+    flops_per_token           FLOPs per token of `pruned`
+    flops_by_part             name of a part (PARTS) -> FLOPs per token of `pruned`
+    flops_per_token_unpruned  FLOPs per token of `model`
     flops_ratio               flops_per_token / flops_per_token_unpruned
     flops_saving              1 - flops_ratio
 
     `pruned` is made from `model`, or is `model` itself. `row`: the result of `row_flops` for
-    `model`. `routing`: the routing in `pruned`. `options`: further arguments of `size`.
+    `model`; FLOPs of both models are for rows of the length in that call. `routing`: the routing in
+    `pruned`. `options`: further arguments of `size`.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, routed_layers(pruned), row, routing)
@@ -70,26 +71,27 @@ def cost(
 def size(
     model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parameters and bytes of `pruned`, made from `model`; both may be on the meta device.
+    """Parameters and bytes of `pruned`, which is made from `model`. Both models may be on the meta
+    device. `modules`: kinds of modules, such as experts, whose matrices are in NF4 if `bits` is 4.
 
     parameters           number of parameters of `pruned`
     parameters_unpruned  number of parameters of `model`
     parameters_kept      parameters / parameters_unpruned
-    routed_kept          the share of the parameters of routed experts that `pruned` has
-    bits                 the argument `bits`: 16, or 4 if the matrices of `modules` are in NF4
-    storage_bytes        bytes of `pruned` in bf16, or partly in NF4
-    loading_bytes        bytes of `pruned` in bf16: loading memory in the papers
+    routed_kept          parameters of routed experts: number in `pruned` / number in `model`
+    bits                 the argument `bits`, 16 or 4
+    storage_bytes        bytes of `pruned` in bf16; with 4 bits, matrices of `modules` in NF4
+    loading_bytes        bytes of `pruned` in bf16, which the papers call loading memory
     """
     parameters = _count(pruned)
     unpruned = _count(model)
-    nf4_sizes = list(_nf4_sizes(pruned, modules)) if bits == 4 else []
+    nf4_counts = list(_nf4_weight_counts(pruned, modules)) if bits == 4 else []
     return {
         "parameters": parameters,
         "parameters_unpruned": unpruned,
         "parameters_kept": parameters / unpruned,
         "routed_kept": _routed_count(pruned) / _routed_count(model),
         "bits": bits,
-        "storage_bytes": BYTES * (parameters - sum(nf4_sizes)) + sum(map(nf4_bytes, nf4_sizes)),
+        "storage_bytes": BYTES * (parameters - sum(nf4_counts)) + sum(map(nf4_bytes, nf4_counts)),
         "loading_bytes": BYTES * parameters,
     }
 
@@ -112,9 +114,10 @@ def nf4_bytes(weights: int) -> int:
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
-def _nf4_sizes(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
-    """Number of weights of each matrix stored in NF4: of each matrix in `modules`, kinds of modules
-    such as experts. A null expert has matrices of 0 weights."""
+def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
+    """For each matrix that is stored in NF4, the number of its weights. `modules`: the kinds of
+    modules whose matrices are in NF4: experts, shared_experts, attention. An expert without
+    channels has two matrices of 0 weights."""
     if "experts" in modules:
         for layer in routed_layers(model):
             for width in layer.widths:
@@ -163,8 +166,9 @@ class Routing:
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """Part (PARTS) -> FLOPs per token of the unpruned `model` in a row of `length` tokens; 0 for
-    routed experts. On the meta device the model runs without computing anything."""
+    """Name of a part (PARTS) -> FLOPs per token of the unpruned `model`, which runs on one row of
+    `length` tokens. Routed experts count as 0. On the meta device the model runs without computing
+    anything."""
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
@@ -172,7 +176,8 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     # and tensors on the meta device have none.
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
-        for layer in layers:  # routed experts put out 0, so that no FLOPs of theirs are counted
+        for layer in layers:
+            # a function that returns zeros replaces routed experts, whose FLOPs depend on routing
             replace_experts(
                 layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo
             )
@@ -194,9 +199,9 @@ def flops_per_token(
     row: Mapping[str, float],
     routing: Routing,
 ) -> dict[str, float]:
-    """Part -> FLOPs per token, for a model whose `unpruned_layers` are pruned to `pruned_layers`.
-    `row`: the result of `row_flops` for the unpruned model. The FLOPs of experts are the mean over
-    the tokens of `routing`."""
+    """Name of a part (PARTS) -> FLOPs per token, for a model whose `unpruned_layers` are pruned to
+    `pruned_layers`. `row`: the result of `row_flops` for the unpruned model. `routing`: the routing
+    in the pruned model, over whose tokens the FLOPs of experts are averaged."""
     # each weight multiplies and adds once for each token: 2 FLOPs
     expert_flops = 0
     for layer in pruned_layers:
@@ -213,8 +218,8 @@ def _router_weights(layers: Sequence[MoELayer]) -> int:
 
 
 def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
-    """The routing of a single token, if within each layer all experts have the same width.
-    Otherwise None, because the number of channels depends on the token."""
+    """The routing of a single token, if all experts of a layer have the same width, in each of the
+    `layers`. Otherwise None, because a token's number of channels depends on its experts."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer).tolist())
@@ -225,8 +230,8 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadHook(StatisticsHook):
-    """Counts the valid tokens that are routed to each expert: tokens (E,). The hook also works
-    under a plan of channels."""
+    """Counts the valid tokens that are routed to each expert. The sums (E,) have the name tokens.
+    The hook also works in a model whose channels are masked by a plan."""
 
     kind = "load"
     computes = False
@@ -237,16 +242,17 @@ class LoadHook(StatisticsHook):
         """The routed output (T, H), computed as without the hook. Adds the number of valid tokens
         that are routed to each expert."""
         valid = self.valid(hidden)
-        chosen = index if valid is None else index[valid]
-        self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
+        experts = index if valid is None else index[valid]
+        self.add("tokens", torch.bincount(experts.flatten(), minlength=self.layer.n_experts))
         return self.unobserved(hidden, index, weights)
 
 
 def measured_routing(
     model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
 ) -> Routing:
-    """The routing of the valid tokens of `batches` in `model` under `plan` (None: unpruned),
-    measured in one forward pass of each batch. `pruned`: the layers of the pruned model."""
+    """The routing of the valid tokens of `batches`, measured in one forward pass of each batch.
+    `plan`: the plan that masks `model` meanwhile; None: `model` is not pruned. `pruned`: the MoE
+    layers of the pruned model."""
     layers = routed_layers(model)
     with (
         mask(model, plan) if plan is not None else nullcontext(),
@@ -264,8 +270,8 @@ def layered_routing(
     batches: Sequence[Batch],
     **options: Any,
 ) -> Routing:
-    """The result of `measured_routing` for `streamed`, a `StreamedModel`, with one decoder layer of
-    the checkpoint in memory at a time. `options`: further arguments of `stream`."""
+    """The result of `measured_routing` for the `StreamedModel` `streamed`. One decoder layer of the
+    checkpoint is in memory at a time. `options`: further arguments of `stream`."""
     from moe_lab.statistics.streaming import stream  # imported late, as few costs need it
 
     if plan is not None:
@@ -278,12 +284,13 @@ def layered_routing(
 def _routing(
     plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]
 ) -> Routing:
-    """The routing of the valid tokens of `batches`, from `load`, the sums of a `LoadHook`.
-    `pruned`: the layers of the pruned model."""
+    """The routing of the valid tokens of `batches`. `plan`: the plan of the pruned model; None: no
+    pruning. `pruned`: the MoE layers of the pruned model. `load`: number of a layer -> sums of a
+    `LoadHook`."""
     channels = {}
     for layer in pruned:
         token_counts = load[layer.index]["tokens"]
-        if plan is not None:  # counts of all experts, but `layer` has only the retained ones
+        if plan is not None:  # the counts are of all experts, but `layer` has only retained ones
             token_counts = token_counts[list(plan.layers[layer.index].retained)]
         channels[layer.index] = int((token_counts * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
@@ -294,7 +301,7 @@ def channel_parameters(layer: MoELayer) -> int:
     down. Biases do not count."""
     if is_ragged(layer.experts):
         return 3 * layer.hidden
-    # biases have two axes
+    # stacks of weights have three axes, and stacks of biases two
     weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
     return weights // (layer.n_experts * layer.width)
 
@@ -310,18 +317,19 @@ def computed_widths(layer: MoELayer) -> torch.Tensor:
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """Part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path of a module
-    -> operation -> FLOPs, from torch.
+    """Name of a part (PARTS) -> FLOPs, without routed experts and vocabulary head. `counts`: path
+    of a module -> operation -> FLOPs, from torch's counter.
 
-    In a decoder layer with experts one child is the MoE block. In a decoder layer without experts
-    the child of the same name is the dense block. The FLOPs of all other children are attention.
+    The child modules of a decoder layer decide. One child has the same name in all decoder layers:
+    it is the MoE block in layers with experts, and the dense block in other layers. Some families
+    have another child for shared experts. The FLOPs of all other children are attention.
     """
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
     # path of the list of decoder layers, and path of the experts inside a decoder layer
-    container, _, experts = paths[layers[0].experts].partition(f".{layers[0].index}.")
-    block = experts.partition(".")[0]
+    container, _, experts_path = paths[layers[0].experts].partition(f".{layers[0].index}.")
+    block = experts_path.partition(".")[0]  # name of the MoE block, and of the dense block
     moe_numbers = {str(layer.index) for layer in layers}
     for path, operations in counts.items():
         number, _, child = path.removeprefix(f"{container}.").partition(".")
@@ -332,10 +340,13 @@ def _by_part(
             by_part[part] += sum(operations.values())
             continue
         for operation, flops in operations.items():
-            by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops
-    routers = sum(sum(counts.get(paths[layer.router], {}).values()) for layer in layers)
-    by_part["router"] = routers
-    by_part["shared_experts"] -= routers  # routers are in the MoE block
+            part = "attention" if operation in PROJECTIONS else "attention_scores"
+            by_part[part] += flops
+    for layer in layers:
+        by_part["router"] += sum(counts.get(paths[layer.router], {}).values())
+    # the FLOPs of a MoE block, which counted as shared experts above, include its router
+    by_part["shared_experts"] -= by_part["router"]
+    # torch's counter calls the whole model "Global"
     by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
     return by_part
 
@@ -348,6 +359,7 @@ def _fused_attention(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """FLOPs of a fused attention operation, by the shapes of its inputs (B, heads, S, d): of the
-    products of queries with all keys, and of attention weights with all values."""
+    """FLOPs of a fused attention operation, from the shapes (B, heads, S, d) of its inputs. Counted
+    are the products of queries with all keys, and of attention weights with all values. torch's
+    counter also passes `args` and `kwargs`, which do not matter."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

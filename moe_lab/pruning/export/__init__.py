@@ -52,16 +52,16 @@ def export(
     shape: str = "natural",
     any_model: bool = False,
 ) -> Path:
-    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`.
+    """Write the checkpoint in folder `source`, pruned by `plan`, to the new folder `out`. Returns
+    `out`, which appears only when it is complete.
 
-    `shape`: see moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
-    configuration cannot describe get a model type of their own, whose code is written beside the
-    weights. `out` is returned, with the shards, config.json (edited), tokenizer and other files of
-    the original, plan.json and a model card; it is complete as soon as it exists. UserError if the
-    plan does not fit, was made for another model (unless `any_model`) or still has to be aligned,
-    when the shape cannot express it, when the checkpoint is damaged or has an unknown tensor in a
-    MoE block, or when transformers could not load the export.
-    """
+    `shape`: see moe_lab/pruning. In the shape natural, weights equal those of `prune` bit for bit.
+    `out` gets the pruned weights, the other files of the original, with an edited config.json,
+    plan.json and a model card. If the family's configuration cannot describe the layers, the export
+    has a model type of its own, with code beside the weights. UserError if the plan does not fit,
+    is not aligned, or is for another model (unless `any_model`). UserError also if `shape` cannot
+    hold the plan, if the checkpoint is damaged or has an unknown tensor in a MoE block, and if
+    transformers could not load the export."""
     folder = Path(source)
     target = Path(out)
     _check_target(target)
@@ -73,7 +73,7 @@ def export(
     experts = {index: layer.experts for index, layer in form.items()}
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
     family = family_of(config.get("text_config", config).get("model_type"))
-    content = pieces(checkpoint, family, plan, form)
+    shards = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # the plan of `source`, if that is an export
@@ -82,24 +82,22 @@ def export(
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
-        outputs = [piece for tensors in content.values() for piece in tensors]
-        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in outputs})
-        write_weights(checkpoint, content, work)
-        size = sum(piece.size for piece in outputs)
+        tensors = [piece for content in shards.values() for piece in content]
+        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in tensors})
+        write_weights(checkpoint, shards, work)
+        size = sum(piece.size for piece in tensors)
         if (folder / INDEX).exists():
-            shard_of = {
-                piece.name: shard for shard, tensors in content.items() for piece in tensors
-            }
+            shard_of = {piece.name: shard for shard, content in shards.items() for piece in content}
             write_index(work, shard_of, size)
         card = model_card(
             plan,
-            _name(folder),
+            _model_name(folder),
             _card_of(folder),
             shape=shape,
             kind=_kind(new_config, code),
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
-            zeros=sum(piece.zeros for piece in outputs),
+            zeros=sum(piece.zeros for piece in tensors),
             left_out=sorted(prefix.removesuffix(".") for prefix in left_out),
         )
         (work / CARD).write_text(card, encoding="utf-8")
@@ -117,8 +115,9 @@ def _check_target(target: Path) -> None:
 def _open_source(
     folder: Path, plan: Plan, shape: str, any_model: bool
 ) -> tuple[dict[str, Any], Checkpoint]:
-    """config.json and the files of the checkpoint in `folder`. UserError unless `plan` suits the
-    model and the checkpoint can be written in this `shape`; other arguments as for `export`."""
+    """(content of config.json, checkpoint) in the `folder` of the original model. UserError unless
+    `plan` suits the model and the checkpoint can be written in this `shape`. `any_model`: as for
+    `export`."""
     config = read_json(folder / "config.json")
     check_routing(config, plan)
     plan.check_aligned()
@@ -130,8 +129,9 @@ def _open_source(
 
 
 def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
-    """The key of `card.LOADING` for an export: "uneven" if the config.json `new_config` describes
-    unequal layers, "ported" if there are files of `code`, else "stock"."""
+    """The key of `card.LOADING` for an export: "uneven" if its config.json, `new_config`, describes
+    layers of different shapes; otherwise "ported" if the export has files of `code`; otherwise
+    "stock"."""
     if LAYERS_FIELD in new_config:
         return "uneven"
     return "ported" if code else "stock"
@@ -140,13 +140,13 @@ def _kind(new_config: Mapping[str, Any], code: Mapping[str, str]) -> str:
 def _check(
     source: Path, written: Path, shape: str, tensors: dict[str, tuple[str, tuple[int, ...]]]
 ) -> None:
-    """Check by `check.check` that transformers could load the export in `written`, which has no
-    weights yet.
+    """Call `check.check`, which raises UserError if transformers could not load the export in the
+    folder `written`, which has no weights yet.
 
     `source`: folder of the original model. `shape`: a value of export.shape. `tensors`: name of a
     tensor of the export -> (type, shape). The check runs in this process if torch is imported
-    already, otherwise in a child process, so that this process stays small. Raises the child's
-    UserError, and RuntimeError for any other error of the child."""
+    already, otherwise in a child process, so that this process stays small. A UserError in the
+    child process is raised here as UserError, and any other error as RuntimeError."""
     arguments: dict[str, Any] = {
         "source": str(source),
         "written": str(written),
@@ -160,19 +160,21 @@ def _check(
         try:
             child.call("check", **arguments)
         except Refused as error:
-            raise (UserError if error.kind == "UserError" else RuntimeError)(str(error)) from None
+            error_class = UserError if error.kind == "UserError" else RuntimeError
+            raise error_class(str(error)) from None
 
 
 def _card_of(folder: Path) -> str:
-    """The model card of a checkpoint; "" without one."""
+    """The text of the model card in the `folder` of a checkpoint; "" if there is no card."""
     card = folder / CARD
     return card.read_text(encoding="utf-8") if card.is_file() else ""
 
 
-def _name(folder: Path) -> str:
-    """The name of the original model for the card: the name of its folder, or OWNER/NAME for a
-    folder models--OWNER--NAME of the hub's cache."""
+def _model_name(folder: Path) -> str:
+    """The name of the original model in `folder`, for the card: OWNER/NAME if `folder` is in the
+    hub's cache, otherwise the name of `folder`."""
     resolved = folder.resolve()
+    # in the cache, the path ends with models--OWNER--NAME/snapshots/COMMIT
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
     return resolved.name

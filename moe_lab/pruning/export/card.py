@@ -55,17 +55,24 @@ def model_card(
     zeros: int,
     left_out: Sequence[str],
 ) -> str:
-    """The model card in Markdown: what was pruned and how, how to load the model (`kind`: a key of
-    `LOADING`) and how large it is. `unpruned_bytes` and `written`: bytes of all weights before and
-    after pruning; `zeros`: bytes of zeros that only fill the `shape`. `left_out`: layers of the
-    original that are not written. The text of the card `original` follows. Its front matter
-    (licence and so on) is inherited, except for the fields in `OF_ORIGINAL`."""
+    """The model card in Markdown: what was pruned and how, how to load the model, how large it is,
+    and the text of `original`, the card of the original model. The front matter (licence and so
+    on) is that of `original` without the fields in `OF_ORIGINAL`.
+
+    `name`: name of the original model. `kind`: a key of `LOADING`. `unpruned_bytes`, `written`:
+    bytes of all weights before and after pruning. `zeros`: bytes of zeros in place of dropped
+    experts and channels. `left_out`: layers of the original that are not written.
+    """
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
-    size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
+    size_text = (
+        f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
+    )
     if shape in FILLED:
-        size += f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
+        size_text += (
+            f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
+        )
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
@@ -75,9 +82,9 @@ def model_card(
         ),
         (
             f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n"
-            f"```\n\n{size}\n\n"
+            f"```\n\n{size_text}\n\n"
         ),
-        f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in left_out))}\n\n" if left_out else "",
+        f"{LEFT_OUT.format(', '.join(f'`{layer}`' for layer in left_out))}\n\n" if left_out else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
@@ -86,15 +93,16 @@ def model_card(
 
 
 def with_section(card: str, heading: str, text: str) -> str:
-    """The model card of an export with a further section, before the original model's card."""
+    """`card`, the model card of an export, with one more section. The section stands before the
+    original model's card, which may follow in `card`."""
     pruned, marker, original = card.partition(ORIGINAL)
-    with_text = f"{pruned.rstrip()}\n\n## {heading}\n\n{text}\n"
-    return f"{with_text}\n{marker}{original}" if marker else with_text
+    extended = f"{pruned.rstrip()}\n\n## {heading}\n\n{text}\n"
+    return f"{extended}\n{marker}{original}" if marker else extended
 
 
 def _summary(plan: Plan) -> str:
-    """A text for the card, without its last full stop, on how many experts and channels are
-    retained, and by what dropped experts are replaced: constants, or weighted sums."""
+    """A text for the card: how many experts and channels are retained, and what replaces dropped
+    experts, constants or weighted sums. There is no full stop at the end of the text."""
     layers = plan.layers.values()
     before = sum(layer.n_experts for layer in layers)
     constants = sum(len(layer.null_experts) for layer in layers if layer.constants is not None)
@@ -105,7 +113,7 @@ def _summary(plan: Plan) -> str:
             "of them gets its constant times its gate"
         )
     if plan.merged_layers:
-        groups = sum(len(layer.merged) for layer in layers)
+        groups = sum(len(layer.merged) for layer in layers)  # each group has one owner
         merged_away = sum(len(layer.merged_away) for layer in layers)
         is_matched = any(layer.alignment is not None for layer in layers)
         matched = "with matched channels" if is_matched else "channel by channel"
@@ -116,7 +124,8 @@ def _summary(plan: Plan) -> str:
             f"{router}"
         )
     counts = [len(layer.retained) for layer in layers]
-    range_of_counts = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
+    # a single number if all layers retain equally many experts
+    range_of_counts = " to ".join(map(str, sorted({min(counts), max(counts)})))
     experts = (
         f"{sum(counts)} of {before} routed experts are retained: {range_of_counts} in each of "
         f"{len(layers)} layers. "
@@ -133,8 +142,9 @@ def _summary(plan: Plan) -> str:
 
 
 def _inherited_fields(front: str) -> str:
-    """The original's front matter without the fields in `OF_ORIGINAL`. Unchanged if it has none of
-    them or is not a mapping in YAML; "" if no other field remains."""
+    """`front`, the front matter of the original's card, without the fields in `OF_ORIGINAL`. If
+    `front` has none of these fields, or is not a mapping in YAML, it is returned unchanged. The
+    result is "" if no field remains."""
     try:
         fields = yaml.safe_load(front)
     except yaml.YAMLError:
@@ -146,7 +156,7 @@ def _inherited_fields(front: str) -> str:
 
 
 def split_card(card: str) -> tuple[str, str]:
-    """(the front matter of a card without its fences, the text after it); ("", `card`) for a card
-    without front matter."""
+    """(front matter of the card without its fences, text after the front matter). A card without
+    front matter gives ("", `card`)."""
     match = FRONT_MATTER.match(card)
     return (f"{match['front']}\n", card[match.end() :]) if match else ("", card)

@@ -23,11 +23,14 @@ ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
 def check(
     source: str, written: str, shape: str, tensors: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
-    """Raise UserError unless three conditions hold: the plan in folder `written` fits the model in
-    folder `source`, as for `prune`; the model that `written` describes has the experts and routers
-    of the pruned model in `shape`; and it takes all of `tensors`, name -> (type, shape).
-    transformers builds both models, without weights. A model type for which transformers has no
-    code is not checked."""
+    """Raise UserError unless transformers could load the export in folder `written`, which has no
+    weights yet.
+
+    Three conditions must hold. The plan in `written` fits the model in folder `source`. The model
+    that config.json in `written` describes has the experts and routers of the pruned model in
+    `shape`. This model can load `tensors`: name -> (type, shape). transformers builds both models
+    without weights. A model type for which transformers has no code is not checked.
+    """
     if not has_causal_model(str(read_json(Path(source, "config.json")).get("model_type"))):
         return
     plan = Plan.load(Path(written, "plan.json"))
@@ -35,7 +38,7 @@ def check(
     plan.check_model(layers)
     # weights are not written yet, so these entries have no file, no position and no size
     entries = {
-        name: Entry("", dtype, tuple(sides), 0, 0) for name, (dtype, sides) in tensors.items()
+        name: Entry("", dtype, tuple(lengths), 0, 0) for name, (dtype, lengths) in tensors.items()
     }
     try:
         code_is_ours = LAYERS_FIELD in read_json(Path(written, "config.json"))
@@ -46,12 +49,12 @@ def check(
             for layer in routed_layers(model)
         }
     except UserError as error:
-        # without the path of `written`, which does not stay
+        # the path of `written` is removed from the message, because the folder is temporary
         reason = str(error).replace(f"{written}/", "").replace(f"{written}: ", "")
         raise UserError(f"export: nothing could load what would be written: {reason}") from None
     for layer in layers:
-        count = layer.n_experts if shape == "masked" else len(plan.layers[layer.index].retained)
-        expected = (count, layer.top_k, layer.n_group, layer.topk_group)
+        n_experts = layer.n_experts if shape == "masked" else len(plan.layers[layer.index].retained)
+        expected = (n_experts, layer.top_k, layer.n_group, layer.topk_group)
         if actual.get(layer.index) != expected:
             raise UserError(
                 f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FACTS)} = "

@@ -35,24 +35,25 @@ class Span:
     start: int
     size: int
     zeros = 0
-    """Bytes of zeros that only fill the shape."""
+    """Bytes of zeros in place of dropped experts and channels."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Numbers that are not in the original, given by their bytes `pattern`, repeated until there
-    are `size` bytes."""
+    """Numbers that are not in the original: the bytes `pattern`, repeated until there are `size`
+    bytes."""
 
     pattern: bytes
     size: int
 
     @property
     def zeros(self) -> int:
-        """Bytes of zeros that only fill the shape."""
+        """Bytes of zeros in place of dropped experts and channels."""
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The bytes of the repeated pattern, in blocks of about BLOCK bytes; no file is read."""
+        """The bytes of the repeated pattern, in blocks of about BLOCK bytes. No file in `folder` is
+        read."""
         repeats = self.size // len(self.pattern)
         per_block = max(BLOCK // len(self.pattern), 1)
         for start in range(0, repeats, per_block):
@@ -61,7 +62,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A row-major matrix inside a file."""
+    """A row-major matrix in the file `shard`, from byte `start`."""
 
     shard: str
     start: int
@@ -70,7 +71,8 @@ class Matrix:
     dtype: str
 
     def read(self, folder: Path) -> NDArray[Any]:
-        """The bits of the matrix (rows, columns), as unsigned integers of the width of its type."""
+        """(rows, columns): the bits of each number of the matrix, as an unsigned integer of the
+        same size. `folder`: the folder of the file."""
         bits = numpy.fromfile(
             folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start
         )
@@ -79,58 +81,58 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of a stored expert, whose members' projections are read one after the
-    other."""
+    """One projection in the export, of the expert `stored`: a copy of some channels of the
+    projection of its only member, or a weighted sum of the projections of its members."""
 
     stored: StoredExpert
     matrices: Mapping[int, Matrix]
-    """Member -> its projection in the file; all of one shape."""
+    """Id of a member -> its projection in the original; all have the same shape and type."""
     dtype: str
-    """The type of the result."""
+    """The type of the projection in the export."""
     down: bool
-    """Whether channels are the columns in the file, as in a down projection."""
+    """Whether channels are columns in the original, as in a down projection."""
     as_rows: bool
-    """Whether channels become rows in any case, as in packed experts."""
+    """Whether channels are rows in the export in any case, as in packed experts."""
 
     @property
     def matrix(self) -> Matrix:
-        """The matrix of the first member; the matrices of all members have this shape and type."""
+        """The matrix of the first member. The matrices of all members have its shape and type."""
         return self.matrices[self.stored.members[0].expert]
 
     @property
     def size(self) -> int:
-        """Bytes of the result."""
+        """Bytes of the projection in the export."""
         return self._width * self._bytes_of_channel
 
     @property
     def zeros(self) -> int:
-        """Bytes of zeros that only fill the shape."""
+        """Bytes of zeros in place of dropped experts and channels."""
         return self.stored.padding * self._bytes_of_channel
 
     @property
     def _width(self) -> int:
-        """Number of channels of the result: as many as in the file, unless channels are dropped or
-        channels of zeros are added."""
-        in_file = self.matrix.columns if self.down else self.matrix.rows
+        """Number of channels in the export. It is the number in the original, unless channels are
+        dropped or channels of zeros are added."""
+        original_width = self.matrix.columns if self.down else self.matrix.rows
         channels = self.stored.members[0].channels
-        return in_file if channels is None else len(channels)
+        return original_width if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
-        """Bytes of a channel of the result: H numbers."""
+        """Bytes of the H numbers of one channel in the export."""
         hidden = self.matrix.rows if self.down else self.matrix.columns
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bytes of the result, row-major, in one block; nothing for a result without channels.
-        The bits in the file are converted to numbers only for sums of members, and if their type is
-        not that of the result."""
+        """The bytes of the projection in the export, row-major, in one block. Without channels,
+        nothing is yielded. `folder`: the folder of the original. Bits in the original are converted
+        to numbers only for a sum of members, and if the type changes."""
         is_sum = self.stored.members[0].weight is not None
         converts = is_sum or self.matrix.dtype != self.dtype
 
-        def channels_first(expert: int) -> NDArray[Any]:
-            """The projection of an expert, with channels as rows: numbers if `converts`, otherwise
-            bits."""
+        def read_member(expert: int) -> NDArray[Any]:
+            """(I, H): the projection of a member, with channels as rows. The values are numbers if
+            `converts`, otherwise bits."""
             matrix = self.matrices[expert]
             values = matrix.read(folder)
             if converts:
@@ -138,9 +140,9 @@ class Projection:
             return values.T if self.down else values
 
         if self._width:
-            # nothing is left to widen or to round: `channels_first` gives numbers, `_bits` rounds
+            # `widen` and `narrow` return their argument: `read_member` widens, and `_bits` rounds
             result = self.stored.projection(
-                channels_first, lambda numbers: numbers, lambda total, _: total
+                read_member, lambda numbers: numbers, lambda total, _: total
             )
             if converts:
                 result = _bits(result, self.dtype)
@@ -150,8 +152,8 @@ class Projection:
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The numbers that `bits` are in the type `dtype`: as fp64 for F64, otherwise as fp32."""
-    if dtype == "BF16":  # the upper half of fp32
+    """The numbers of type `dtype` that have these `bits`, as fp64 for F64, otherwise as fp32."""
+    if dtype == "BF16":  # bf16 is the upper half of fp32
         return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
     values = numpy.ascontiguousarray(bits).view(FLOATS[dtype])
     numbers: NDArray[Any] = values.astype(numpy.promote_types(values.dtype, numpy.float32))
@@ -163,7 +165,9 @@ def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
     fp32_bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
-    # adds half of the lowest of the upper 16 bits, less one unit if that bit is 0: ties to even
+    # bf16 is the upper half of fp32. A lower half above 0x8000 is rounded up, because 0x7FFF more
+    # carries into the upper half. With a lower half of 0x8000, a tie, the sum carries only if the
+    # lowest bit of the upper half is 1.
     bits: NDArray[Any] = ((fp32_bits + 0x7FFF + (fp32_bits >> 16 & 1)) >> 16).astype(numpy.uint16)
     return bits
 
