@@ -104,6 +104,7 @@ class Candidates:
         self.batches = _batches(rows, settings)
         self.cost = Cost()
         self.rows = sum(len(batch.ids) for batch in self.batches)
+        """Number of rows of the search set."""
         self._counts = [
             int(count) for batch in self.batches for count in batch.positions.is_evaluated.sum(1)
         ]
@@ -260,6 +261,7 @@ class Decoder:
                 state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first_layer]:
                     bypass(layer, state, undo)
+            # later runs bypass these layers, so their outputs must be bare tensors
             for k in range(max(start, 0), n_layers):
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
             for k in range(start + 1, n_layers):

@@ -176,6 +176,7 @@ def evolve(space: Space, settings: SearchSettings, evaluate: Evaluate) -> Outcom
             if elites
             else _first_population(space, settings, random)
         )
+        # each new schedule once, in the order of the proposals
         new_schedules = [
             schedule
             for schedule in dict.fromkeys(schedule for schedule, *_ in proposals)
@@ -271,4 +272,4 @@ def _transfer(
     size, source, destination = numpy.unravel_index(
         transfers[random.integers(len(transfers))], feasible.shape
     )
-    return int(source), int(destination), int(size) + 1
+    return int(source), int(destination), int(size) + 1  # sizes begin with 1

@@ -115,6 +115,7 @@ class SubsetHook(StatisticsHook):
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
         gates = spread(index, weights, n)
+        # a second call that retains all experts must give the gates of the first call
         if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
             raise UserError(
                 f"allocation=reconstruction cannot repeat the router of {self.layer.name}: this "

@@ -59,6 +59,7 @@ class DraftingCandidates:
         )
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
         self.rows = sum(sizes)
+        """Number of rows of the search set."""
         self.cost = Cost()
         longest = max(len(text) for batch in texts for text in batch)
         if not longest:
