@@ -45,7 +45,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
             for function in allocation.functions.values()
             if function
         ]
-        # `module` may only import the module that registers, so top packages are compared
+        # the functions may be in a module that `module` imports, so only top packages are compared
         if not any(
             function.__module__.split(".")[0] == module.split(".")[0] for function in functions
         ):

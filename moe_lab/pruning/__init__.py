@@ -108,7 +108,7 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
 
 def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     """The form masked: all experts in the original shape, with zeros for dropped experts and
-    channels. `element_size` makes no difference."""
+    channels. `element_size` is not used."""
     experts = range(layer.n_experts)
     stored = tuple(layer.masked_expert(expert) for expert in experts)
     return LayerForm(tuple(experts), stored, dropped=frozenset(experts) - frozenset(layer.retained))

@@ -230,7 +230,7 @@ def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
 
 
 class LoadHook(StatisticsHook):
-    """Counts the valid tokens that are routed to each expert. The sums (E,) have the name tokens.
+    """Counts the valid tokens that are routed to each expert. The sums (E,) are called "tokens".
     The hook also works in a model whose channels are masked by a plan."""
 
     kind = "load"

@@ -66,13 +66,9 @@ def model_card(
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
-    size_text = (
-        f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
-    )
+    size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
-        size_text += (
-            f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
-        )
+        size += f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
@@ -82,7 +78,7 @@ def model_card(
         ),
         (
             f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n"
-            f"```\n\n{size_text}\n\n"
+            f"```\n\n{size}\n\n"
         ),
         f"{LEFT_OUT.format(', '.join(f'`{layer}`' for layer in left_out))}\n\n" if left_out else "",
         "What is retained is listed in `plan.json`. Where the plan comes from:\n\n",
