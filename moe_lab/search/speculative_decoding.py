@@ -58,7 +58,7 @@ class DraftingCandidates:
             sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64
         )
         self.batches = list(zip(texts, draws.split(sizes), strict=True))
-        self.rows = sum(sizes)
+        self.n_rows = sum(sizes)
         """Number of rows of the search set."""
         self.cost = Cost()
         longest = max(len(text) for batch in texts for text in batch)
@@ -81,17 +81,19 @@ class DraftingCandidates:
         return [self._evaluate(schedule) for schedule in schedules]
 
     def _evaluate(self, schedule: Schedule) -> float:
-        """Accepted / proposed tokens of one schedule, averaged over rows as `evaluate` says."""
+        """The fitness of one schedule: accepted / proposed tokens, averaged over rows by
+        `settings.averaging`."""
         plan = self.plans.plan(schedule)
 
         def full(*batch: torch.Tensor) -> torch.Tensor:
-            """The probabilities of the unpruned model, whose cost is counted."""
-            self.cost.full += len(batch[0]) / self.rows
+            """`_probabilities` of the unpruned model. Adds this forward pass to the cost."""
+            # a cost of 1 is a forward pass over all rows
+            self.cost.full += len(batch[0]) / self.n_rows
             return self._probabilities(*batch)
 
         def candidate(*batch: torch.Tensor) -> torch.Tensor:
-            """The probabilities of the masked model, whose cost is counted."""
-            self.cost.forwards += len(batch[0]) / self.rows
+            """`_probabilities` of the masked model. Adds this forward pass to the cost."""
+            self.cost.forwards += len(batch[0]) / self.n_rows
             with mask(self.model, plan):
                 return self._probabilities(*batch)
 
@@ -104,19 +106,20 @@ class DraftingCandidates:
     def _probabilities(
         self, ids: torch.Tensor, valid: torch.Tensor, is_evaluated: torch.Tensor
     ) -> torch.Tensor:
-        """Next-token probabilities (N, V) of the model with its current mask; see
-        `Probabilities`."""
-        # an empty schedule and no states: all layers run, and nothing is stored
+        """Next-token probabilities (N, V), fp64 on the CPU, of the model with its current mask, at
+        the N positions that `is_evaluated` (B, S) selects. `valid` (B, S): the attention mask."""
+        # with the empty schedule () and no stored states {}, all layers run and no state is stored
         logits, _ = self.decoder.logits(ids, valid, is_evaluated, (), {})
         return logits.float().softmax(-1).double().cpu()
 
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
-    """For each row of `ids` (B, S), the tokens before the first answer token; [] for a row without
-    an answer or without a prompt. UserError for rows with several documents."""
+    """The prompt of each row of `ids` (B, S): the tokens before the first answer token. [] for a
+    row without an answer or without a prompt. `valid`, `answers` (B, S): which tokens are valid,
+    and which are answer tokens. UserError for rows with several documents."""
     texts = []
     for row, is_valid, is_answer in zip(ids, valid, answers, strict=True):
-        # index of the first answer token; a gap before it would part two documents
+        # index of the first answer token; an invalid token before it separates two documents
         first = int(is_answer.int().argmax()) if bool(is_answer.any()) else 0
         if not bool(is_valid[:first].all()):
             raise UserError(
@@ -135,56 +138,58 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Numbers (accepted tokens, proposed tokens) for each text; (0, 0) for an empty text.
+    """(number of accepted tokens, number of proposed tokens) of each text; (0, 0) for an empty
+    text.
 
-    In a step, `candidate` proposes one token, the draft, from its distribution q; `full` accepts or
-    refuses the draft, by its distribution p. Then one more token is drawn: from p after an accepted
-    draft, otherwise from max(0, p - q). `draws` (texts, steps, 3): random numbers for the draft,
-    the acceptance and the next token of each step, the same for all candidates. A text ends with
-    one of the tokens `ends`, or as soon as it has `steps` new tokens."""
+    In each step, `candidate` draws one token y, the draft, from its distribution q. `full`, with
+    the distribution p, accepts the draft with probability min(1, p_y / q_y). Then one more token is
+    drawn: from p after an accepted draft, otherwise from max(0, p - q). `draws` (texts, steps, 3):
+    random numbers for the draft, the acceptance and the next token. A text ends with one of the
+    tokens `ends`, or when it has `steps` new tokens."""
     ids = [list(text) for text in texts]
     max_lengths = [len(text) + draws.shape[1] for text in texts]
     accepted = [0] * len(ids)
     proposed = [0] * len(ids)
-    unfinished = [number for number, text in enumerate(texts) if text]
+    unfinished = [row for row, text in enumerate(texts) if text]  # indices of texts
     while unfinished:
-        uniform = torch.stack([draws[number, proposed[number]] for number in unfinished])
-        q = candidate(*_pad_right([ids[number] for number in unfinished], 1))
+        uniform = torch.stack([draws[row, proposed[row]] for row in unfinished])
+        q = candidate(*_pad_right([ids[row] for row in unfinished], 1))
         draft = draw_tokens(q, uniform[:, 0])
         drafted_texts = [
-            [*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)
+            [*ids[row], int(token)] for row, token in zip(unfinished, draft, strict=True)
         ]
         # two rows for each text: at the position before the draft, and at the draft
         full_probabilities = full(*_pad_right(drafted_texts, 2))
         p = full_probabilities[0::2]
         p_after_draft = full_probabilities[1::2]
         column = draft[:, None]
-        # u < p_y / q_y, without a division
+        # u < p_y / q_y for the draft y and a random number u, without a division
         is_accepted = uniform[:, 1] * q.gather(1, column)[:, 0] < p.gather(1, column)[:, 0]
         residual = (p - q).clamp(min=0)
         next_tokens = draw_tokens(
             torch.where(is_accepted[:, None], p_after_draft, residual), uniform[:, 2]
         )
-        for position, number in enumerate(list(unfinished)):
-            proposed[number] += 1
-            accepted[number] += int(is_accepted[position])
-            tokens = [int(next_tokens[position])]
-            if is_accepted[position]:
-                tokens.insert(0, int(draft[position]))
+        for index, row in enumerate(list(unfinished)):
+            proposed[row] += 1
+            accepted[row] += int(is_accepted[index])
+            tokens = [int(next_tokens[index])]
+            if is_accepted[index]:
+                tokens.insert(0, int(draft[index]))
             for token in tokens:
-                if number in unfinished:
-                    ids[number].append(token)
-                    if token in ends or len(ids[number]) == max_lengths[number]:
-                        unfinished.remove(number)
+                # an accepted draft may end the text; then the next token is dropped
+                if row in unfinished:
+                    ids[row].append(token)
+                    if token in ends or len(ids[row]) == max_lengths[row]:
+                        unfinished.remove(row)
     return list(zip(accepted, proposed, strict=True))
 
 
 def _pad_right(
-    texts: Sequence[Sequence[int]], last: int
+    texts: Sequence[Sequence[int]], n_evaluated: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, valid, is_evaluated), (B, S) each, of texts that are padded on the right. The last
-    `last` positions of each text are evaluated."""
+    """(ids, valid, is_evaluated), each (B, S), of the `texts`, padded on the right. The last
+    `n_evaluated` positions of each text are evaluated."""
     ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
     position = torch.arange(ids.shape[1])[None]
     length = torch.tensor([[len(text)] for text in texts])
-    return ids, position < length, (position < length) & (position >= length - last)
+    return ids, position < length, (position < length) & (position >= length - n_evaluated)

@@ -32,19 +32,21 @@ REPEAT_TOLERANCE = 1e-4
 
 
 class Engine:
-    """An engine of vLLM for one checkpoint, without a mask at first."""
+    """A vLLM engine that holds one checkpoint. No expert is masked before `set_plan` is called."""
 
     def __init__(self) -> None:
         self.llm: Any = None
         self.masks_proved = False
+        """Whether `_prove_masks` has shown that masks take effect on this engine."""
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM. Returns the
-        version of vLLM, and the model's maximum length and dtype."""
+        """Load the checkpoint in `folder`. `arguments`: further arguments of vllm.LLM. Returns
+        "vllm", the version of vLLM, and the model's "max_length" (in tokens) and "dtype"."""
         import vllm
         from vllm.platforms import current_platform
 
-        from moe_lab.serving import vllm_masks  # importing it masks the routers of this process
+        # this import also adds a mask to the routers that are built in this process
+        from moe_lab.serving import vllm_masks
 
         defaults = {
             # compiling for the CPU takes longer than most benchmarks
@@ -62,14 +64,15 @@ class Engine:
         }
 
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask experts. `retained_experts`: pairs (layer, experts that the layer retains); the
-        other layers retain all experts, and [] removes the mask.
+        """Mask the experts that a plan drops. `retained_experts`: pairs (layer, ids of the experts
+        that the layer retains). Layers without a pair retain all experts, so [] removes the mask.
 
-        ValueError for experts that the model does not have, and if masks have no effect on this
-        engine, which is tested before the first plan.
+        The first call that masks experts tests whether masks take effect on this engine. ValueError
+        if masks have no effect, and for experts that the model does not have.
         """
         if retained_experts and not self.masks_proved:
             self._prove_masks()
+        # layer -> number of experts
         counts = {layer: count for layer, count, _ in self._call_workers("experts_of_layers")}
         for layer, retained in retained_experts:
             if layer not in counts or not set(retained) <= set(range(counts[layer])):
@@ -80,8 +83,8 @@ class Engine:
         self._mask(retained_experts)
 
     def _mask(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Do as `set_plan`, but check neither the experts nor the effect of masks. ValueError if
-        vLLM keeps its cache of prompts, whose values were computed under the earlier mask."""
+        """Mask experts as `set_plan` does, but without its checks. Then clear vLLM's prefix cache,
+        whose values were computed with the earlier mask. ValueError if vLLM does not clear it."""
         self._call_workers("set_plan", retained_experts)
         if not self.llm.reset_prefix_cache():
             raise ValueError(
@@ -96,12 +99,12 @@ class Engine:
         stop: Sequence[str],
         ends: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
-        """Generate greedily after `prompts` of token ids. Yields (index of a prompt, new tokens
-        after the prompt, their log-likelihood in nats) as soon as a text is complete.
+        """Generate a text greedily after each of the `prompts`, which are token ids. Yields (index
+        of the prompt, new tokens, log-likelihood of the new tokens in nats) for each complete text.
 
-        A text is complete when it has `max_tokens` tokens, contains a text of `stop`, or ends with
-        a token of `ends`. The log-likelihood is NaN if a logit was NaN. ValueError for a text that
-        vLLM broke off.
+        A text is complete when it has `max_tokens` new tokens, contains one of the strings `stop`,
+        or ends with one of the tokens `ends`. The log-likelihood is NaN if a logit was NaN.
+        ValueError if vLLM stops a text for another reason.
         """
         from vllm import SamplingParams
 
@@ -112,7 +115,7 @@ class Engine:
             stop_token_ids=list(ends),
             ignore_eos=True,  # only the caller's `ends` end a text
             detokenize=bool(stop),
-            logprobs=0,  # only of the chosen tokens
+            logprobs=0,  # log-probabilities of the generated tokens only
         )
         for number, output in self._finished_outputs((ids, sampling) for ids in prompts):
             (text,) = output.outputs
@@ -125,33 +128,34 @@ class Engine:
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Iterator[tuple[int, float, bool]]:
-        """Yield (index of a row, summed log-likelihood in nats of its tokens from its start on,
-        whether each of these tokens is the likeliest).
+        """Yield (index of the row, sum of the log-probabilities of the scored tokens in nats,
+        whether every scored token is the likeliest token) for each of `rows`, which are token ids.
+        The scored tokens of row i begin at position starts[i] and end with the row.
 
-        All tokens of a row but the last are read. Rows that differ only in the last token are read
-        once.
+        The last token of a row is no input of the model. Rows that differ only in the last token
+        share a request.
         """
         from vllm import SamplingParams
 
-        # tokens that are read -> indices of the rows that begin with them
-        rows_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # all tokens of a row but the last -> indices of the rows that begin with these tokens
+        rows_of_prefix: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
-            rows_of[*row[:-1]].append(number)
+            rows_of_prefix[*row[:-1]].append(number)
         requests = []
-        for read_tokens, numbers in rows_of.items():
-            # log-probabilities of read tokens are computed only if a row needs them
-            needs_prompt = min(starts[number] for number in numbers) < len(read_tokens)
+        for prefix, numbers in rows_of_prefix.items():
+            # log-probabilities in the prefix are computed only if a row has scored tokens there
+            is_prefix_scored = min(starts[number] for number in numbers) < len(prefix)
             sampling = SamplingParams(
                 temperature=0,
                 max_tokens=1,
-                prompt_logprobs=0 if needs_prompt else None,
+                prompt_logprobs=0 if is_prefix_scored else None,
                 logprob_token_ids=sorted({rows[number][-1] for number in numbers}),
                 detokenize=False,
             )
-            requests.append((read_tokens, sampling))
-        rows_of_request = list(rows_of.values())
+            requests.append((prefix, sampling))
+        rows_of_request = list(rows_of_prefix.values())
         for request, output in self._finished_outputs(requests):
-            # one token is generated after the read tokens, where each row has its last token
+            # the one token generated after the prefix, at the position of each row's last token
             (generated_token,) = output.outputs[0].token_ids
             (last_logprobs,) = output.outputs[0].logprobs
             for number in rows_of_request[request]:
@@ -165,7 +169,7 @@ class Engine:
                 yield number, nats, is_likeliest
 
     def _call_workers(self, method: str, *arguments: Any) -> Any:
-        """Call a method of all of vLLM's workers, and return the result of the first worker. All
+        """Call `method` of all workers of vLLM. Returns the result of the first worker, because all
         workers have the same result."""
         return self.llm.collective_rpc(method, args=arguments)[0]
 
@@ -182,14 +186,14 @@ class Engine:
 
     def _prove_masks(self) -> None:
         """Raise ValueError if the model has no router that can be masked, if a mask of half of the
-        experts does not change the log-probabilities of a text, or if they stay changed after the
-        mask is removed."""
+        experts does not change the log-probabilities of a text, or if a change remains after the
+        mask is removed. Otherwise set `masks_proved`."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         # arbitrary token ids: multiples of a prime
         tokens = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
         plan = []
         for layer, count, top_k in self._call_workers("experts_of_layers"):
-            # half of the experts are retained, and at least top k: first those with even numbers
+            # retain half of the experts, those with even ids; if top k is more, also odd ids
             order = [*range(0, count, 2), *range(1, count, 2)]
             plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
         if not plan:
@@ -216,27 +220,29 @@ class Engine:
     def _log_probabilities(
         self, tokens: list[int], retained_experts: list[tuple[int, list[int]]]
     ) -> list[float]:
-        """Log-probability of each of the `tokens` but the first, under the mask that
-        `retained_experts` describes, see `set_plan`. The mask stays."""
+        """Log-probability in nats of each of the `tokens` except the first. Sets the mask that
+        `retained_experts` describes (see `set_plan`), and does not remove it."""
         self._mask(retained_experts)
-        # one row for each token, which is the last of its row and the only one scored
+        # each row ends with another token, and only the last token of a row is scored
         rows = [tokens[:length] for length in range(2, len(tokens) + 1)]
         likelihoods = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
         return [nats for _, nats, _ in likelihoods]
 
 
 def _difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """The largest absolute difference between values at the same index."""
+    """The largest absolute difference of two values with the same index in `first` and
+    `second`."""
     return max(abs(value - other) for value, other in zip(first, second, strict=True))
 
 
 def _add_to_search_path(folder: str) -> None:
-    """Let processes that vLLM starts import this moe_lab, by a link in `folder`, but no other
-    package of moe_lab's environment."""
+    """Make this moe_lab importable in the processes that vLLM starts: put a link to the package
+    into `folder`, and `folder` on the search path. A link, because the folder around the package
+    may contain other packages of moe_lab's environment, which vLLM must not import."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
     folders = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # for programs
-    sys.path.insert(0, folder)  # for processes of multiprocessing, which inherit it
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # for programs that vLLM starts
+    sys.path.insert(0, folder)  # for processes of multiprocessing, which inherit sys.path
 
 
 if __name__ == "__main__":

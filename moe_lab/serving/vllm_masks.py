@@ -22,7 +22,7 @@ from moe_lab.serving.vllm_plugin import register, replace_method, routers
 
 
 def mask_routers() -> None:
-    """Give every router that is built from now on a mask; a second call changes nothing."""
+    """Add a mask to every router that is built after this call. A second call changes nothing."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     replace_method(BaseRouter, "__init__", _init_with_mask)
@@ -30,23 +30,24 @@ def mask_routers() -> None:
 
 
 def _init_with_mask(original: Any) -> Any:
-    """An `__init__` of routers that calls the `original` and adds the attribute moe_lab_mask."""
+    """A new `__init__` of routers. It calls the `original` and adds the attribute moe_lab_mask
+    (E,), which masks no expert yet."""
 
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         self.moe_lab_mask = torch.zeros(self.global_num_experts)
 
     return __init__
 
 
 def _select_with_mask(original: Any) -> Any:
-    """A `_select_experts` of routers that calls the `original` with masked logits."""
+    """A new `_select_experts` of routers. It calls the `original` with masked logits."""
 
     def _select_experts(
-        self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any
+        self: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any
     ) -> Any:
         logits = router_logits + self.moe_lab_mask.to(router_logits.dtype)
-        return original(self, hidden_states, logits, *arguments, **named)
+        return original(self, hidden_states, logits, *args, **kwargs)
 
     return _select_experts
 
@@ -61,7 +62,7 @@ class PlanWorker:
     model_runner: Any
 
     def experts_of_layers(self) -> list[tuple[int, int, int]]:
-        """For every MoE layer: its index, its number of experts, and its top k."""
+        """(index of the layer, number of experts, top k) of every MoE layer."""
         return [
             (layer, router.global_num_experts, router.top_k)
             for layer, router in routers(self.model_runner.model)
@@ -69,18 +70,19 @@ class PlanWorker:
 
     @torch.inference_mode()
     def set_plan(self, retained_experts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Set the masks of all routers. `retained_experts`: pairs (layer, experts that the layer
-        retains); the other layers retain all experts.
+        """Set the masks of all routers. `retained_experts`: pairs (layer, ids of the experts that
+        the layer retains). Layers without a pair retain all experts.
 
-        A router adds its correction bias to the scores that it has computed from the logits. So the
-        bias of a dropped expert becomes minus infinity too.
+        Some routers add a correction bias to the scores that they compute from the masked logits. A
+        large bias could bring a dropped expert back, so the bias of dropped experts is minus
+        infinity, too.
         """
-        by_layer = {layer: list(experts) for layer, experts in retained_experts}
+        experts_of_layer = {layer: list(experts) for layer, experts in retained_experts}
         for layer, router in routers(self.model_runner.model):
             mask = torch.zeros(router.global_num_experts)
-            if layer in by_layer:
+            if layer in experts_of_layer:
                 mask.fill_(-torch.inf)
-                mask[by_layer[layer]] = 0.0
+                mask[experts_of_layer[layer]] = 0.0
             router.moe_lab_mask.copy_(mask)
             bias = getattr(router, "e_score_correction_bias", None)
             if bias is not None:

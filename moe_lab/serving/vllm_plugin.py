@@ -56,7 +56,8 @@ Layers = Mapping[int, Mapping[str, Any]]
 
 
 def register() -> None:
-    """Register the classes of this module with vLLM; a second call changes nothing."""
+    """Register with vLLM a class of this module for each architecture of vLLM, and patch vLLM. A
+    second call changes nothing."""
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
@@ -70,70 +71,83 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> type:
-    """The class of an architecture whose name begins with `PREFIX`. It is made when vLLM imports it
-    from this module by its name."""
+    """The class `name`, which is `PREFIX` followed by the name of a class of vLLM. Python calls
+    this function when vLLM imports the class from this module, and the class is made then."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _uneven_class(name.removeprefix(PREFIX))
 
 
 def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the method `name` of `owner` by make(original method); a second call changes
+    """Replace the method `name` of `owner` by make(original method). A second call changes
     nothing."""
     original = getattr(owner, name)
     if not hasattr(original, "moe_lab"):
         replacement = make(original)
-        replacement.moe_lab = True
+        replacement.moe_lab = True  # marks the method as replaced
         setattr(owner, name, replacement)
 
 
 def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config`, the content of config.json, in the form of its family, with the field `LAYERS`.
-    If the model in `folder` is no uneven export, `config` unchanged.
+    """The configuration by which vLLM loads an uneven export: the fields of the model's family,
+    and the field `LAYERS`. If the model is no uneven export, a copy of `config`. `config`: the
+    content of config.json in `folder`.
 
-    LAYERS has, for each layer that the export lists, its numbers of experts and its width. The same
-    fields of the whole config get the largest values of these layers. ValueError for an export that
-    this module cannot read.
+    `LAYERS` (layer -> field -> value) has the number of experts and the width of each layer. The
+    family's own fields have one value for all layers: the largest value of any layer. ValueError
+    for an export that this module cannot read.
     """
     if FIELD not in config:
         return dict(config)
     export_settings = config[FIELD]
-    if (number := export_settings.get("format")) != FORMAT:
+    if (format_number := export_settings.get("format")) != FORMAT:
         raise ValueError(
-            f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's "
-            f"plugin reads {FORMAT}: install the version of moe_lab that wrote the export, or "
-            "export again"
+            f"{folder}: config.json has {FIELD}.format={format_number}, and this version of "
+            f"moe_lab's plugin reads {FORMAT}: install the version of moe_lab that wrote the "
+            "export, or export again"
         )
     layers: Mapping[str, Mapping[str, Any]] = export_settings["layers"]
-    # in vLLM, a single tensor has all experts of a layer
+    # vLLM stores all experts of a layer in one tensor
     if any("widths" in layer for layer in layers.values()):
         raise ValueError(
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
             "each layer: export with export=padded"
         )
     width_field = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
+    # layer -> field -> value
     fields: dict[str, dict[str, Any]] = {}
     for index, layer in layers.items():
         fields[index] = {name: layer["experts"] for name in COUNTS if name in config}
         if "width" in layer:
             fields[index][width_field] = layer["width"]
+    # names of the fields that differ between layers
     names = {name for layer_fields in fields.values() for name in layer_fields}
-    default_fields = {name: config[name] for name in names}  # fields of unpruned layers
+    # the original values, for fields that the export does not set in a layer
+    default_fields = {name: config[name] for name in names}
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
     maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
-    family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
+    family_fields = {
+        name: value for name, value in config.items() if name not in (FIELD, "auto_map")
+    }
     stock_fields = export_settings["stock"]
     architectures = [f"{PREFIX}{name}" for name in stock_fields["architectures"]]
-    return {**family, **maxima, **stock_fields, "architectures": architectures, LAYERS: fields}
+    return {
+        **family_fields,
+        **maxima,
+        **stock_fields,
+        "architectures": architectures,
+        LAYERS: fields,
+    }
 
 
 def _patch_config_parser() -> None:
-    """Replace vLLM's parser of config.json by a parser that applies `family_config`."""
+    """Make vLLM's parser of config.json apply `family_config` to the content of the file."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
 
     def make(original: Any) -> Any:
-        def parse(self: Any, model: Any, *arguments: Any, **named: Any) -> Any:
+        def parse(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            # the original parser reads the file through PreTrainedConfig.get_config_dict
             read_config = PreTrainedConfig.get_config_dict
 
             def get_config_dict(name: Any, **options: Any) -> Any:
@@ -141,7 +155,7 @@ def _patch_config_parser() -> None:
                 return family_config(str(name), config), unused_options
 
             with patch.object(PreTrainedConfig, "get_config_dict", get_config_dict):
-                return original(self, model, *arguments, **named)
+                return original(self, model, *args, **kwargs)
 
         return parse
 
@@ -150,33 +164,36 @@ def _patch_config_parser() -> None:
 
 @cache
 def _uneven_class(name: str) -> type:
-    """A subclass of vLLM's class `name`, for a model whose layers differ. Each layer is built with
-    its own fields of `LAYERS`. ValueError while it is built or loaded if vLLM does not support the
-    export, or if a layer or the files have other experts than expected."""
+    """A subclass of vLLM's class `name`, for models whose layers differ. It builds each layer with
+    the values that `LAYERS` has for the layer. Building a model raises ValueError if vLLM does not
+    support the export, or builds a layer with another number of experts than `LAYERS` has. Loading
+    weights raises ValueError if the files have other experts than the layers."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.utils import extract_layer_index
 
-    stock = ModelRegistry.models[name].load_model_cls()
-    module = sys.modules[stock.__module__]
+    vllm_class = ModelRegistry.models[name].load_model_cls()
+    module = sys.modules[vllm_class.__module__]
 
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **named: Any) -> None:
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         config = vllm_config.model_config.hf_text_config
         layers = {int(index): fields for index, fields in getattr(config, LAYERS, {}).items()}
         _check_support(name, module, vllm_config, layers)
         make_layers = module.make_layers
 
         # make_layers calls layer_fn(prefix=...) for each layer; the prefix has the layer's index
-        def make(n_layers: int, layer_fn: Any, prefix: str) -> Any:
-            def build(prefix: str) -> Any:
+        def make_uneven_layers(n_layers: int, layer_fn: Any, prefix: str) -> Any:
+            def build_layer(prefix: str) -> Any:
                 with _field_values(config, layers.get(extract_layer_index(prefix), {})):
                     return layer_fn(prefix=prefix)
 
-            return make_layers(n_layers, build, prefix=prefix)
+            return make_layers(n_layers, build_layer, prefix=prefix)
 
-        with patch.object(module, "make_layers", make):
-            stock.__init__(self, vllm_config=vllm_config, prefix=prefix, **named)
+        with patch.object(module, "make_layers", make_uneven_layers):
+            vllm_class.__init__(self, vllm_config=vllm_config, prefix=prefix, **kwargs)
+        # layer -> number of experts that were built
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
+            # each family has one of the names COUNTS for the number of experts
             expected = next(
                 (value for name, value in layers.get(layer, {}).items() if name in COUNTS), None
             )
@@ -186,23 +203,24 @@ def _uneven_class(name: str) -> type:
                 )
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        # (layer, name of a tensor in an expert) -> ids of the experts that have this tensor
         experts: dict[tuple[int, str], set[int]] = defaultdict(set)
-        names_of_weights = stock.load_weights(self, _record_experts(weights, experts))
+        names_of_weights = vllm_class.load_weights(self, _record_experts(weights, experts))
         _check_files(self.moe_lab_counts, experts)
         return names_of_weights
 
     # vLLM finds the class by this name in this module, see `__getattr__`
     return type(
         PREFIX + name,
-        (stock,),
+        (vllm_class,),
         {"__init__": __init__, "load_weights": load_weights, "__module__": __name__},
     )
 
 
 def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
-    """Raise ValueError if vLLM would serve the export wrongly, because of its architecture `name`,
-    the widths of its `layers`, or settings in `vllm_config`. `module`: the architecture's
-    module."""
+    """Raise ValueError if vLLM would serve the export wrongly. `name`, `module`: the architecture,
+    and the module of vLLM that defines the architecture. `vllm_config`: the settings of vLLM.
+    `layers`: layer -> field -> value, as in `LAYERS`."""
     import vllm
 
     if name in UNIFORM_ARCHITECTURES or not hasattr(module, "make_layers"):
@@ -212,7 +230,7 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
         )
     config = vllm_config.model_config.hf_text_config
     shared_fields = [field for field in SHARED_COUNTS if getattr(config, field, None)]
-    widths = {fields[width] for fields in layers.values() for width in WIDTHS if width in fields}
+    widths = {fields[field] for fields in layers.values() for field in WIDTHS if field in fields}
     if shared_fields and len(widths) > 1:
         raise ValueError(
             f"{name}: vLLM makes shared experts ({shared_fields[0]}) as wide as the routed ones of "
@@ -227,8 +245,8 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
 
 @contextmanager
 def _field_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which the fields of `config` have the `values` of one layer. The fields are set
-    in place, because some classes of vLLM keep a reference to the configuration."""
+    """A context in which the fields of `config` have the `values` (field -> value) of one layer.
+    `config` is changed and not copied, because some classes of vLLM keep a reference to it."""
     original = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -252,23 +270,25 @@ def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 def _record_experts(
     weights: Iterable[tuple[str, torch.Tensor]], experts: dict[tuple[int, str], set[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `weights` unchanged, and record in `experts`: (layer, name of a tensor in an expert) ->
-    the experts that have this tensor."""
+    """Yield `weights`, pairs (name, tensor), unchanged. Adds to `experts`: (layer, name of a tensor
+    in an expert) -> ids of the experts that have this tensor."""
     for name, tensor in weights:
         if match := EXPERT.search(name):
-            experts[int(match[1]), match[3]].add(int(match[2]))
+            layer, expert, name_in_expert = match.groups()
+            experts[int(layer), name_in_expert].add(int(expert))
         yield name, tensor
 
 
 def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], set[int]]) -> None:
-    """Raise ValueError when the files have other experts than the layers that were built. vLLM
-    itself would serve such files. `counts`: layer -> number of experts that were built; `experts`:
-    see `_record_experts`."""
-    for (layer, name), numbers in experts.items():
+    """Raise ValueError when the experts in the files are not the experts that vLLM has built. vLLM
+    alone would load such files without an error. `counts`: layer -> number of built experts.
+    `experts`, from the files: (layer, name of a tensor in an expert) -> ids of the experts that
+    have this tensor."""
+    for (layer, name), ids in experts.items():
         expected = set(range(counts.get(layer, 0)))
-        if layer in counts and numbers != expected:
-            missing_experts = sorted(expected - numbers)
-            surplus_experts = sorted(numbers - expected)
+        if layer in counts and ids != expected:
+            missing_experts = sorted(expected - ids)
+            surplus_experts = sorted(ids - expected)
             raise ValueError(
                 f"layer {layer} has {len(expected)} experts by config.json, and the files lack "
                 f"{name} of experts {missing_experts or 'none'} and have it of "
@@ -279,14 +299,15 @@ def _check_files(counts: Mapping[int, int], experts: Mapping[tuple[int, str], se
 
 
 def _repair_rotary_embedding() -> None:
-    """On the CPU, use torch's formula for interleaved rotary embeddings (DeepSeek), because the
-    results of vLLM's CPU operation are wrong by up to 6.9."""
+    """On the CPU, compute interleaved rotary embeddings (DeepSeek) with vLLM's torch code. The
+    values of vLLM's CPU kernel have errors of up to 6.9."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     def make(original: Any) -> Any:
-        def forward_cpu(self: Any, *arguments: Any, **named: Any) -> Any:
+        def forward_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # embeddings in NeoX style are not interleaved
             forward = original if self.is_neox_style else type(self).forward_native
-            return forward(self, *arguments, **named)
+            return forward(self, *args, **kwargs)
 
         return forward_cpu
 
@@ -294,20 +315,20 @@ def _repair_rotary_embedding() -> None:
 
 
 def _repair_bias() -> None:
-    """On the CPU, add the correction bias of routers with a softmax and without groups (ERNIE-4.5).
-    vLLM's CPU router ignores this bias."""
+    """On the CPU, let softmax routers without groups (ERNIE-4.5) use their correction bias, which
+    vLLM's CPU router ignores."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     def make(original: Any) -> Any:
         def _compute_routing(
-            self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **named: Any
+            self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, **kwargs: Any
         ) -> Any:
             """(gates, ids) of the experts of each token, both (T, K): the experts are selected by
             scores plus bias, and the gates are scores without bias."""
             bias = self.e_score_correction_bias
             is_softmax = self.custom_routing_function is None and self.scoring_func == "softmax"
             if bias is None or self.use_grouped_topk or not is_softmax:
-                return original(self, hidden_states, router_logits, indices_type, **named)
+                return original(self, hidden_states, router_logits, indices_type, **kwargs)
             scores = torch.softmax(router_logits.float(), dim=-1)
             index = (scores + bias).topk(self.top_k, dim=-1).indices
             weights = scores.gather(1, index)
