@@ -180,11 +180,13 @@ def differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 
 class WeightGradientHook(StatisticsHook):
-    """Computes SNIP's `snip_down`, `snip_up` and, for gated experts, `snip_gate` (E, I): sums of
-    |w dL/dw| over the weights of a channel in the projection (Lee et al. 2019, by channel).
+    """Computes the statistics of SNIP (Lee et al. 2019) by channel: `snip_down`, `snip_up` and, for
+    gated experts, `snip_gate`, (E, I) each. They are sums of |w dL/dw| over the weights w of a
+    channel in one projection.
 
-    The absolute value is taken of the gradient summed over all batches. So LOSS_SCALE * dL/dw of
-    all routed experts is kept in memory, at least in fp32, and a stopped pass cannot be resumed.
+    The absolute value is taken after dL/dw has been summed over all batches. So the sums of
+    LOSS_SCALE * dL/dw of all routed experts stay in memory, in fp32 or fp64. These sums are not
+    saved, so an interrupted pass cannot be resumed.
     """
 
     kind = "weight_gradients"
@@ -198,44 +200,48 @@ class WeightGradientHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). In the backward pass the gradients of the weights of each used
-        expert, without biases, are added to `gradients`."""
+        """The routed output (T, H). The backward pass then adds the gradients of the weights of
+        each expert with tokens to `gradients`. Biases get no gradients."""
+        layer = self.layer
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output of an expert, from leaves that get gradients."""
-            # the matrices of one expert as leaves, because the model's stacks have no gradients
-            leaves = layer.tensors(expert)
-            for name in [name for name in leaves if not layer.family.stacks[name].is_bias]:
-                leaves[name] = leaves[name].detach().requires_grad_()
-                leaves[name].register_post_accumulate_grad_hook(partial(self._add, name, expert))
-            expert_weights = layer.weights(expert, leaves)
+            """The output (n, H) of an expert for the hidden states (n, H) of its tokens."""
+            # name of a stack -> the expert's tensor in the stack
+            tensors = layer.tensors(expert)
+            for name, tensor in tensors.items():
+                if not layer.family.stacks[name].is_bias:
+                    # a leaf of autograd, because the model's own stacks require no gradients
+                    leaf = tensor.detach().requires_grad_()
+                    leaf.register_post_accumulate_grad_hook(
+                        partial(self._add_gradient, name, expert)
+                    )
+                    tensors[name] = leaf
+            expert_weights = layer.weights(expert, tensors)
             return layer.output(layer.phi(states, expert_weights), expert_weights)
 
-        layer = self.layer
         return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for experts
-        without tokens."""
+        """snip_ROLE -> (E, I) fp64, for each projection ROLE (down, up, gate): the sum of |w dL/dw|
+        over the weights of each channel, 0 for experts without tokens."""
         shape = (self.layer.n_experts, self.layer.width)
         stacks = self.layer.family.stacks
-        matrices = [axes for axes in stacks.values() if not axes.is_bias]
         sums = {
             f"snip_{role}": torch.zeros(shape, dtype=torch.float64)
-            for axes in matrices
+            for axes in stacks.values()
+            if not axes.is_bias
             for role in axes.roles
         }
         for (name, expert), gradient in self.gradients.items():
-            products = (
-                wide(self.layer.tensors(expert)[name].to(gradient.device)) * gradient
-            ).abs_()
-            for role, part in split(products, stacks[name]).items():
+            weights = wide(self.layer.tensors(expert)[name].to(gradient.device))
+            # a stack may hold several projections; `part` (I, H) has a row for each channel
+            for role, part in split((weights * gradient).abs_(), stacks[name]).items():
                 sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
         return sums
 
-    def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
-        """Add `leaf.grad` to `gradients`, and clear `leaf.grad`. `leaf`: the expert's matrix
-        `name`."""
+    def _add_gradient(self, name: str, expert: int, leaf: torch.Tensor) -> None:
+        """Add `leaf.grad` to the entry of `gradients` for the expert's matrix in the stack `name`,
+        and clear `leaf.grad`. `leaf`: the tensor of autograd with the weights of this matrix."""
         assert leaf.grad is not None
         gradient = wide(leaf.grad)
         leaf.grad = None

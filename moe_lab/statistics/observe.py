@@ -35,15 +35,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Run one forward pass without gradients: the default `Reading`."""
+    """Run one forward pass of `model` without gradients. `input_ids`, `valid`: as in `Reading`."""
     with torch.no_grad():
         run(model, input_ids, valid)
 
 
 class StatisticsHook:
-    """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on
-    the device of the activations). The method `experts` of a subclass computes the routed output
-    and adds to the sums."""
+    """Observes one MoE layer. The method `experts` of a subclass computes the layer's routed output
+    in place of the model's own code, and adds statistics of the tokens to `sums`.
+
+    `sums`: name of a statistic -> fp64 tensor, on the device of the activations, over the batches
+    read so far.
+    """
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
@@ -56,7 +59,8 @@ class StatisticsHook:
     """The function that computes the layer's routed output when it is not observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: the sums over the batches that were read before; {} for a new pass."""
+        """`start`: the sums over the batches that the pass read before it was interrupted; {} for a
+        new pass."""
         self.observer = observer
         self.layer = layer
         self.sums = dict(start)
@@ -64,35 +68,36 @@ class StatisticsHook:
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T,
-        K)."""
+        """The routed output (T, H). `hidden` (T, H): hidden states. `index` (T, K): ids of the
+        experts of each token. `weights` (T, K): gates."""
         raise NotImplementedError
 
     def wrap(self, unobserved: ExpertsFunction) -> ExpertsFunction:
-        """The function that replaces `unobserved`, the function that computes the layer's experts.
-        The replacement may call `unobserved`."""
+        """Return the method `experts`, which replaces the function `unobserved` in the model.
+        `unobserved`: the function that computes the layer's experts without this hook; `experts`
+        may call it."""
         self.unobserved = unobserved
         return self.experts
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Called after the layer's router, before its experts."""
+        """Called with the output `result` of the layer's router, before the layer's experts run."""
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Called after the decoder layer that contains the experts."""
+        """Called with the output `result` of the decoder layer that contains the experts."""
 
     def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register further hooks in `decoder_layer`; they are removed when the observer is
-        closed."""
+        """Register further hooks on `decoder_layer`, and return the handles of these hooks. The
+        observer removes the hooks when it is closed."""
         return ()
 
     def result(self) -> dict[str, torch.Tensor]:
-        """The layer's statistics after the batches read so far. Called while the layer has its
-        weights."""
+        """Name -> statistic of the layer over the batches read so far. Called while the weights of
+        the layer are in memory, because some subclasses compute with the weights here."""
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part` to the statistic `name`, in fp64. If the name ends in _max, take the maximum
-        instead of the sum."""
+        """Add `part`, the value of the statistic `name` for further tokens, to `sums` in fp64. If
+        the name ends in _max, take the maximum instead of the sum."""
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
@@ -100,7 +105,8 @@ class StatisticsHook:
         self.sums[name] = part
 
     def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """(T,) bool: which of the tokens in `hidden` (T, H) count; None when all tokens count."""
+        """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all
+        tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
         valid = self.observer.valid
         if valid is None or bool(valid.all()):
             return None
@@ -112,14 +118,15 @@ class StatisticsHook:
 
 
 class Observer:
-    """Observes MoE layers of a model with one hook each, while it is open.
+    """Observes MoE layers of a model. Each layer has a hook of the class `hook`. The hooks observe
+    every forward pass of the model while the observer is open.
 
         with Observer(model, ForwardHook) as observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    Every forward pass of the model is observed while the observer is open. `layers`: the layers to
-    observe; None: all MoE layers. `start`: sums to continue from.
+    `layers`: the layers to observe; None: all MoE layers. `start`: the sums of an interrupted pass,
+    to which further sums are added; None for a new pass.
     """
 
     def __init__(
@@ -134,41 +141,44 @@ class Observer:
         self.hooks = [hook(self, layer, (start or {}).get(layer.index, {})) for layer in observed]
         self.valid: torch.Tensor | None = None
         """(B, S) bool: which tokens of the batch count; None: all."""
-        self._open = ExitStack()
+        self._undo = ExitStack()
+        """Removes the hooks when it is closed."""
 
     def __enter__(self) -> Observer:
-        """Register all hooks; if this fails, none stays registered. RuntimeError for a layer whose
-        experts are replaced already, unless the hooks compute no experts."""
-        with ExitStack() as stack:
+        """Register all hooks; after an error, no hook stays registered. RuntimeError if a hook with
+        `computes` meets a layer whose experts are already replaced: by another observer, or by a
+        mask of channels."""
+        with ExitStack() as undo:
             for hook in self.hooks:
                 if hook.computes and are_replaced(hook.layer):
                     raise RuntimeError(
                         f"{hook.layer.name} is observed already, or under a plan of channels"
                     )
-                replace_experts(hook.layer, hook.wrap, stack)
+                replace_experts(hook.layer, hook.wrap, undo)
                 decoder_layer = self.model.get_submodule(f"{hook.layer.stack}.{hook.layer.index}")
-                stack.callback(
+                undo.callback(
                     hook.layer.router.register_forward_hook(
                         hook.after_router, with_kwargs=True
                     ).remove
                 )
-                stack.callback(decoder_layer.register_forward_hook(hook.after_layer).remove)
+                undo.callback(decoder_layer.register_forward_hook(hook.after_layer).remove)
                 for handle in hook.watch(decoder_layer):
-                    stack.callback(handle.remove)
-            self._open = stack.pop_all()
+                    undo.callback(handle.remove)
+            # no error: the hooks stay until `__exit__`
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        self._undo.close()
 
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
-        """The result of `reading`, which runs the model on one batch. `valid`: which tokens
-        count."""
+        """Run the model on one batch with the function `reading`, and return the result of
+        `reading`. `input_ids` (B, S): tokens. `valid` (B, S) bool: whether each token counts."""
         self.valid = valid
         return reading(self.model, input_ids, valid)
 
     def layers(self) -> Layers:
-        """The sums so far: layer -> name -> fp64 tensor on the CPU."""
+        """Layer -> name -> statistic over the batches read so far, in fp64 on the CPU."""
         return {
             hook.layer.index: {name: part.cpu() for name, part in hook.result().items()}
             for hook in self.hooks
@@ -176,12 +186,17 @@ class Observer:
 
 
 class SaveTimer:
-    """Decides when a pass saves its sums in the folder `out`, by SAVE_INTERVAL and SAVE_FACTOR; if
-    `out` is None, the pass never saves. While the timer is open, SIGTERM is held back until the
-    pass has saved, and then has its usual effect."""
+    """Decides when a pass saves its sums in the folder `out`. The time from one save to the next is
+    at least SAVE_INTERVAL seconds, and at least SAVE_FACTOR times as long as the first of the two
+    saves took. If `out` is None, the pass never saves.
+
+    SIGTERM does not end the process at once while the timer is open. Instead the pass saves first,
+    and then SIGTERM has its usual effect.
+    """
 
     def __init__(self, out: Path | None) -> None:
-        """Begin as if the pass had just saved, in no time."""
+        """Start the time until the first save. No save has been measured yet, so its seconds are
+        0."""
         self.out = out
         self.last_save = time.monotonic()
         self.save_seconds = 0.0
@@ -190,13 +205,14 @@ class SaveTimer:
 
     def __enter__(self) -> SaveTimer:
         """Begin to hold SIGTERM back."""
-        # other threads cannot handle signals
+        # Python allows only the main thread to set handlers of signals
         if self.out is not None and threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._request_stop)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Restore the handler of SIGTERM, and send this process the SIGTERM that was held back."""
+        """Restore the previous handler of SIGTERM. If a SIGTERM was held back, send it to this
+        process again."""
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if self.stop_requested:
@@ -204,12 +220,12 @@ class SaveTimer:
             signal.raise_signal(signal.SIGTERM)
 
     def _request_stop(self, *_: object) -> None:
-        """Handler of SIGTERM, which only records the signal."""
+        """The handler of SIGTERM while the timer is open: only records that the signal came."""
         self.stop_requested = True
 
     def due(self) -> bool:
-        """Whether the pass should save now: a SIGTERM is held back, or the last save was long ago,
-        also compared with the seconds that it took. Never if `out` is None."""
+        """Whether the pass should save now: when a SIGTERM is held back, or when the last save was
+        long enough ago. Always False if `out` is None."""
         interval_is_over = time.monotonic() - self.last_save >= max(
             SAVE_INTERVAL, SAVE_FACTOR * self.save_seconds
         )
@@ -217,14 +233,14 @@ class SaveTimer:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which the pass saves. The seconds of the save are measured. A SIGTERM that
-        was held back takes effect after it."""
+        """A context in which the pass saves its sums. Its end records how many seconds the save
+        took. If a SIGTERM was held back, the signal has its usual effect after the save."""
         start = time.monotonic()
         yield
         self.last_save = time.monotonic()
         self.save_seconds = self.last_save - start
         if self.stop_requested:
-            self.__exit__()
+            self.__exit__()  # sends the signal again, to the previous handler
 
 
 def gather(
@@ -235,17 +251,17 @@ def gather(
     out: Path | None = None,
     reading: Reading = forward,
 ) -> Statistics:
-    """The sums that `hook` collects over `batches`, each read by `reading`.
+    """The sums that hooks of the class `hook` collect while `reading` runs the model on each batch.
 
-    Every few minutes the sums are saved in the folder `out`, unless `out` is None or passes of
-    `hook` cannot resume. No other pass may use the folder. If the folder already has sums of the
-    same batches, the pass continues from these sums; on the CPU the result is exactly that of an
-    uninterrupted pass. UserError if there are no batches, for NaN or infinite sums (naming layer
-    and expert), and for models that cannot be observed.
+    Every few minutes the sums so far are saved in the folder `out`. They are not saved if `out` is
+    None or `hook.resumes` is False. No other pass may use the folder. A pass that was interrupted
+    continues from the saved sums; on the CPU the result is then bit for bit that of an
+    uninterrupted pass. UserError if there are no batches, if a sum is NaN or infinite (the message
+    names layer and expert), and for models that cannot be observed.
     """
     out = out if hook.resumes else None
     header = pass_header(model, batches, hook.kind)
-    done, layers = resume(out, header)
+    done, layers = resume(out, header)  # `layers`: the sums over the first `done` batches
     with SaveTimer(out) as timer, Observer(model, hook, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
@@ -260,9 +276,9 @@ def gather(
 
 
 def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> dict[str, Any]:
-    """The header of a pass: the `kind` of its sums, and a digest of `batches`. A checkpoint with an
-    equal header is of the same pass. UserError if there are no batches, and for a token for which
-    `model` has no embedding."""
+    """The header of a pass, which identifies the pass in its checkpoints: `kind`, the kind of the
+    sums, and `batches`, a digest of the batches. UserError if there are no batches, or if a token
+    has no row in the embedding of `model`."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
     embeddings: Any = model.get_input_embeddings()
@@ -277,7 +293,7 @@ def pass_header(model: PreTrainedModel, batches: Sequence[Batch], kind: str) -> 
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """sha256 of the shapes, types and bytes of tensors on the CPU."""
+    """Hexadecimal sha256 of the shapes, dtypes and bytes of `tensors`, which are on the CPU."""
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(str((tuple(tensor.shape), tensor.dtype)).encode())
@@ -286,20 +302,20 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def save_checkpoint(out: Path | None, layers: Layers, header: Mapping[str, Any], done: int) -> None:
-    """Save the sums after `done` parts of a pass in the folder `out`; if `out` is None, do
-    nothing."""
+    """Save the sums `layers` over the first `done` parts of a pass in the folder `out`. A part is a
+    batch, or a layer of a streamed model. If `out` is None, do nothing."""
     if out is not None:
         Statistics(layers, {**header, "done": done}).save(out / CHECKPOINT)
 
 
 def resume(out: Path | None, header: Mapping[str, Any]) -> tuple[int, Layers]:
     """(number of finished parts, sums over these parts) from the checkpoint in the folder `out`.
-    (0, {}) if the folder has no checkpoint whose header is `header`, or `out` is None."""
+    (0, {}) if `out` is None, or if the folder has no checkpoint with the header `header`."""
     if out is None or not (out / CHECKPOINT).exists():
         return 0, {}
     try:
         saved = Statistics.load(out / CHECKPOINT)
-    except UserError:  # damaged: the pass starts again
+    except UserError:  # the checkpoint is damaged: the pass starts again
         return 0, {}
     done = saved.header.pop("done", 0)
     return (done, saved.layers) if saved.header == header else (0, {})
