@@ -114,12 +114,13 @@ def check_device(name: str) -> None:
 
 
 def device_here(device: str) -> str:
-    """Name of the device that `device`, a value of model.device, selects on this machine. Raises
-    UserError when there is no such device. Another process finds the name, because torch takes
-    seconds to import."""
+    """Hardware name, such as "NVIDIA A100", of the GPU or processor of this machine that `device`,
+    a value of model.device, selects. Raises UserError when this machine has no such device. The
+    name is read in a subprocess, as torch takes seconds to import."""
     process = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if process.returncode:
-        # the last line of the trace is "TYPE: MESSAGE"
+        # the last line of the trace is "TYPE: MESSAGE"; a message that begins with the setting
+        # needs no prefix
         reason = process.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(
             reason if reason.startswith("model.device=") else f"model.device={device}: {reason}"
@@ -128,16 +129,17 @@ def device_here(device: str) -> str:
 
 
 def check_memory(step: Step) -> None:
-    """Raise UserError when a step loads all weights of a model on the CPU and they exceed the main
-    memory of this machine. Only models of known size with plain (not quantised) weights are
-    checked. Models that a server loads are not checked."""
-    needed = step.resources()
-    model = needed.model
-    if model is None or needed.weights != "model" or model.device != "cpu":
+    """Raise UserError when a step loads all weights of a model on the CPU and the weights exceed
+    the main memory of this machine. Models of unknown size and models with quantised weights are
+    not checked. Models that a server loads are not checked either."""
+    resources = step.resources()
+    model = resources.model
+    if model is None or resources.weights != "model" or model.device != "cpu":
         return
     size = None if quantization(model) else size_of(model)
     available = main_memory()
     if size and size.bytes > available:
+        # a step that needs the whole model cannot load it layer by layer
         advice = "leave it out" if step.whole_model else "set calibration.engine=streamed"
         raise UserError(
             f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB "
@@ -152,32 +154,34 @@ function."""
 
 
 def seconds_estimator(store: Store) -> Seconds:
-    """A function that estimates the seconds of a step from finished steps in a store.
+    """A function from a step to its estimated seconds, which uses the finished steps in a store.
 
-    The estimate is the step's number of units times a rate. The rate is the median of the seconds
-    per unit of the finished steps with the same kind and pace (see Resources). The estimate is None
-    if there are no such steps, and 0 for a step that merges shares."""
+    The estimate is the units of work of the step times a rate. The rate is the median seconds per
+    unit over the finished steps of the same kind and pace (see `Resources.pace`). If there are no
+    such steps, the function returns None. For a step that only merges results of other steps
+    (`Step.merges`), it returns 0."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
         if step.merges:
-            return 0.0  # reads and writes files
-        needed = step.resources()
-        rates = rates_of(step.kind).get(canonical(needed.pace))
-        return median(rates) * needed.units if rates else None
+            return 0.0  # merging takes little time
+        resources = step.resources()
+        rates = rates_of(step.kind).get(canonical(resources.pace))
+        return median(rates) * resources.units if rates else None
 
     return seconds
 
 
 def _rates(store: Store, kind: str) -> dict[str, list[float]]:
-    """Pace as JSON -> seconds per unit of each finished step with this pace. `kind`: kind of the
-    steps. Damaged steps and merged shares are left out."""
+    """Pace (`Resources.pace`) as JSON text -> list of the seconds per unit of work of each finished
+    step with this pace. Only steps of the kind `kind` are read. Steps without a recorded time, and
+    steps that merge results of other steps, are left out."""
     rates: dict[str, list[float]] = {}
     for document in store.documents(kind):
         if not fits(document, TIMES_SHAPE):
             continue
         provenance = document["provenance"]
-        # the time of merged shares is that of the shares, which are steps themselves
+        # the work was done by the steps whose results were merged
         if not provenance.get("merged"):
             rates.setdefault(canonical(provenance["pace"]), []).append(
                 provenance["seconds"] / provenance["units"]
@@ -201,23 +205,23 @@ def time_left(
     seconds: Seconds,
     workers: int,
 ) -> tuple[float, list[str]]:
-    """Estimated seconds until `workers` workers have done all steps of a run, and the kinds of
-    the steps that have no estimate, which the seconds leave out. `ended`, `running` and `waiting`
-    are all steps of the run.
+    """(estimated seconds until `workers` workers have done all steps of a run, kinds of the steps
+    without an estimate). The seconds do not include steps without an estimate. `ended`, `running`
+    and `waiting` together are all steps of the run.
 
-    The total time of a step is estimated from the ended and running steps of its kind, or else, if
-    none of them has known progress, by `seconds`.
+    The total time of a step is estimated from the ended and running steps of the same kind. If the
+    progress of all these steps is unknown, the total time is estimated by `seconds`.
     """
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
-    for step, spent, share in (*ended, *running):
-        if share and not step.merges:
+    for step, spent, progress in (*ended, *running):
+        if progress and not step.merges:
             seconds_by_kind[step.kind] += spent
-            work_by_kind[step.kind] += _work(step) * share
-    remaining = [0.0]  # seconds of each step; 0.0, as there may be no steps
+            work_by_kind[step.kind] += _work(step) * progress
+    remaining = [0.0]  # seconds of each step; the first entry is for a run without steps
     unknown_kinds = list[str]()
-    # a waiting step has spent 0 seconds on a share of 0 of its work
-    for step, spent, share in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
+    # a waiting step has taken 0 seconds, and its progress is 0
+    for step, spent, progress in (*running, *(StepTime(step, 0.0, 0.0) for step in waiting)):
         step_seconds: float | None
         if work_by_kind[step.kind]:
             step_seconds = _work(step) * seconds_by_kind[step.kind] / work_by_kind[step.kind]
@@ -225,12 +229,12 @@ def time_left(
             step_seconds = seconds(step)
         if step_seconds is None:
             unknown_kinds.append(step.kind)
-        elif share:
-            remaining.append(step_seconds * (1 - share))
+        elif progress:
+            remaining.append(step_seconds * (1 - progress))
         else:
             # without known progress, at least half of the time spent so far remains
             remaining.append(max(step_seconds - spent, spent / 2))
-    # one worker does the longest step, however many workers there are
+    # workers do not share a step, so the longest step bounds the time from below
     return max(sum(remaining) / workers, *remaining), list(dict.fromkeys(unknown_kinds))
 
 
@@ -241,22 +245,23 @@ a model of this size, as work other than matrix products dominates."""
 
 @cache
 def _work(step: Step) -> float:
-    """Amount of work of a step, comparable between steps of a kind: units times parameters of the
-    model, at least MINIMUM_PARAMETERS. 0 for a step that merges shares."""
+    """Amount of work of a step, comparable between steps of one kind: units of work times number of
+    parameters of the model. A model counts as having at least MINIMUM_PARAMETERS parameters. The
+    result is 0 for a step that only merges results of other steps."""
     if step.merges:
         return 0.0
-    needed = step.resources()
-    size = size_of(needed.model) if needed.model else None
+    resources = step.resources()
+    size = size_of(resources.model) if resources.model else None
     # 1e9 parameters are assumed for a model of unknown size, and for a step without a model
     parameters = max(size.parameters, MINIMUM_PARAMETERS) if size else 1e9
-    return needed.units * parameters
+    return resources.units * parameters
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
-    """Table for a dry run: numbers of distinct, cached and missing steps of each kind. For the
-    missing steps of a kind, the table has the largest estimated memory of a step and the estimated
-    time of all steps. `done`: ids of finished steps. `gpu_memory`: GiB of memory of one GPU.
-    `seconds`: estimates the seconds of a step."""
+    """Table for a dry run with one row for each kind of step. A row has the numbers of distinct,
+    cached and missing steps; the largest memory that a missing step needs; and the hours and
+    GPU-hours of all missing steps together. `done`: ids of finished steps. `gpu_memory`: GiB of
+    memory of one GPU. `seconds`: function that estimates the seconds of a step."""
     columns = (
         Column("step", no_wrap=True),
         "distinct",
@@ -295,18 +300,19 @@ class Hours(NamedTuple):
     """Number of steps without an estimate."""
 
     def texts(self) -> tuple[str, str]:
-        """Hours and GPU-hours for a table. "unknown" if no step has an estimate; otherwise the
-        number of steps without an estimate is appended, if there are any."""
-        if self.unknown and not self.work:  # only merges of shares, of 0 hours, have an estimate
+        """(hours, GPU-hours) as texts for a table. If some steps have no estimate, their number is
+        appended, such as "1.50 + 2 unknown". If no step has an estimate, or only steps that merge
+        results have an estimate, both texts are "unknown"."""
+        if self.unknown and not self.work:  # steps that merge results have an estimate of 0 hours
             return "unknown", "unknown"
         ending = f" + {self.unknown} unknown" if self.unknown else ""
         return f"{self.work:.2f}{ending}", f"{self.gpu_work:.2f}{ending}"
 
 
 def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
-    """Estimated hours of all `steps` together, and number of steps without an estimate. Steps of
-    unknown memory add no GPU-hours. `gpu_memory`: GiB of memory of one GPU, which decide how many
-    GPUs a step needs."""
+    """Estimated hours and GPU-hours of all `steps` together, and number of steps without an
+    estimate. The number of GPUs of a step follows from the step's memory and from `gpu_memory`, the
+    memory of one GPU in GiB. Steps of unknown memory add no GPU-hours."""
     hours = gpu_hours = 0.0
     unknown = 0
     for step in steps:
@@ -315,15 +321,16 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> Hours:
             unknown += 1
             continue
         hours += estimate / 3600
-        needed = step.resources()
-        if needed.memory is not None:
-            gpu_hours += estimate / 3600 * needed.gpus(gpu_memory)
+        resources = step.resources()
+        if resources.memory is not None:
+            gpu_hours += estimate / 3600 * resources.gpus(gpu_memory)
     return Hours(hours, gpu_hours, unknown)
 
 
 def largest_memory(steps: Iterable[Step]) -> str:
-    """The largest estimated memory of one of the steps, as text, with "or more" if the memory of
-    some steps is unknown. "unknown" if that of all steps is unknown; "" without steps."""
+    """The estimated memory of the step that needs most memory, as text, such as "12.0 GiB". If the
+    memory of some steps is unknown, the text ends in "or more". If the memory of all steps is
+    unknown, the text is "unknown". Without steps, it is ""."""
     memories = [step.resources().memory for step in steps]
     estimates = [memory for memory in memories if memory is not None]
     if not estimates:
@@ -333,17 +340,17 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more bytes than are free on the disk of `store`, else [].
-    Only exported checkpoints, hidden states of streamed passes and generated texts count, as all
-    other files are small."""
-    written = sum(step.resources().disk for step in steps)
+    """A list with one sentence when `steps` would write more bytes than are free on the disk of
+    `store`, else []. Only exported checkpoints, hidden states of streamed passes and generated
+    texts are counted, as all other files are small."""
+    size = sum(step.resources().disk for step in steps)
     folder = Path(store).expanduser().absolute()
     while not folder.exists():  # the store may not have been created yet
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if written <= free:
+    if size <= free:
         return []
     return [
-        f"store={store}: about {decimal(int(written))} would be written there and {decimal(free)} "
+        f"store={store}: about {decimal(int(size))} would be written there and {decimal(free)} "
         "are free: make room, name another store, or ask for less (export=none, fewer cells)"
     ]

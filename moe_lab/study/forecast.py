@@ -13,11 +13,11 @@ from moe_lab.study.schedule import console, print_notices
 
 
 def print_forecast(study: Study) -> list[str]:
-    """Print a table of the steps of a study, and with launcher=slurm, if steps are missing, a table
-    of the resources of its jobs. Returns a sentence for each problem: a disk or memory that is too
-    small, and errors in the settings of jobs."""
+    """Print a table of the steps of a study. With launcher=slurm, also print a table of the Slurm
+    jobs for the missing steps, if steps are missing. Returns a sentence for each problem: the disk
+    or the memory is too small, or the settings of jobs are wrong."""
     config = study.config
-    # a run would copy the steps that the stores in `also` have
+    # the stores in `also` are only read; a run would copy their finished steps
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
     steps, done = study.in_store(set().union(*ids_elsewhere))
     print_notices(study.store)

@@ -44,9 +44,9 @@ class Garbage:
 def gc(store: Store, *, apply: bool = False) -> int:
     """Print a table of the garbage in a store; with `apply`, remove it. Returns the exit code.
 
-    The folder of a step is renamed as a scratch folder before its files are removed. If this
-    process is killed in between, no folder with a part of the files looks like a finished step.
-    New runs wait only until all folders are renamed.
+    The folder of each step is first renamed as a scratch folder, and its files are removed later.
+    If this process is killed while it removes files, no incomplete folder looks like a finished
+    step. New runs have to wait only until all folders are renamed, not until files are removed.
     Raises UserError when a file that may refer to steps is damaged, and when folders cannot be
     removed."""
     if not apply:
@@ -63,7 +63,7 @@ def gc(store: Store, *, apply: bool = False) -> int:
     _print_table(store, garbage, queue_error)
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    # remove packs that are no longer used; a process that holds this claim (Busy) does so itself
+    # remove replaced packs; if another process holds the claim PACKS (Busy), that process does it
     with suppress(Busy), store.claims.take(PACKS):
         store.packs.clear()
     store.claims.clear()
@@ -76,28 +76,28 @@ def gc(store: Store, *, apply: bool = False) -> int:
 
 
 def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
-    """Remove garbage from packs, and rename folders of garbage steps as scratch folders. Returns
-    the folders to remove: the renamed folders, and the scratch folders in `garbage`."""
+    """Remove garbage steps from packs, and rename the folders of other garbage steps as scratch
+    folders. Returns the folders whose files the caller must still remove: the renamed folders, and
+    the scratch folders of killed runs."""
     if packed_steps := [item.step_id for item in garbage if item.path is None]:
         drop(store, packed_steps)
     folders = []
     for item in garbage:
         if item.path is None:
             continue
-        if not item.step_id:  # a scratch folder, which needs no other name
+        if not item.step_id:  # already a scratch folder
             folders.append(item.path)
             continue
-        # when a process is computing the step (Busy), its folder stays
+        # if another process is computing the step (Busy), the folder stays
         with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
             folders.append(hide(item.path, item.step_id))
     return folders
 
 
 def find_garbage(store: Store) -> tuple[list[Garbage], str]:
-    """Unreferenced steps and files that killed runs left; and a sentence why Slurm's queue is
-    unknown, or "" if it is known. Changes nothing in the store.
-
-    Raises UserError when a file that may refer to steps is damaged.
+    """(garbage of a store, error of Slurm). Garbage is every unreferenced step, and every file that
+    a killed run left. The error is the sentence with which reading Slurm's queue failed, or "".
+    Changes nothing in the store. Raises UserError when a file that may refer to steps is damaged.
     """
     referenced, queue_error = _referenced_steps(store)
     if store.notices:  # reading a damaged file adds a notice
@@ -106,7 +106,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     store.packs.refresh()
     packed_names = store.packs.steps()
     try:
-        for path in store.packs.damaged_packs:  # the first suffices
+        for path in store.packs.damaged_packs:  # the error names only the first
             raise Damaged(f"{path} is damaged")
         needed = _needed_steps(store, referenced, folders_of)
         sizes = {start: store.packs.size(start) for start in packed_names.keys() - needed}
@@ -115,14 +115,14 @@ def find_garbage(store: Store) -> tuple[list[Garbage], str]:
     garbage: list[Garbage] = []
     for start in folders_of.keys() - needed:
         garbage += filter(None, map(_garbage_step, folders_of[start]))
-    for start, size in sizes.items():  # names of packed steps are KIND/NAME
+    for start, size in sizes.items():  # the name of a packed step is KIND/LABEL-START
         garbage.append(Garbage(None, packed_names[start].partition("/")[0], size, start))
     return [*garbage, *_leftovers(store, referenced)], queue_error
 
 
 def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[Path]]) -> set[str]:
-    """The steps `starts` together with all their direct and indirect inputs. A step is given and
-    returned as the start of its id. `folders_of`: result of `Store.step_folders`."""
+    """The steps `starts` together with all their direct and indirect inputs. Steps are given and
+    returned as starts of ids. `folders_of`: start of an id -> folders, see `Store.step_folders`."""
     inputs = store.packs.inputs()
     needed: set[str] = set()
     unvisited = list(starts)
@@ -139,27 +139,28 @@ def _needed_steps(store: Store, starts: Set[str], folders_of: Mapping[str, list[
 
 
 def _leftovers(store: Store, referenced: Set[str]) -> Iterator[Garbage]:
-    """Scratch folders of all steps, and resume files of unreferenced steps. Files of a step that a
-    process is computing are left out. `referenced`: starts of the ids of referenced steps."""
+    """Scratch folders of all steps, and folders of resume files of unreferenced steps. A folder is
+    left out if a process is computing its step. `referenced`: starts of the ids of referenced
+    steps."""
     scratch_matches = [(path, SCRATCH.fullmatch(path.name)) for path in store.root.glob("*/.*")]
-    resume_files = list((store.root / "partial").glob("[!.]*"))
+    resume_folders = list((store.root / "partial").glob("[!.]*"))
     claimed = store.claims.active()  # read last, as a step is claimed before its folders are made
     for path, match in scratch_matches:
         if match and match[1] not in claimed:  # group 1 is the start of the step's id
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), "")
-    for path in resume_files:
+    for path in resume_folders:  # the name of such a folder is the start of the step's id
         if path.name not in referenced and path.name not in claimed:
             yield Garbage(path, LEFTOVERS, _folder_bytes(path), path.name)
 
 
 def _referenced_steps(store: Store) -> tuple[set[str], str]:
-    """Starts of the ids of the steps that runs and records refer to; and why Slurm's queue is
-    unknown, or "" if it is known.
+    """(starts of the ids of the steps that runs and records refer to, error of Slurm). The error is
+    the sentence with which reading Slurm's queue failed, or "".
 
-    A run refers to its steps in any of four cases: it is active; its jobs may be in the queue; it
-    is the last run of its study; it began after the last run with a record. Claims are read first,
-    then the queue, then records. This order misses no step, as a record is written before the
-    claims and jobs of its run disappear.
+    A record refers to its steps. A run refers to its steps in four cases: the run is active; its
+    jobs may be in the queue; it is the last run of the study; it began after the last run with a
+    record. Claims are read first, then the queue, then records. This order misses no step, because
+    a run writes its record before its claims and jobs disappear.
     """
     referenced = steps_of_active_runs(store)
     runs_of = {study: runs(store, study) for study in studies(store)}
@@ -168,25 +169,27 @@ def _referenced_steps(store: Store) -> tuple[set[str], str]:
     queue, queue_error = queued_jobs(jobs) if jobs else ({}, "")
     for study, study_runs in runs_of.items():
         try:
-            # a later run has a greater name; without a record, all names are greater than ""
+            # the name of a later run is greater; if there is no record, every name is greater
+            # than "", so all runs count as later
             record = read_record(store.root, study) or {"run": ""}
         except Damaged as error:
             raise _unreadable_error(store, str(error)) from None
         referenced.update(name[-DIGITS:] for name in finished_steps(record))
         for run in study_runs:
-            # while the queue is unknown, any job may be in it
+            # if reading the queue failed, every job may be in it
             may_be_queued = any(job.id in queue or queue_error for job in jobs_of[run.folder])
             is_recent = run is study_runs[-1] or run.folder.name > record["run"]
             if not is_recent and not may_be_queued:
                 continue
-            # a run without a plan was killed before it did anything
+            # a run without a plan was killed before it computed a step
             if plan := run.plan:
                 referenced.update(folder[-DIGITS:] for folder in plan["steps"])
     return referenced, queue_error
 
 
 def _unreadable_error(store: Store, reason: str) -> UserError:
-    """The error for a file that may refer to steps and cannot be read. `reason` names the file."""
+    """The error for a file that cannot be read and may refer to steps. `reason`: the sentence that
+    names the file."""
     return UserError(
         f"store={store.root}: nothing is freed while it is unknown which steps are needed: "
         f"{reason} (start the study again, or remove it)"
@@ -194,8 +197,8 @@ def _unreadable_error(store: Store, reason: str) -> UserError:
 
 
 def _garbage_step(folder: Path) -> Garbage | None:
-    """The finished step in a folder as garbage. None when its step.json is missing or damaged, or
-    when the kind and the id in it differ from those in the path of the folder."""
+    """The finished step in a folder as garbage. None when its step.json is missing or damaged.
+    None also when the kind and id in step.json differ from the kind and id in the folder's path."""
     with suppress(FileNotFoundError, Damaged):
         document = read_step(folder)
         start = folder.name[-DIGITS:]
@@ -215,8 +218,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _print_table(store: Store, garbage: Sequence[Garbage], queue_error: str) -> None:
-    """Print a table with number and bytes of the garbage for each kind of step, for leftovers and
-    for all together, and then `queue_error` if it is not empty."""
+    """Print a table of the garbage, and then `queue_error` if it is not "". The table has the
+    number and the bytes of the garbage in each kind of step, in leftovers, and in all together."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for item in garbage:
         sizes[item.kind].append(item.bytes)

@@ -49,8 +49,8 @@ NO_ALLOCATION = AllocationConfig(name="none")
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A context without Python's garbage collection, which would take half of the time of building
-    a large study."""
+    """A context in which Python's garbage collector is off. It would take half of the time of
+    building the graph of a large study."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -79,8 +79,8 @@ class CellSteps:
     """Name of a benchmark -> step with its results."""
 
     def by_field(self) -> dict[str, Step | None]:
-        """Field -> its step, None if the cell has no such step. The field `evaluate`, which holds
-        several steps, is left out."""
+        """Name of a field in STEPS -> step in the field, None if the cell has no such step. The
+        field `evaluate` holds several steps and is left out."""
         return {name: getattr(self, name) for name in STEPS}
 
 
@@ -105,8 +105,8 @@ class Graph:
     @cached_property
     @uncollected()
     def steps(self) -> list[Step]:
-        """Distinct steps, each after its inputs. The steps of figures come first."""
-        ordered: dict[str, Step] = {}
+        """The distinct steps of figures, then those of cells. Each step comes after its inputs."""
+        ordered: dict[str, Step] = {}  # id -> step
 
         def visit(steps: Iterable[Step | None]) -> None:
             for step in steps:
@@ -114,10 +114,10 @@ class Graph:
                     visit(step.needs)
                     ordered[step.id] = step
 
-        for steps in self.figures.values():
-            visit(steps.values())
+        for figure_steps in self.figures.values():
+            visit(figure_steps.values())
         for cell in self.cells:
-            # `statistics` and `finetune` are visited as inputs, if another step needs them
+            # `statistics` and `finetune` are only visited as inputs of other steps
             visit(
                 step
                 for name, step in cell.by_field().items()
@@ -128,8 +128,8 @@ class Graph:
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
-    """Distinct names of models and texts on the hub whose files are unknown. The identity of a step
-    has such a name in place of the hash of the files."""
+    """Distinct hub names of the models and texts in `steps` whose files have no known hash. The
+    identity of a step then has the hub name in place of the hash."""
     names: dict[str, None] = {}
     for step in steps:
         if isinstance(step, (BenchmarkRun, Grade)):  # the data of benchmarks is checked elsewhere
@@ -140,8 +140,9 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
 
 
 def _hub_names(setting: Any) -> Iterator[str]:
-    """Hub names that stand in place of file hashes in `setting`, the identity of a group of
-    settings, or in the `sources` of a mixture of texts. Nothing for a setting that is no group."""
+    """Hub names that replace unknown file hashes in `setting`, the identity of a model or a text.
+    For a mixture of texts, the names in its `sources` are included. A setting that is no group of
+    settings, such as a number, has none."""
     if not isinstance(setting, dict):
         return
     for group in (setting, *setting.get("sources", ())):
@@ -157,24 +158,25 @@ class _Resolver:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._results: dict[tuple[Any, ...], Any] = {}
-        """Key of a call, see `cached` -> its result."""
+        """(function, arguments or their ids) -> result of the call, see `cached`."""
         self._arguments: list[tuple[Any, ...]] = []
-        """Arguments of all calls in `_results`."""
+        """Arguments of the calls in `_results`, which are kept alive."""
 
     def cached(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `function` for `arguments`, computed once. Integers are compared by value,
-        other arguments by identity."""
+        """The result of `function(*arguments)`, computed in the first call and then remembered. An
+        integer argument is recognised by its value, any other argument by its object identity."""
         key = (function, *[value if isinstance(value, int) else id(value) for value in arguments])
         if key not in self._results:
             self._results[key] = function(*arguments)
-            # while the arguments exist, no other objects have their ids
+            # an object that is alive keeps its id, so no other object can get the id
             self._arguments.append(arguments)
         result: Result = self._results[key]
         return result
 
     def resolve_cell(self, cell: Cell) -> Cell:
-        """The cell with device, dtype, seed, engine and number of parts resolved. Its model,
-        criterion, allocation and texts are of the classes that keep their identity."""
+        """The cell with device, dtype, engine, number of parts and seeds of texts resolved. Its
+        model, criterion, allocation and texts become objects of the classes that compute their
+        identity once, such as `IdentifiedText`."""
         model = self.cached(resolved_model, cell.model, self.config)
 
         def resolve_text(text: CalibrationConfig) -> IdentifiedText:
@@ -191,21 +193,21 @@ class _Resolver:
 
 
 def resolved_model(model: ModelConfig, config: Config) -> StepModel:
-    """The model with device and precision resolved."""
+    """The model with device and dtype resolved, as the class that computes its identity once."""
     return StepModel.of(resolved_device(model, config))
 
 
 def resolved_text(
     text: CalibrationConfig, seed: int, model: ModelConfig, config: Config
 ) -> IdentifiedText:
-    """The text with engine and number of parts resolved. A text without a seed gets `seed`, the
-    seed of the cell."""
+    """The text with engine and number of parts resolved, as the class that computes its identity
+    once. A text without a seed gets `seed`, the seed of the cell."""
     seeded = text if text.seed is not None else replace(text, seed=seed)
     return IdentifiedText.of(resolved_engine(seeded, model, config))
 
 
 def _unpruned_cost(model: ModelConfig, text: IdentifiedText) -> Cost:
-    """The step that computes the cost of the unpruned model."""
+    """The step that computes the cost of the unpruned model. `text`: see `Cost.of`."""
     return Cost.of(unpruned_model(model), text)
 
 
@@ -215,11 +217,11 @@ def _cell_steps(
     resolver: _Resolver,
     evaluations_of: dict[Any, dict[Task, Any]],
 ) -> CellSteps:
-    """All steps of one cell. A cell with NO_CRITERION is that of the unpruned model.
+    """All steps of one cell. A cell with NO_CRITERION stands for the unpruned model.
 
     `tasks`: name of a benchmark -> task. `evaluations_of`: identity of a pruned model -> task ->
-    evaluation step. Cells with the same pruned model share these steps, so the steps of this cell
-    are taken from `evaluations_of`, after those that are missing there have been added.
+    evaluation step. Cells with the same pruned model share evaluation steps: this function adds
+    the missing steps to `evaluations_of`, and takes the steps of the cell from it.
     """
     config = resolver.config
     resolved_cell = resolver.resolve_cell(cell)
@@ -233,7 +235,7 @@ def _cell_steps(
         # figures need scores even if the plan reads none
         scores = getattr(pruned.plan, "scores", None) or Scores.of(resolved_cell)
         if reads_text(cell):
-            # the pass that the scores read, or else one for figures only
+            # the pass that the scores read, or a pass that only figures read
             statistics = scores.sums.get("statistics") or Pass.of(resolved_cell, "statistics")
         if config.export.shape:
             export = export_of(pruned, config.export, config.verify)
@@ -261,8 +263,8 @@ def _cell_steps(
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell, with NO_CALIBRATION as its calibration set if nothing in the cell reads the set.
-    Cells that differ only in a set that they do not read become equal."""
+    """The cell, with NO_CALIBRATION in place of its calibration set if nothing in the cell reads the
+    set. Cells that differ only in an unread calibration set become equal."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 
@@ -284,9 +286,10 @@ def unpruned(cell: Cell) -> Cell:
 
 @uncollected()
 def build(config: Config, requests: Iterable[Request]) -> Graph:
-    """The graph of a study. A cell that several requests contain is in the graph once, with all its
-    benchmarks. For each cell, the cell of the unpruned model is added. `config` has the settings
-    that hold for all requests, such as permissions, exports and overlap."""
+    """The graph of a study. `requests`: pairs (cells, benchmarks of these cells). A cell in several
+    requests is in the graph once, with the benchmarks of all these requests. For each cell, the
+    cell of the unpruned model is added. `config`: the settings that all requests share, such as
+    permissions, exports and overlap."""
     resolver = _Resolver(config)
     requests = list(requests)
     tasks_of: dict[Cell, dict[str, Task]] = {}
@@ -295,6 +298,7 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
             benchmark.name: resolver.cached(task_of, benchmark, config) for benchmark in benchmarks
         }
         for cell in cells:
+            # equal cells become one key
             for graph_cell in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(graph_cell, {}).update(tasks)
     evaluations_of: dict[Any, dict[Task, Any]] = {}
@@ -305,12 +309,13 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 def _figure_steps(
     resolver: _Resolver, requests: Iterable[Request]
 ) -> dict[str, dict[FigureKey, Step]]:
-    """Figure -> key -> step, for steps that only figures and remarks need. There is a step for each
-    combination of calibration set, model and gate in cells that read their calibration set. It has
-    the seed of the first such cell. The figure "contaminations" has steps only for requests with
-    benchmarks that list their items, the others only with overlap=true."""
+    """Name in FIGURES -> key -> step, for the steps that only figures and remarks of the report
+    need. Each combination of calibration set, model and gate has one step in a figure, with the
+    seed of the first cell of this combination. Cells that read no calibration set are left out. The
+    figure "contaminations" has steps only for benchmarks that can list their items. The other
+    figures have steps only with overlap=true."""
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
-    first_seeds: dict[FigureKey, int] = {}  # by key with seed 0
+    first_seeds: dict[FigureKey, int] = {}  # key with seed 0 -> seed of the first cell
     cell_of: dict[FigureKey, Cell] = {}
     benchmarks_of: dict[FigureKey, dict[str, BenchmarkConfig]] = defaultdict(dict)
     for cells, benchmarks in requests:

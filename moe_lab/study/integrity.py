@@ -30,18 +30,20 @@ NANO = 10**9
 
 
 def seal(folder: Path, document: Mapping[str, Any]) -> None:
-    """Give all files and folders in `folder` its permissions (files without those to execute), set
-    the modification time of files, and write STEP.
+    """Write STEP, and prepare the files of a step for publication. Folders in `folder` get the
+    permissions of `folder`. Files get these permissions except those to execute, and the
+    modification time that STEP states.
 
-    `document`: the identity of the step, to which provenance, time and files are added. For a step
-    that is copied from another store, `document` is the content of STEP in that store, and the
-    caller has compared the files with it. Large files may then be links to the other store.
+    `document`: the identity of the step. The entries provenance, time and files are added to it. If
+    the step is copied from another store, `document` is the complete content of STEP in that store.
+    The caller has then compared the files with it, and large files may be links to that store.
     """
     provenance: dict[str, Any] = {}
     with suppress(FileNotFoundError):  # a copied step has its provenance in `document`
         provenance = read_json(folder / PROVENANCE, {})
         (folder / PROVENANCE).unlink()
-    # "time" is an even number of seconds in the past, see STEP; `document` may have all of these
+    # "time" is an even number of seconds in the past, see STEP; the entries of the `document` of a
+    # copied step replace these entries
     content = {"provenance": provenance, "time": (int(time.time()) // TICK - 1) * TICK, **document}
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.is_file()]
@@ -61,7 +63,7 @@ def seal(folder: Path, document: Mapping[str, Any]) -> None:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Size in bytes and sha256 of a file, in the form in which STEP has them."""
+    """Entry of a file in STEP: {"bytes": size, "sha256": hash}."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
 
@@ -78,14 +80,13 @@ def read_step(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
-    """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
+    """Missing and damaged files of a step's folder: name of the file -> "missing" or "damaged".
 
-    The size and the modification time of a file are compared with those in STEP. If only the time
-    differs, the file is hashed. If its content is unchanged, the file gets the time in STEP again.
-    With `hash_all` every file is hashed. A damaged file with the time in STEP then gets the present
-    time, so that later calls without `hash_all` find the damage, too. Links to files of other
-    stores are followed. The times of such files are never changed, but a link to a damaged file is
-    removed."""
+    The size and the modification time of each file are compared with those in STEP. If only the
+    time differs, or with `hash_all`, the file is hashed. The time of an unchanged file is set to
+    the time in STEP. The time of a damaged file is set to the present time if it was the time in
+    STEP, so that later calls without `hash_all` find the damage, too. A link leads to a file of
+    another store: its time is never set, and a link to a damaged file is removed."""
     try:
         document = read_step(folder)
     except FileNotFoundError:
@@ -106,9 +107,9 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 
 
 def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
-    """Whether a file has the `expected` size and hash. `moment`: modification time of the file in
-    STEP, in seconds. A file with this time and size is hashed only if `hash_all`, and otherwise
-    counts as unchanged. If the file is hashed, its time may be changed, see `damage`."""
+    """Whether a file has the `expected` size and hash. `moment`: modification time of the file
+    according to STEP, in seconds. Without `hash_all`, a file with this time and the expected size
+    counts as unchanged and is not hashed. Hashing a file may change its time, see `damage`."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False
@@ -117,19 +118,19 @@ def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all
         return True
     with path.open("rb") as file:
         is_same = bool(_sha256(file) == expected["sha256"])
-        # an unchanged file should have the time in STEP, and a changed file should not; the second
-        # look at the time shows whether another process has written the file meanwhile
+        # An unchanged file should have the time `moment`, and a changed file another time. The
+        # time is only set if no other process has written the file since `path.stat()`.
         if is_same != has_moment and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
-            # the time cannot be set for a file of another owner, which is hashed again next time
+            # the time of a file of another user cannot be set: the file is hashed again next time
             with suppress(OSError, OverflowError):
                 _set_time(path, file, moment if is_same else None)
     return is_same
 
 
 def _set_time(path: Path, file: BufferedReader, moment: int | None) -> None:
-    """Set the modification time of an open file to `moment`, in seconds. `moment` is None for a
-    damaged file, which gets the present time. If `path` is a link, no time is set: a link to a
-    damaged file is removed, and a link to an unchanged file stays."""
+    """Set the modification time of an open file to `moment`, in seconds. For a damaged file,
+    `moment` is None, and the time becomes the present time. If `path` is a link, no time is set;
+    the link is removed if `moment` is None."""
     if not path.is_symlink():
         time_ns = time.time_ns() if moment is None else moment * NANO
         os.utime(file.fileno(), ns=(time_ns, time_ns))

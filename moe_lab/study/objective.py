@@ -17,14 +17,14 @@ SHAPE = {"results": [{"benchmark": str, "metric": str, "score": Number, "scale":
 
 
 def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
-    """The number that the setting `objective` names, for a job of a multirun. Without an objective,
-    or in a dry run: the exit code of the job. `result`: exit code and study of the job. `requests`:
-    the requests of the job.
+    """The number that a job of a multirun returns to the sweeper: the number that the setting
+    `objective` names, or without an objective, or in a dry run, the exit code of the job. `result`:
+    exit code and study of the job. `requests`: cells and benchmarks of the job.
 
-    Avg: for each benchmark, the mean over its results in which higher is better; then the mean over
-    benchmarks. Benchmarks without such results are left out. Any other objective is the name of a
-    result, such as arc_easy or perplexity. Raises UserError unless the job prunes one model and has
-    all results."""
+    The objective "Avg" is a mean over benchmarks. The number of a benchmark is the mean over its
+    results in which higher is better; benchmarks without such results are left out. Any other
+    objective is the name of a result, such as arc_easy or perplexity. Raises UserError unless the
+    job prunes exactly one model and has all results."""
     code, study = result
     objective = study.config.objective
     if objective is None or study.config.dry_run:
@@ -48,7 +48,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
         with study.store.errors_as_sentences():
             results = parse(study.store.content(name, "result.json"), SHAPE, name)["results"]
         scores |= {entry["benchmark"]: entry["score"] for entry in results}
-        # in results of the scale "score", higher is better
+        # of the scales, only "score" means that higher is better
         increasing_scores = [entry["score"] for entry in results if entry["scale"] == "score"]
         if increasing_scores:
             averages.append(fmean(increasing_scores))

@@ -40,18 +40,19 @@ def open_other(path: str) -> Store:
 
 
 def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
-    """Ids of the steps that are finished in another store."""
+    """Ids of those of `steps` that are finished in `other`, another store."""
     with other.errors_as_sentences():
-        name_of = other.present()
-    return {step.id for step in steps if step.id[:DIGITS] in name_of}
+        names_by_start = other.present()
+    return {step.id for step in steps if step.id[:DIGITS] in names_by_start}
 
 
 def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
-    """Copy the `steps` that are finished in the store at `path` but not in `store` into `store`."""
+    """Copy finished steps from the store at `path` into `store`: those of `steps` that are not
+    finished in `store`."""
     other = open_other(path)
     done = store.done_of(steps)
     ids_elsewhere = finished_in(other, steps) - done
-    # shares that a finished pass has merged are not needed, and so are not copied
+    # steps whose results a finished step has merged are not needed, so they are not copied
     missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
     if missing:
         inform(f"taking {len(missing)} finished steps from also={other.root}")
@@ -59,15 +60,16 @@ def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
 
 
 def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
-    """Copy those of `steps` that are finished in `other` into `store`. Steps are found by id, as
-    their labels in `other` may differ.
+    """Copy those of `steps` that are finished in `other` into `store`. Steps are looked up by id in
+    `other`, as their labels may differ there.
 
-    Steps that another process is computing are left out. Damaged steps are left out, too, and a
-    notice names them.
+    A step that another process is computing is not copied. A damaged step is not copied either, and
+    a notice names it.
     """
     with other.errors_as_sentences():
-        name_of = other.present()
-        names = [name_of[step.id[:DIGITS]] for step in steps if step.id[:DIGITS] in name_of]
+        names_by_start = other.present()
+        starts = [step.id[:DIGITS] for step in steps]
+        names = [names_by_start[start] for start in starts if start in names_by_start]
         for pack in other.packs.damaged_packs:
             store.notices.append(
                 f"also={other.root}: {pack} is damaged: its steps are computed again"
@@ -77,17 +79,17 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
         names_left = [name for name in names if name[-DIGITS:] not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
-            # MANY copied steps are enough for `pack`
-            for start in range(0, len(names_left), MANY):
-                batch = names_left[start : start + MANY]
-                # `list` waits until all are copied, and raises errors of the threads
+            # `pack` packs when a store has MANY small steps, so it is called for each MANY steps
+            for first in range(0, len(names_left), MANY):
+                batch = names_left[first : first + MANY]
+                # `list` waits until the batch is copied, and raises errors of the threads
                 list(threads.map(partial(_copy_step, store, other), batch))
                 packing.pack()
 
 
 def _copy_step(store: Store, other: Store, name: str) -> None:
-    """Copy the step `name` (KIND/NAME) from `other` to `store`, or add a notice if the step is
-    damaged. A step that another process is computing is left out."""
+    """Copy the step `name` (KIND/NAME) from `other` to `store`. If the step is damaged, it is not
+    copied, and a notice is added. A step that another process is computing is not copied."""
     try:
         document = _document(other, name)
         with store.receive(name, document) as scratch:
@@ -95,7 +97,7 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
                 return
             for file, expected in document["files"].items():
                 target = scratch / file
-                # a damaged STEP may name a file outside of the folder
+                # a damaged STEP may name a file that is not in the folder of the step
                 if not target.resolve().is_relative_to(scratch.resolve()):
                     raise Damaged(f"its {STEP} is damaged")
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +111,8 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
-    """Content of STEP of the step KIND/NAME. Raises Damaged when STEP is damaged, is missing or
-    must not be read by this user."""
+    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP is damaged or missing,
+    or when this user may not read it."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):
@@ -120,9 +122,10 @@ def _document(other: Store, name: str) -> dict[str, Any]:
 def _copy_file(
     other: Store, name: str, file: str, expected: Mapping[str, Any], target: Path
 ) -> None:
-    """Copy a file of a step to `target`, or make a link there to a large file. `expected`: size and
-    sha256. Raises Damaged when the file is missing, must not be read by this user or has
-    changed."""
+    """Copy the file `file` of the step `name` to the path `target`. If the file has at least LARGE
+    bytes, `target` becomes a link to it instead. `expected`: entry of the file in STEP, with size
+    and sha256. Raises Damaged when the file is missing, has another size or sha256, or may not be
+    read by this user."""
     path = other.folder(name) / file
     try:
         if expected["bytes"] >= LARGE and os.access(path, os.R_OK):
