@@ -263,8 +263,8 @@ def _cell_steps(
 
 
 def normalized(cell: Cell) -> Cell:
-    """The cell, with NO_CALIBRATION in place of its calibration set if nothing in the cell reads the
-    set. Cells that differ only in an unread calibration set become equal."""
+    """The cell, with NO_CALIBRATION in place of its calibration set if nothing in the cell reads
+    the set. Cells that differ only in an unread calibration set become equal."""
     return cell if reads_text(cell) else replace(cell, calibration=NO_CALIBRATION)
 
 

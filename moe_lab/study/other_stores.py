@@ -111,8 +111,8 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
 
 
 def _document(other: Store, name: str) -> dict[str, Any]:
-    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP is damaged or missing,
-    or when this user may not read it."""
+    """Content of STEP of the step `name` (KIND/NAME). Raises Damaged when STEP is damaged or
+    missing, or when this user may not read it."""
     try:
         return other.document(name)
     except (FileNotFoundError, PermissionError):
