@@ -40,11 +40,13 @@ _distributions = cache(metadata.packages_distributions)
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Digest of the code that defines a function: of its module or, for a function that was typed
-    into an interpreter, of its bytecode. "" for a function of moe_lab."""
+    """Digest of the code of `function`: the digest of the module that defines the function. For a
+    function that was typed into an interpreter, the digest of the function's bytecode. "" for a
+    function of moe_lab."""
     name = function.__module__
     if name.startswith("moe_lab."):
         return ""
+    # the module of an interpreter has no file
     if getattr(sys.modules.get(name), "__file__", None) is None:
         return sha256(function.__code__.co_code).hexdigest()
     return module_digest(name)
@@ -52,30 +54,31 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @cache
 def module_digest(name: str) -> str:
-    """Digest of an imported module, computed at the first call from the code on disk."""
+    """`digest_of` the imported module `name`. The first call computes it from the code on disk, and
+    later calls return the same digest."""
     return digest_of(name, Path(str(sys.modules[name].__file__)))
 
 
 def digest_of(name: str, file: Path) -> str:
-    """sha256 of all that `code_of` returns for the module `name` in `file`: the content of local
-    modules, and versions of installed packages."""
+    """sha256 of the content of all local modules and the versions of all installed packages that
+    `code_of` returns for the module `name` in `file`."""
     files, versions = code_of(name, file)
     digests = {module: sha256(path.read_bytes()).hexdigest() for module, path in files.items()}
     return sha256(json.dumps([digests, versions], sort_keys=True).encode()).hexdigest()
 
 
 def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """(files, versions) of the module `name` in `file`, and of the modules that it imports directly
-    or indirectly. `files`: module -> file, for local modules. `versions`: distribution -> version,
-    for installed packages.
+    """(files, versions) of the module `name` in `file`, and of all modules that this module imports
+    directly or indirectly. `files`: module -> file, for local modules. `versions`: distribution ->
+    version, for installed packages.
 
-    Local modules are the module itself, modules in the same folder or package, including all parts
-    of a namespace package, and packages that are installed as editable. The code is parsed and not
-    run. Imports are all import statements, also inside functions; if the code contains
-    `import_module` or `__import__`, every literal text may be the name of an imported module. Data
-    files are left out.
+    Local modules are the module `name`, the modules in its folder or package (or in another folder
+    of its namespace package), and packages that are installed as editable. The code is parsed and
+    not run. All import statements count, also inside functions. If the code contains
+    `import_module` or `__import__`, every string in the code may be the name of an imported module.
     """
-    own_top = name.partition(".")[0]
+    # top: the part of a module's name before the first dot
+    main_top = name.partition(".")[0]
     root = folder_of(name, file)
     local: dict[str, Path] = {}
     versions: dict[str, str] = {}
@@ -91,13 +94,14 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
             if top in IGNORED:
                 continue
             folders = _folders_on_path(top)
-            if top == own_top or not folders:
+            if top == main_top or not folders:
                 folders = [root, *folders]
             files = dict(_files(imported_name, folders))
+            # without any file, `imported_name` is a namespace package, judged by its folders
             is_installed = any(
                 SITE.intersection(path.parts) for path in [*files.values()] or folders
             )
-            if top != own_top and is_installed and (top_versions := _versions(top)):
+            if top != main_top and is_installed and (top_versions := _versions(top)):
                 versions |= top_versions
             else:
                 pending += files.items()
@@ -105,25 +109,26 @@ def code_of(name: str, file: Path) -> tuple[dict[str, Path], dict[str, str]]:
 
 
 def file_of(name: str, folder: Path) -> Path | None:
-    """The file of the module `name`, which is searched in `folder` and then on sys.path; None if it
-    is not found. The module is not imported."""
-    return dict(_files(name, [folder, *_folders_on_path(name.partition(".")[0])])).get(name)
+    """The file of the module `name`, or None if there is no such file. `folder` is searched first,
+    then sys.path. The module is not imported."""
+    folders = [folder, *_folders_on_path(name.partition(".")[0])]
+    return dict(_files(name, folders)).get(name)
 
 
 def folder_of(name: str, file: Path) -> Path:
     """The folder of sys.path from which the module `name` in `file` is imported."""
-    # a package is one folder above its file
+    # the file of a package is __init__.py, one folder deeper than the file of a module
     depth = name.count(".") + (file.name == "__init__.py")
     return file.absolute().parents[depth]
 
 
 def _imports(content: bytes, package: str) -> Iterator[str]:
-    """Absolute names of all that a module imports. `content`: code of the module. `package`: the
-    package to which relative names are relative. For `from a import b` the name is a.b, which may
-    be a module, or a value in the module a."""
+    """Absolute names of everything that a module imports. `content`: the code of the module.
+    `package`: the package in which relative imports begin. `from a import b` has the name a.b, both
+    if b is a module and if b is a value in the module a."""
     try:
         tree = ast.parse(content)
-    except (SyntaxError, ValueError):  # an import of the module would fail, too
+    except (SyntaxError, ValueError):  # Python could not import this module
         return
     texts = set[str]()
     for node in ast.walk(tree):
@@ -137,26 +142,28 @@ def _imports(content: bytes, package: str) -> Iterator[str]:
             case ast.Constant(str(text)) if MODULE_NAME.fullmatch(text):
                 texts.add(text)
     if b"import_module" in content or b"__import__" in content:
-        # in import_module(".b", "a"), the name is relative to a package that another text names
+        # import_module(".b", "a") imports a.b, so any other string may be the package
         yield from {_absolute(name, parent) for name, parent in product(texts, (package, *texts))}
 
 
 def _absolute(name: str, package: str) -> str:
     """The absolute form of a name that a module in `package` imports. A relative name begins with
     dots: one for `package` itself, and one more for each package above."""
-    level = len(name) - len(name.lstrip("."))  # number of dots
+    level = len(name) - len(name.lstrip("."))  # number of dots at the beginning
     if not level:
         return name
     parent = package.rsplit(".", level - 1)[0]
-    return f"{parent}.{name[level:]}".strip(".")
+    return f"{parent}.{name[level:]}".strip(".")  # no dot after an empty `parent`
 
 
 def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """(name, file) of each package that contains the module `name`, and of the module itself. Each
-    file is searched in `folders`, in order; names without a file are left out."""
+    """Yield (name, file) of each package that contains the module `name`, and of the module itself.
+    Each file is searched in `folders`, in order. Packages and modules without a file are left
+    out."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         paths = [folder.joinpath(*parts[:count]) for folder in folders]
+        # in each folder, a package comes before a module with the same name, as in imports
         files = [
             file
             for path in paths
@@ -169,7 +176,8 @@ def _files(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 def _folders_on_path(top: str) -> list[Path]:
     """The folders of sys.path from which the top module or package `top` is imported. A namespace
     package may have several folders. [] if Python does not find `top`."""
-    with contextlib.suppress(ValueError):  # an imported module without a specification
+    # find_spec raises ValueError for an imported module whose __spec__ is None
+    with contextlib.suppress(ValueError):
         if spec := find_spec(top):
             return [
                 Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]
@@ -179,7 +187,7 @@ def _folders_on_path(top: str) -> list[Path]:
 
 def _versions(package: str) -> dict[str, str]:
     """Distribution -> version, for the distributions that installed the package `package`."""
-    # most distributions have the name of their package; the search for others takes long
+    # most distributions have the name of their package; listing all distributions takes long
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {package: metadata.version(package)}
     return {name: metadata.version(name) for name in _distributions().get(package, ())}

@@ -25,19 +25,20 @@ PLUGINS = "moe_lab_plugins"
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command line that runs `module` of moe_lab or analysis with the interpreter `python`."""
+    """The command line that runs `module` of moe_lab or analysis with the interpreter `python`, by
+    means of this file."""
     return [python, FILE, "-m", module, *arguments]
 
 
 def _run() -> None:
-    """Run the module that the command line of this process names after -m, with the arguments that
-    follow."""
+    """Run the module that follows -m on the command line of this process, with the arguments after
+    the module."""
     sys.path.insert(0, _ROOT)
     for package in ("moe_lab", "analysis"):
-        __import__(package)  # once imported, a package finds its modules by its own path
-    # all other packages are found as usual, or in another interpreter's own
+        __import__(package)  # an imported package finds its modules without sys.path
+    # all other packages are found in PLUGINS, or where this interpreter finds packages as usual
     sys.path[0] = os.path.join(_ROOT, PLUGINS)
-    # OPTIONS of Python, such as -u, are not for the module
+    # remove options of Python, such as -u, which the module does not expect
     while sys.argv[1] != "-m":
         del sys.argv[1]
     module = sys.argv[2]

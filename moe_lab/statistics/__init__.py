@@ -36,7 +36,7 @@ class Statistics:
     header: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path | str) -> None:
-        """Write one safetensors file, with the header as JSON in its metadata, atomically."""
+        """Write the safetensors file `path` atomically. Its metadata has the header as JSON."""
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -48,7 +48,8 @@ class Statistics:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         save_file(tensors, partial, {"moe_lab": json.dumps(self.header, sort_keys=True)})
-        partial.chmod(path.parent.stat().st_mode & 0o666)  # colleagues may resume from the file
+        # everybody who may write into the folder may resume from the file
+        partial.chmod(path.parent.stat().st_mode & 0o666)
         partial.replace(path)
 
     @classmethod
@@ -76,7 +77,8 @@ def read(
 
 
 def merge_passes(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """Merge the arrays of several passes over one model: layer -> name -> array."""
+    """Layer -> name -> array, with the arrays of all `passes` over one model. Each pass is layer ->
+    name -> array. If passes have an array of the same name, the last one is taken."""
     merged: dict[int, dict[str, Any]] = {}
     for layers in passes:
         for layer, arrays in layers.items():
@@ -96,8 +98,8 @@ def header(path: Path | str) -> dict[str, Any]:
 
 
 def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The statistic `name` over two disjoint sets of tokens, from its values `total` and `part`:
-    their maximum if the name ends in _max, otherwise their sum."""
+    """The statistic `name` over two disjoint sets of tokens. `total` and `part` are the values over
+    one set each. The result is their maximum if the name ends in _max, otherwise their sum."""
     return total.maximum(part) if name.endswith("_max") else total + part
 
 
@@ -106,6 +108,7 @@ def merge(parts: Iterable[Layers]) -> Layers:
     sets are disjoint. UserError when the names of the parts' statistics differ."""
     total: Layers = {}
     for layers in parts:
+        # layer n -> names of the layer's statistics
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
             raise UserError(
                 "calibration.parts: parts of one pass have different statistics: remove the older "
@@ -121,8 +124,8 @@ def merge(parts: Iterable[Layers]) -> Layers:
 
 
 def merge_means(parts: Sequence[Statistics]) -> Layers:
-    """Layer -> name -> mean over the tokens of all `parts`. Each part has means over its
-    header["predicted"] tokens."""
+    """Layer -> name -> mean over the tokens of all `parts`. Each part has the means over its own
+    tokens, and their number is header["predicted"] of the part."""
     counts = [int(part.header["predicted"]) for part in parts]
     # one item per part: layer -> name -> sum over its tokens
     sums = [
@@ -139,23 +142,24 @@ def merge_means(parts: Sequence[Statistics]) -> Layers:
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], source: str) -> None:
-    """Raise UserError, which names layer and expert, when a statistic is NaN or infinite. `source`
-    names the batches in the message."""
+    """Raise UserError when a value in `layers` (layer -> name -> tensor) is NaN or infinite. The
+    message names the layer, the expert and `source`, which says what batches were read."""
     for layer, tensors in layers.items():
         for name, tensor in tensors.items():
             if tensor.isfinite().all():
                 continue
             position = (~tensor.isfinite()).nonzero()[0].tolist()
-            expert = f", expert {position[0]}" if position else ""  # none in a scalar
+            expert = f", expert {position[0]}" if position else ""  # a scalar has no expert
             raise UserError(
                 f"NaN or Inf in layer {layer}{expert}: {name} of {source} is not finite"
             )
 
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
-    """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the
-    gate; 0 for an expert without tokens. This mean is the novice of MoNE (arXiv 2507.00390),
-    because no other constant is nearer to the outputs in the mean square."""
+    """The mean output (E, H) of each expert of a layer, over the tokens routed to the expert and
+    without the gate; 0 for an expert without tokens. The mean is the constant with the smallest
+    mean square error, and MoNE (arXiv 2507.00390) calls it the expert's novice. `sums`: name ->
+    statistic of the layer."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

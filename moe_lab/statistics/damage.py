@@ -33,15 +33,15 @@ class DamageHook(StatisticsHook):
     """Arguments and keyword arguments of the router's last call, and its logits (T, E)."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the arguments and the logits (T, E) of the router's call, so that `experts` can
-        repeat the call without each of the chosen experts."""
+        """Record the router's arguments and logits (T, E). `experts` then repeats the router's call
+        to find where a token goes without one of its chosen experts."""
         self.call = args, kwargs, result[0].reshape(-1, self.layer.n_experts)
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the damage of each expert. UserError if repeating the
-        router's call gives other gates."""
+        """The routed output (T, H). Adds the damage (E,) to the sums. UserError if repeating the
+        router's call gives other gates than the router gave."""
         valid = self.valid(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
@@ -55,9 +55,10 @@ class DamageHook(StatisticsHook):
                     f"criterion=exact_damage cannot repeat the router of {self.layer.name}: this "
                     "model is not supported"
                 )
+            # (t, 1 + K, H): the routed output, then its change by each of the token's experts
             mixes = mix_outputs(self.layer, hidden[tokens], factors)
             routed[tokens] = mixes[:, 0].to(routed.dtype)
-            # (t, K): change of the output without the k-th expert of each token
+            # (t, K): norm of the change by the k-th expert of each token
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             valid_rows = slice(None) if valid is None else valid[tokens]
             damage.index_add_(0, index[tokens][valid_rows].flatten(), changes[valid_rows].flatten())
@@ -66,10 +67,10 @@ class DamageHook(StatisticsHook):
         return routed
 
     def _coefficients(self, tokens: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Factors (t, 1 + K, E) of the outputs of all experts, for the `tokens` (t,) that are
-        routed to the experts `index` (t, K). By the factors of row 0 the outputs sum to y. By those
-        of row 1 + k they sum to the change of y that the token's k-th expert makes: y minus y
-        without this expert."""
+        """Factors (t, 1 + K, E) for weighted sums of the outputs of all E experts, for each of the
+        `tokens` (t,), which are routed to the experts `index` (t, K). The sum with row 0 is the
+        routed output y. The sum with row 1 + k is the change of y by the token's k-th expert: y
+        minus the routed output without this expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
         gates = spread(*self._reroute(tokens, None), n_experts)[:, None]
@@ -80,21 +81,21 @@ class DamageHook(StatisticsHook):
     def _reroute(
         self, tokens: torch.Tensor, removed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and gates (R, K) of the experts to which the router sends `tokens` (R,) when token r
-        cannot use the expert removed[r]; None removes no experts.
+        """(expert ids, gates), each (R, K), of the experts to which the router sends `tokens` (R,)
+        when row r cannot use the expert removed[r]. If `removed` is None, no expert is removed.
 
-        The router's own code runs with two differences. Its linear map gives the logits of the
-        recorded call, with -inf for the removed expert. The entry of the removed expert is also
-        -inf wherever the router selects the best of all experts, so that no correction bias can
-        bring this expert back. Removing the expert's row from the router instead would change the
-        groups of a group-limited router.
+        The router's own code runs with two differences. Its linear map returns the logits of the
+        recorded call, with -inf for the removed expert. When it selects the best of all experts,
+        the score of the removed expert is also -inf, so that a correction bias cannot bring the
+        expert back. Deleting the expert from the router's weights instead would change the groups
+        of a group-limited router.
         """
         args, kwargs, logits = self.call
         logits = logits[tokens]
         if removed is not None:
             logits = logits.scatter(1, removed[:, None], float("-inf"))
         hidden = args[0] if args else kwargs["hidden_states"]
-        # the values of these rows do not matter, as logits are replayed
+        # only the number of these hidden states matters, because the logits are replayed
         rows = hidden.flatten(0, -2)[:1].expand(len(tokens), -1)
         rows = rows if hidden.dim() == 2 else rows[None]
         if args:
@@ -118,10 +119,12 @@ class _Replay(TorchFunctionMode):
         self.removed = removed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the router's linear map and its choices; run all other functions unchanged."""
+        """Replace the results of the router's linear map and of its choices of experts. All other
+        functions run unchanged."""
+        # a linear map with one output for each expert
         if func is torch.nn.functional.linear and args[1].shape[0] == self.logits.shape[1]:
             return self.logits
-        # a choice among all experts, perhaps in groups
+        # topk of the scores of all experts: (R, E), or (R, groups, experts of a group)
         is_choice = (
             func in (torch.topk, torch.Tensor.topk) and args[0].numel() == self.logits.numel()
         )
@@ -130,8 +133,9 @@ class _Replay(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _topk_without_removed(self, scores: torch.Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of topk, which is `func`, for `scores` without the removed experts. If too few
-        other experts are left to choose, a removed expert is selected with the value 0."""
+        """The result of topk for `scores` without the removed experts. If too few other experts are
+        left, topk also selects a removed expert, with the value 0. `func`, `args`, `kwargs`: the
+        function topk and its arguments; args[0] is `scores`."""
         assert self.removed is not None
         remaining = (
             scores.reshape(self.logits.shape)
@@ -139,7 +143,7 @@ class _Replay(TorchFunctionMode):
             .reshape(scores.shape)
         )
         values, indices = func(remaining, *args[1:], **kwargs)
-        # -inf here, but not in `scores`: the removed expert
+        # the removed expert is -inf in `remaining`, but not in `scores`
         is_removed = values.isneginf() & ~scores.gather(-1, indices).isneginf()
         return torch.return_types.topk((values.masked_fill(is_removed, 0.0), indices))
 
@@ -155,9 +159,9 @@ class SimilarityHook(StatisticsHook):
     logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the products (E, E) of the logits of each two experts, summed over valid tokens, and
-        record the softmax of these logits in `probabilities`; None if the router returns no logits
-        of all experts."""
+        """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
+        valid tokens. Set `probabilities` (valid tokens, E) to the softmax of the logits, or to None
+        if the router does not return the logits of all experts."""
         self.probabilities = None
         logits = result[0] if isinstance(result, tuple) else None
         if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
@@ -171,9 +175,9 @@ class SimilarityHook(StatisticsHook):
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed output (T, H). Adds the outputs of each expert, summed over all valid tokens,
-        whether they are routed to it or not. If the router has `probabilities`, adds the sums that
-        are weighted by them, too."""
+        """The routed output (T, H). Adds `dense_output_sum` (E, H): the outputs of each expert,
+        summed over all valid tokens, also those not routed to the expert. If `probabilities` is not
+        None, adds `dense_gated_output_sum` (E, H): the same sum, weighted by the probabilities."""
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         output_sums = []

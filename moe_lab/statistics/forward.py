@@ -36,32 +36,34 @@ class ForwardHook(StatisticsHook):
     """The last call of the experts, until the decoder layer returns."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        """`start`: name -> sum over the batches that were read before, if a pass is resumed. These
-        sums tell whether the router is a softmax."""
+        """`start`: name -> sum over the batches that were read before; {} for a new pass. The names
+        in `start` tell whether the router is a softmax."""
         super().__init__(observer, layer, start)
         self.is_softmax_router = "sums_double_softmax" in start if start else None
         """Whether the router is a softmax over all experts; None before its first call."""
         self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a module around the block -> its input and its output."""
+        """id of a module of the decoder layer, other than the MoE block -> (input, output) of the
+        module."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the router's logits (T, E) for the call of the experts that follows; None if the
-        router returns no logits of all experts."""
+        """Set `logits` to the router's logits (T, E), which `experts` reads next, or to None if the
+        router does not return the logits of all experts."""
         logits = result[0] if isinstance(result, tuple) else None
         self.logits = None
         if isinstance(logits, torch.Tensor) and logits.shape[-1] == self.layer.n_experts:
             self.logits = logits.detach().reshape(-1, self.layer.n_experts)
 
     def watch(self, decoder_layer: torch.nn.Module) -> Iterable[RemovableHandle]:
-        """Register hooks that record the residual stream before the MoE block, and yield their
-        handles. The residual stream is the input of the norm whose output is the block's input."""
+        """Register hooks that record the residual stream before the MoE block, and yield the hooks'
+        handles. A norm lies between the residual stream and the block: the stream is the norm's
+        input, and the norm's output is the block's input."""
         for child in decoder_layer.children():
             if child is not self.layer.block:
                 yield child.register_forward_hook(self._after_child)
         yield self.layer.block.register_forward_pre_hook(self._before_block)
 
     def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Record the input and the output of a module, in case it is the norm before the block. A
+        """Record the input and the output of `module`, which may be the norm before the block. A
         module that does not map one tensor to one tensor is no norm, and is not recorded."""
         if (
             len(args) == 1
@@ -71,8 +73,8 @@ class ForwardHook(StatisticsHook):
             self.normalized[id(module)] = (args[0].detach(), result)
 
     def _before_block(self, module: torch.nn.Module, args: Any) -> None:
-        """Set `residual` (T, H) to the input of the recorded module that returned the block's
-        input; None unless there is exactly one such module."""
+        """Set `residual` (T, H) to the input of the norm before the block. The norm is the recorded
+        module that returned the block's input. None if not exactly one module returned it."""
         block_input = args[0] if args else None
         inputs = [state for state, result in self.normalized.values() if result is block_input]
         self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
@@ -90,7 +92,7 @@ class ForwardHook(StatisticsHook):
         )
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output of an expert, which is added to the statistics of `call`."""
+            """The output f (n, H) of an expert. Adds the expert's statistics to `call`."""
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
             f = layer.output(phi, expert_weights)
@@ -109,17 +111,17 @@ class ForwardHook(StatisticsHook):
         return routed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """Add the sums of the last call that are divided by the output of the decoder layer."""
+        """Add the statistics of the last call that need the output of the decoder layer."""
         if self.call is not None:
             stream = result[0] if isinstance(result, tuple) else result
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
                 self.add(name, sums)
             self.call = None
-        self.normalized.clear()  # of records of norms after the block
+        self.normalized.clear()  # modules after the block were recorded, too
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gates full_softmax and double_softmax, (T, K) each, if the router is a softmax over
-        all experts; {} for other routers. The first call decides what the router is."""
+        """Kind of gate -> gates (T, K), for the kinds full_softmax and double_softmax; {} if the
+        router is not a softmax over all experts. Only the first call tests the router."""
         if self.is_softmax_router is None:
             self.is_softmax_router = self.logits is not None and is_softmax(
                 self.logits, index, weights
@@ -134,10 +136,10 @@ class ForwardHook(StatisticsHook):
 
 
 def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Numbers of valid tokens (ENTROPY_BINS,) by router entropy, in equal bins between 0 and ln E.
-    `logits` (T, E). `valid` (T,): which tokens count; None: all."""
+    """Histogram (ENTROPY_BINS,) of router entropies: numbers of valid tokens in equal bins from 0
+    to ln E. `logits` (T, E). `valid` (T,): which tokens count; None: all."""
     logits = logits if valid is None else logits[valid]
-    # relative to ln E; ln 2 if there is only one expert, as ln 1 is 0
+    # divided by ln E, the largest entropy; by ln 2 if there is only one expert, because ln 1 is 0
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(
         max(2, logits.shape[-1])
     )
@@ -146,10 +148,10 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the gates g = `weights` (T, K) of a router are the softmax probabilities of its
-    logits z = `logits` (T, E) at the chosen experts `index` (T, K), renormalised or not. They are
-    if log g - z is the same for all chosen experts of a token. With K = 1 this always holds, so
-    instead log g - log softmax(z) must be the same for all tokens."""
+    """Whether the gates g = `weights` (T, K) of a router are softmax probabilities, renormalised or
+    not, of the logits z = `logits` (T, E). `index` (T, K): the chosen experts. The test is whether
+    log g - z is the same for all chosen experts of a token. With K = 1 this is always true, so the
+    test is whether log g - log softmax(z) is the same for all tokens."""
     # gates in half precision are rounded
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     log_probabilities = logits.double().log_softmax(-1).gather(-1, index)
@@ -182,9 +184,9 @@ class ExpertsCall:
     """The statistics of one call of a layer's experts. Call `add` for each expert, then `finish`,
     then `normalize`.
 
-    `rows`: the pairs of token and expert. `weights` (T, K): the gates with which the model
-    multiplies. `further_gates`: name -> other gates (T, K). `valid`: (T,) bool, which tokens count;
-    None: all.
+    `rows`: the routed (token, expert) pairs. `weights` (T, K): the gates by which the model
+    multiplies expert outputs. `further_gates`: kind of gate -> gates (T, K). `valid` (T,) bool:
+    which tokens count; None: all.
     """
 
     def __init__(
@@ -195,9 +197,7 @@ class ExpertsCall:
         further_gates: Mapping[str, torch.Tensor],
         valid: torch.Tensor | None,
     ) -> None:
-        """`rows`: the routed pairs of the call. `weights` (T, K): the router's gates.
-        `further_gates`: kind -> gates (T, K) of further kinds. `valid` (T,): which tokens count;
-        None: all."""
+        """Compute the gates of each kind: "model", "renormalized" and those of `further_gates`."""
         self.n_experts = n_experts
         self.rows = rows
         self.gates = {"model": weights.double()}
@@ -213,11 +213,13 @@ class ExpertsCall:
         self.columns: dict[str, torch.Tensor] = {}
         """Name of a statistic of the outputs -> (E, ...)."""
         self.outputs: list[tuple[slice, torch.Tensor]] = []
+        """(slice of the expert's rows, outputs (n, H) of these rows) for each expert, until
+        `finish`."""
 
     def add(self, expert: int, part: slice, phi: torch.Tensor, f: torch.Tensor) -> None:
-        """Add the rows `part` of one expert to the statistics of its outputs and channels, and keep
-        their outputs for `finish`. phi (n, I) is the input of down_proj, f (n, H) the expert's
-        output. Each expert is added once."""
+        """Add one expert to the statistics of outputs and channels, and store its outputs for
+        `finish`. Call it once for each expert. `part`: the slice of the expert's rows. `phi` (n,
+        I): the input of down_proj. `f` (n, H): the output of the expert."""
         phi = wide(phi)
         f = wide(f)
         self.outputs.append((part, f))
@@ -248,8 +250,8 @@ class ExpertsCall:
         return {
             **self.columns,
             **self.channels.finish(),
-            "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0
-            # alpha 0, 1 and 2 of each kind of gate
+            "tokens": moments[:, 0, 0].clone(),  # alpha = beta = 0: each token adds 1
+            # each kind of gate has three columns, for alpha 0, 1 and 2
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
 
@@ -268,8 +270,9 @@ class ExpertsCall:
         return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Name -> sum over valid tokens, for ala_first (E,), ala_second (E,) and layer_loss ().
-        `stream` (T, H): the residual stream y after the decoder layer."""
+        """Name -> sum over valid tokens, for the statistics ala_first (E,), ala_second (E,) and
+        layer_loss (). Their numerators are divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
+        residual stream after the decoder layer."""
         factor = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
         if self.valid is not None:
@@ -285,9 +288,9 @@ class ExpertsCall:
         return sums
 
     def _compute_numerators(self, routed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums, g <f, m> and g^2 ||f||^2, and of the layer loss,
-        ||m||^2, from the routed output m (T, H). `normalize` divides them by ||y||^2. The expert
-        outputs f (T x K x H numbers) are stored until this call, which frees their memory."""
+        """Compute the numerators that `normalize` divides: g <f, m> of ala_first and g^2 ||f||^2 of
+        ala_second for each row, and ||m||^2 of layer_loss for each token. m = `routed` (T, H): the
+        routed output. Then free the stored expert outputs f, which are T x K x H numbers."""
         products = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
             torch.sum(f * routed[self.rows.token[part]], -1, out=products[part])
@@ -297,9 +300,9 @@ class ExpertsCall:
         self.loss = routed.square().sum(-1).double()
 
     def _moments(self) -> torch.Tensor:
-        """sum_t g^alpha ||f||^beta over valid tokens, (E, 3 x kinds of gates, 3). Axis 1 has the
-        alpha 0, 1, 2 of the first kind of gate, then of the next; axis 2 has the beta 0, 1, 2. So
-        [:, 0, 0] are numbers of tokens."""
+        """sum_t g^alpha ||f||^beta over the valid tokens of each expert, (E, 3 x kinds of gates,
+        3). Axis 1: alpha = 0, 1, 2 for the first kind of gate, then for the second, and so on. Axis
+        2: beta = 0, 1, 2."""
         rows = self.rows
         valid_rows = self.valid_rows
         token = rows.token
@@ -327,23 +330,26 @@ class ExpertsCall:
 
 
 class Channels:
-    """channel_square and channel_max of one call, (E, I) each: without weights, and weighted with
-    each of `gates`, whose names are prefixes. Sums are in the type of `like`, but at least in fp32,
-    and on the device of `like`."""
+    """channel_square and channel_max (E, I) of one call of a layer's experts: without gates, and
+    weighted by each kind of gate in `gates`. Names of weighted statistics begin with the
+    kind of gate, as in gate_channel_max. Tensors have the device and dtype of `like`, but at least
+    fp32."""
 
     def __init__(
         self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)
     ) -> None:
-        """Begin with zeros for each of `n_experts` experts with `width` channels."""
+        """Begin with zeros for `n_experts` experts, each with `width` channels."""
         self.gates = gates
         self.columns = {}
+        """Name of a statistic -> (E, I)."""
         for prefix in ("", *(f"{gate}_" for gate in gates)):
             for statistic in ("square", "max"):
                 zeros = like.new_zeros(n_experts, width)
                 self.columns[f"{prefix}channel_{statistic}"] = wide(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
-        """Add the valid tokens of one expert: phi (n, I) and, for each of `gates`, g^2 (n,), all in
+        """Add one expert. `phi` (n, I): the input of down_proj for the expert's valid tokens.
+        `gate_squares`: for each kind in `gates`, the squares (n,) of the tokens' gates. All are in
         at least fp32."""
         if len(phi) == 0:
             return
@@ -356,8 +362,8 @@ class Channels:
             torch.amax(weighted, 0, out=self.columns[f"{gate}_channel_max"][expert])
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Name -> sum or maximum (E, I). Call it once, after every expert was added."""
+        """Name -> sum or maximum (E, I). Call it once, after all experts have been added."""
         for name, column in self.columns.items():
-            if name.endswith("_max"):  # maxima of squares until here
+            if name.endswith("_max"):  # `add` took the maxima of squares
                 column.sqrt_()
         return self.columns

@@ -76,8 +76,8 @@ class GradientHook(StatisticsHook):
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            """The output of an expert, whose activations are added to `channels`, and whose
-            gradient will be added in the backward pass."""
+            """The output (n, H) of an expert. Adds the expert's activations phi to `channels`, and
+            lets the backward pass call `_add_gradient`."""
             is_valid = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
@@ -95,8 +95,8 @@ class GradientHook(StatisticsHook):
                 rows.expert if valid_rows is None else rows.expert[valid_rows], minlength=n_experts
             ),
         )
-        # adding zeros makes new tensors on the device of the activations; the backward pass adds
-        # the gradients to them in place
+        # after adding zeros, the sums are new tensors on the device of the activations, to which
+        # `_add_gradient` can add in place
         for name in GRADIENT_SUMS:
             self.add(
                 name,
@@ -107,8 +107,8 @@ class GradientHook(StatisticsHook):
     def _add_gradient(
         self, expert: int, phi: torch.Tensor, is_valid: torch.Tensor | slice, gradient: torch.Tensor
     ) -> None:
-        """Add the gradient sums of one expert over its valid rows. `phi` and `gradient`, which is
-        LOSS_SCALE * dL/dphi, are (n, I). `is_valid` selects the valid rows."""
+        """Add the gradient sums of one expert. `phi` (n, I): the expert's activations. `gradient`
+        (n, I): LOSS_SCALE * dL/dphi. `is_valid` selects the rows that count."""
         gradient = wide(gradient[is_valid])
         product = gradient * wide(phi[is_valid])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
@@ -121,8 +121,8 @@ class GradientHook(StatisticsHook):
 def forward_and_backward(
     model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
 ) -> None:
-    """Run one batch forward, and LOSS_SCALE times its loss backward, within
-    `differentiable(model)`."""
+    """Run a forward pass over one batch, and a backward pass from LOSS_SCALE times the loss of the
+    batch. Call it within the context `differentiable(model)`."""
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
     gradient = loss_gradient(model, output, input_ids, valid)
@@ -134,14 +134,14 @@ def loss_gradient(
 ) -> torch.Tensor:
     """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss with respect to the
     hidden states of `output`, the decoder's result. Logits are computed only at positions whose
-    token and next token are both valid, LOGITS numbers at a time."""
+    token and next token are both valid, and at most LOGITS logits are in memory at once."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
     targets = input_ids.to(states.device)[row, column + 1]
     vocabulary = int(model.config.get_text_config().vocab_size)
     for part in torch.arange(len(row), device=states.device).split(max(1, LOGITS // vocabulary)):
-        # the model takes a batch: one row with the selected tokens
+        # the model expects a batch, so the selected hidden states are a batch with one row
         selected = states[row[part], column[part]][None].requires_grad_()
         logits = head(model, selected, output)[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -163,11 +163,12 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 @contextmanager
 def differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which gradients are taken with respect to activations only. In this context
-    embedded tokens require gradients, and weights do not."""
+    """A context in which gradients are taken with respect to activations only. Weights do not
+    require gradients. Embedded tokens do, so that all activations computed from them do, too."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
+        # the callbacks of `stack` run when the context ends
         for weight in weights:
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
@@ -193,9 +194,11 @@ class WeightGradientHook(StatisticsHook):
     resumes = False
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
+        """`start`: see `StatisticsHook`; always {}, because a pass cannot be resumed."""
         super().__init__(observer, layer, start)
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
-        """(name of a stack, expert) -> sum of LOSS_SCALE * dL/dw so far."""
+        """(name of a stack of matrices, expert id) -> LOSS_SCALE * dL/dw of the expert's matrix,
+        summed over the batches so far."""
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
