@@ -38,21 +38,22 @@ SHARE = 0.5
 
 
 class States:
-    """A tensor for each (key, batch), in memory as far as there is room, otherwise in a file.
+    """Tensors between decoder layers (states), one for each key and batch, in memory or in a file.
 
-    Key n stands for the inputs of layer n. The number after the last layer stands for the output of
-    the last layer. Key -n stands for the gradients of the loss at the inputs of layer n.
+    Key n: the input of layer n. If n is the number of layers: the output of the last layer. Key -n:
+    LOSS_SCALE times the gradient of the loss with respect to the state of key n.
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: has a folder of files for each key, from earlier runs of the pass, too."""
+        """`folder`: has a folder for each key, with a file for each batch. The files of a pass that
+        was interrupted are used again."""
         self.folder = folder
         self.room = SHARE * main_memory()
-        """Bytes of main memory that are left for states."""
+        """Bytes of main memory that further states may take."""
         self.in_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         """Key -> batch -> state."""
         self.saved = {int(path.name) for path in folder.glob("*")}
-        """Keys whose states are in files, from which a killed pass resumes."""
+        """Keys of the last save. A killed pass resumes from the files of their states."""
         self.retained = self.saved
         """Keys whose states the pass needs from now on."""
 
@@ -61,7 +62,7 @@ class States:
         if _bytes(state) <= self.room:
             try:
                 memory = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            except RuntimeError:  # other processes use the memory, too
+            except RuntimeError:  # no memory is free, because other processes use it, too
                 self.room = 0.0
             else:
                 self.room -= _bytes(state)
@@ -73,22 +74,25 @@ class States:
         """A copy of the stored state, on `device`."""
         state: torch.Tensor | None = self.in_memory[key].get(batch)
         if state is None:
+            # `_write` saves the state as the statistic `batch` of the layer `key`
             state = read(self._file(key, batch), "pt")[key][str(batch)]
-        # a copy, because rows in the mapped file may start where matrix products round differently
+        # A copy, because a tensor in the mapped file may have another alignment in memory, with
+        # which matrix products round differently.
         return state.to(device, copy=True)
 
     def retain(self, keys: Iterable[int]) -> None:
-        """Drop the states of all keys except `keys`, which the pass needs from now on."""
+        """Drop the states of all keys except `keys`, the keys that the pass needs from now on."""
         dropped = self.retained.difference(keys)
         self.retained = set(keys)
         for key in dropped:
             self.room += sum(map(_bytes, self.in_memory.pop(key, {}).values()))
-        # a killed pass would resume from the files of `saved`: they stay until the next save
+        # a pass that is killed before its next save resumes from the files of the keys `saved`
         self._delete(dropped - self.saved)
 
     def save(self, record: Callable[[], None]) -> None:
-        """Write the retained states to files, call `record`, and delete the files of all other
-        states."""
+        """Write the retained states to files, call `record`, which must save the sums of the pass,
+        and only then delete the files of dropped states. So a pass that is killed at any time finds
+        the states that belong to its saved sums."""
         for key in self.retained:
             for batch, state in self.in_memory[key].items():
                 if not self._file(key, batch).exists():
@@ -103,9 +107,11 @@ class States:
             shutil.rmtree(self.folder / str(key), ignore_errors=True)
 
     def _write(self, key: int, batch: int, state: torch.Tensor) -> None:
+        """Write a state to its file, in the format of `Statistics`."""
         Statistics({key: {str(batch): state.detach().cpu()}}).save(self._file(key, batch))
 
     def _file(self, key: int, batch: int) -> Path:
+        """Path of the file of a state."""
         return self.folder / str(key) / f"{batch}.safetensors"
 
 
@@ -125,12 +131,12 @@ def stream(
     out: Path,
     layer_context: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
-    """The sums that `hook` collects in a forward pass, as in `gather`, with one decoder layer in
-    memory at a time.
+    """The sums that hooks of the class `hook` collect in a forward pass over `batches`, as in
+    `gather`, but with one decoder layer in memory at a time.
 
-    Hidden states of all batches are kept in main memory, up to the share SHARE of it; further
-    hidden states are kept in the folder `out`. The pass also saves its sums there, when `SaveTimer`
-    says so. An interrupted pass resumes after the layer that was finished at the last save.
+    The hidden states of all batches may take SHARE of the main memory; states for which no memory
+    is left are written to files in the folder `out`. When `SaveTimer` says so, the pass saves its
+    sums and states in `out`. An interrupted pass resumes after the last layer in the saved sums.
     `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
     """
     layer_pass = LayerPass(
@@ -154,31 +160,32 @@ def stream(
 def stream_back(
     streamed: StreamedModel, hook: type[StatisticsHook], batches: Sequence[Batch], *, out: Path
 ) -> Statistics:
-    """The sums that `hook` collects in a forward and a backward pass, with one decoder layer in
-    memory at a time.
+    """The sums that hooks of the class `hook` collect in a forward and a backward pass, as in
+    `gather_gradients`, but with one decoder layer in memory at a time.
 
-    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward
-    pass goes through all layers. It keeps the inputs of the first MoE layer and of all layers after
-    it. The backward pass goes from the last layer to the first MoE layer, and runs each of these
-    layers once more.
+    Arguments, files and resuming are as in `stream`. The forward pass goes through all layers, and
+    stores the inputs of the first MoE layer and of all later layers. The backward pass goes from
+    the last layer to the first MoE layer. It runs each layer forward again, from its stored inputs,
+    because the forward pass kept no activations inside the layer.
     """
     check_loss(batches)
-    first = min(streamed.moe)
+    first_moe = min(streamed.moe)
     n_layers = len(streamed.layers)
-    # parts of the pass: `n_layers` layers forward, the loss, the layers from `first` on backward
+    # parts of the pass: n_layers layers forward, the loss, and n_layers - first_moe layers backward
     layer_pass = LayerPass(
         streamed,
         batches,
         pass_header(streamed.model, batches, hook.kind),
-        2 * n_layers + 1 - first,
+        2 * n_layers + 1 - first_moe,
         out,
     )
     with layer_pass.running():
         for number in range(layer_pass.done, n_layers):
             with streamed.layer(number, next_number=number + 1), torch.no_grad():
                 layer_pass.run(number, None, keep=True)
-            # keep the inputs of the layers from `first` on, and the output of this layer
-            layer_pass.finish({}, range(min(first, number + 1), number + 2))
+            # needed: the inputs of the layers from `first_moe` to `number`, and the output of the
+            # layer `number`, whose key is number + 1
+            layer_pass.finish({}, range(min(first_moe, number + 1), number + 2))
         with differentiable(streamed.model):
             if layer_pass.done == n_layers:
                 for index, (ids, valid) in enumerate(batches):
@@ -187,9 +194,9 @@ def stream_back(
                     layer_pass.states.put(
                         -n_layers, index, _gradient_at_head(streamed, ids, valid, output)
                     )
-                layer_pass.finish({}, [*range(first, n_layers), -n_layers])
-            # `done` is n_layers + 1 after the loss, so the first layer here is n_layers - 1
-            for number in range(2 * n_layers - layer_pass.done, first - 1, -1):
+                layer_pass.finish({}, [*range(first_moe, n_layers), -n_layers])
+            # after the loss, `done` is n_layers + 1: the loop begins with the layer n_layers - 1
+            for number in range(2 * n_layers - layer_pass.done, first_moe - 1, -1):
                 with (
                     streamed.layer(number, next_number=number - 1),
                     layer_pass.observer(number, hook) as observer,
@@ -202,19 +209,20 @@ def stream_back(
                         output.backward(
                             layer_pass.states.get(-(number + 1), index, streamed.device)
                         )
-                        # the layers before `first` have no experts, and need no gradient
-                        if number > first and state is not None and state.grad is not None:
+                        # the layers before `first_moe` have no experts, and need no gradient
+                        if number > first_moe and state is not None and state.grad is not None:
                             layer_pass.states.put(-number, index, state.grad)
                     sums = _sums(observer)
-                layer_pass.finish(sums, [*range(first, number), -number])
+                layer_pass.finish(sums, [*range(first_moe, number), -number])
     return layer_pass.result()
 
 
 class LayerPass:
     """Runs all batches through a streamed model, one decoder layer after the other.
 
-    `header` describes the pass. The pass has `total` parts, such as a layer in one direction. If it
-    was interrupted, it resumes after the parts that were done at its last save in the folder `out`.
+    The pass has `total` parts. A part is one layer forward, one layer backward, or the loss, each
+    for all batches. The pass saves in the folder `out`, with `header`, which identifies the pass. A
+    pass that was interrupted resumes after the parts that were done at its last save.
     """
 
     def __init__(
@@ -225,8 +233,8 @@ class LayerPass:
         total: int,
         out: Path,
     ) -> None:
-        """Read the sums and states of an interrupted pass with the same `header` from `out`;
-        delete those of any other pass."""
+        """Read the sums and states that an interrupted pass with the same `header` saved in `out`.
+        Delete the sums and states that any other pass saved there."""
         self.streamed = streamed
         self.batches = batches
         self.header = header
@@ -240,18 +248,19 @@ class LayerPass:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which the parts run; its end frees the memory of the states."""
+        """A context in which the parts run. At its end the memory of the states is freed."""
         try:
             with self.timer:
                 yield
         finally:
             self.states.in_memory.clear()
             if torch.cuda.is_initialized():
-                torch.accelerator.empty_host_cache()  # torch caches pinned memory
+                # pinned memory, which torch caches when tensors are freed
+                torch.accelerator.empty_host_cache()
 
     def finish(self, sums: Layers, keys: Iterable[int]) -> None:
-        """Record that a part is done. `sums`: the sums of this part. `keys`: keys of the states
-        that are needed from now on."""
+        """Record that a part is done. `sums`: layer -> sums, for the layer of this part. `keys`:
+        keys of the states that are needed from now on."""
         self.sums |= sums
         self.done += 1
         self.states.retain(keys)
@@ -259,7 +268,7 @@ class LayerPass:
         self.save_if_due()
 
     def result(self) -> Statistics:
-        """The sums of all MoE layers."""
+        """The sums of all MoE layers, after all parts are done."""
         return Statistics(
             {number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.header)
         )
@@ -284,23 +293,24 @@ class LayerPass:
             return _sums(observer)
 
     def observer(self, number: int, hook: type[StatisticsHook] | None) -> Observer:
-        """An observer of the layer `number` with `hook`. It observes no layer if `hook` is None or
-        the layer has no routed experts."""
+        """An observer of the layer `number` with `hook`. The observer observes no layer if `hook`
+        is None or if the layer `number` has no routed experts."""
         layers = []
         if hook is not None and number in self.streamed.moe:
             layers = [self.streamed.moe[number]]
         return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
     def layer_input(self, number: int, index: int) -> torch.Tensor | None:
-        """The input of the layer `number` for the batch `index`, (B, S, H); None for the first
-        layer, which reads the embeddings."""
+        """The stored input (B, S, H) of the layer `number` for the batch `index`. None for layer 0,
+        whose input is computed from the tokens."""
         return self.states.get(number, index, self.streamed.device) if number else None
 
     def read(
         self, number: int, index: int, state: torch.Tensor | None, observer: Observer
     ) -> torch.Tensor:
-        """The output (B, S, H) of the layer `number` for the batch `index`, with `state` as its
-        input; None: the embeddings. `observer` observes the layer."""
+        """Run the layer `number` on the batch `index` while `observer` observes the layer, and
+        return the layer's output (B, S, H). `state` (B, S, H): the layer's input; None: the
+        embeddings of the tokens."""
         self.save_if_due()
         ids, valid = self.batches[index]
         output: torch.Tensor = observer.read(
@@ -310,8 +320,8 @@ class LayerPass:
 
 
 def _sums(observer: Observer) -> Layers:
-    """Layer -> name -> sum over all batches; {} if the observer has no layer. UserError unless all
-    sums are finite."""
+    """The sums of an observer that has read all batches: layer -> name -> tensor, or {} if it
+    observes no layer. UserError unless all sums are finite."""
     layers = observer.layers()
     check_finite(layers, "all batches")
     return layers
@@ -320,9 +330,11 @@ def _sums(observer: Observer) -> Layers:
 def _gradient_at_head(
     streamed: StreamedModel, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """LOSS_SCALE times the gradient (B, S, H) of the loss at `state` (B, S, H), the output of the
-    last decoder layer. No layer has its weights here, so all layers are bypassed: the model only
-    computes what follows the last layer."""
+    """LOSS_SCALE times the gradient (B, S, H) of the loss with respect to `state` (B, S, H), the
+    output of the last decoder layer for the batch (`ids`, `valid`).
+
+    No layer has its weights in memory here. So each layer is made to return `state` without
+    computing anything, and the model computes only what follows the last layer."""
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:

@@ -30,19 +30,20 @@ Source: TypeAlias = Path | str | nn.Module
 
 
 def weigh_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """For each layer: abs_sum (E,) and square_sum (E,), the sums of |w| and w^2 over each expert's
-    weights, and count (), the number of weights of an expert.
+    """Three statistics of each layer: abs_sum (E,) and square_sum (E,), the sums of |w| and w^2
+    over the weights w of each expert, and count (), the number of weights of one expert.
 
-    An expert's gate, up and down weights count; biases, routers and shared experts do not. Sums are
-    taken in fp32 within a row and in fp64 over rows. A checkpoint is read to `device` (cpu or
-    cuda[:N]); a model in memory stays on its device. UserError for a source without experts,
-    quantised experts, damaged shards, and weights that are not finite (naming the tensor).
+    The weights of an expert are its gate, up and down projections, without biases. Sums are taken
+    in fp32 within a row and in fp64 over rows. A checkpoint is read to `device` (cpu or cuda[:N]);
+    a model in memory stays on its device. UserError for a source without routed experts, quantised
+    experts, damaged shards, and weights that are not finite (the message names the tensor).
     """
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The sums over one matrix, which is passed as a stack of one expert."""
+        """Name -> statistic () of one matrix `weights`; see `Measure`."""
+        # the function takes a stack of matrices: here a stack of one
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
@@ -60,13 +61,13 @@ added to those of the expert."""
 
 
 def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
-    """Layer -> name -> statistic (E, ...) fp64: the sum of what `measure` returns for each matrix
-    of an expert, in the order in which the matrices are stored. UserError for a source without
-    experts, sums that are NaN or infinite, and experts of one layer whose statistics differ in name
-    or shape."""
+    """Layer -> name of a statistic -> (E, ...) fp64, for the statistics that `measure` returns for
+    a matrix of one expert. The statistic of an expert is the sum over its matrices, in the order in
+    which the matrices are stored. UserError for a source without experts, sums that are NaN or
+    infinite, and experts of one layer whose statistics differ in name or shape."""
     # layer -> name of a statistic -> expert -> sum
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, block_tensor, expert, weights in _open(source, device).matrices():
+    for name, block_tensor, expert, weights in _open_experts(source, device).matrices():
         for statistic, values in measure(name, block_tensor, weights).items():
             values = values.double().cpu()
             if not bool(values.isfinite().all()):
@@ -74,14 +75,18 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
                     f"NaN or Inf in layer {block_tensor.layer}, expert {expert}: weights {name}"
                 )
             expert_sums = sums.setdefault(block_tensor.layer, {}).setdefault(statistic, {})
-            expert_sums[expert] = expert_sums[expert] + values if expert in expert_sums else values
+            if expert in expert_sums:
+                values = expert_sums[expert] + values
+            expert_sums[expert] = values
     layers: Layers = {}
     for layer, statistics in sorted(sums.items()):
         experts = range(1 + max(max(expert_sums) for expert_sums in statistics.values()))
+        # each expert needs each statistic
         if any(len(expert_sums) != len(experts) for expert_sums in statistics.values()):
             raise _missing_weights(source, layer)
+        # one `measure` returns statistics of one shape: (), or (I,) for experts of width I
         shapes = {
-            part.shape for expert_sums in statistics.values() for part in expert_sums.values()
+            values.shape for expert_sums in statistics.values() for values in expert_sums.values()
         }
         if len(shapes) > 1:
             raise UserError(
@@ -96,28 +101,31 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
 
 
 def _missing_weights(source: Source, layer: int) -> UserError:
-    """The error for a layer in which experts lack weights."""
+    """The error for a layer in which some experts have fewer weights than other experts."""
     return UserError(
         f"model.path={source} lacks weights of some experts of layer {layer}: a shard is missing"
     )
 
 
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum |w|, sum w^2) of each expert, (E,) fp64 each, for stacked weights (E, rows, columns).
-    The sums are taken from norms of rows in fp32, because norms need no temporary tensor of the
-    size of the weights."""
+    """(sum |w|, sum w^2) over the weights of each expert, (E,) fp64 each. `experts`: the stacked
+    weights (E, rows, columns). The sums are computed from the L1 and L2 norms of the rows in fp32,
+    because norms need no temporary tensor of the size of the weights."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
-    absolute, length = (
+    l1_norms, l2_norms = (
         vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2)
     )
-    return absolute.sum(-1), length.square().sum(-1)
+    return l1_norms.sum(-1), l2_norms.square().sum(-1)
 
 
 class LoadedExperts:
     """The stacked matrices of the routed experts of a model in memory, on their present devices."""
 
     def __init__(self, model: nn.Module) -> None:
-        """UserError for a model that cannot be scored, and for offloaded weights."""
+        """UserError for a model whose experts are not supported, and for offloaded weights.
+
+        `tensors`: name of a stack -> its weights (E, rows, columns). `block_tensors`: name of a
+        stack -> its BlockTensor."""
         self.tensors: dict[str, torch.Tensor] = {}
         self.block_tensors: dict[str, BlockTensor] = {}
         for layer in moe_layers(model):
@@ -131,14 +139,15 @@ class LoadedExperts:
                     )
 
     def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
-        """(name, its block tensor, expert, weights) of every matrix."""
+        """(name of the stack, BlockTensor of the stack, expert, weights (rows, columns)) for every
+        matrix of every expert."""
         for name, stack in self.tensors.items():
             for expert, weights in enumerate(stack):
                 yield name, self.block_tensors[name], expert, weights
 
     def slices(self, names: Iterable[str], files: ExitStack) -> dict[str, torch.Tensor]:
-        """Name -> tensor, for `names`. The interface is that of `Checkpoint.slices`; no file is
-        opened."""
+        """Name of a stack -> its weights, for the stacks `names`. The arguments are those of
+        `Checkpoint.slices`; `files` is not used, because no file is opened."""
         return {name: self.tensors[name] for name in names}
 
 
@@ -147,7 +156,7 @@ class StoredExperts:
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         """`device`: the device to which `matrices` reads. UserError for a checkpoint that is
-        damaged, or has no experts, or experts that are not plain numbers."""
+        damaged, has no routed experts, or has quantised experts."""
         self.checkpoint = open_checkpoint(folder)
         self.tensors = self.checkpoint.tensors
         self.slices = self.checkpoint.slices
@@ -155,8 +164,9 @@ class StoredExperts:
         self.device = device
 
     def matrices(self) -> Iterator[tuple[str, BlockTensor, int, torch.Tensor]]:
-        """(name, its block tensor, expert, weights) of every matrix, in the order in which they are
-        stored, with one tensor in memory at once."""
+        """(name of the tensor, BlockTensor of the tensor, expert, weights (rows, columns)) for
+        every matrix of every expert, shard by shard. One tensor at a time is in memory: the matrix
+        of one expert, or a stack of all experts."""
         for shard in self.checkpoint.shards:
             names = [name for name in self.block_tensors if self.tensors[name].shard == shard]
             with safe_open(
@@ -165,38 +175,38 @@ class StoredExperts:
                 for name in names:
                     block_tensor = self.block_tensors[name]
                     weights = file.get_tensor(name)
-                    experts = (
-                        enumerate(weights)
-                        if block_tensor.expert is None
-                        else [(block_tensor.expert, weights)]
-                    )
-                    for expert, matrix in experts:
+                    if block_tensor.expert is not None:
+                        yield name, block_tensor, block_tensor.expert, weights
+                        continue
+                    for expert, matrix in enumerate(weights):
                         yield name, block_tensor, expert, matrix
 
 
-def _open(source: Source, device: str) -> LoadedExperts | StoredExperts:
-    """The routed experts of `source`: a model in memory, or the folder of a checkpoint. `device`:
-    as in StoredExperts, for a checkpoint only."""
+def _open_experts(source: Source, device: str) -> LoadedExperts | StoredExperts:
+    """The routed experts of `source`, a model in memory or the folder of a checkpoint. `device`:
+    the device to which a checkpoint is read; not used for a model in memory."""
     if isinstance(source, nn.Module):
         return LoadedExperts(source)
     return StoredExperts(Path(source), device)
 
 
 def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
-    """Name -> BlockTensor of every tensor with projections of routed experts. Biases are left out,
-    and so are layers after the decoder's last one, which predict several tokens at once. UserError
-    if tensors of experts are not plain numbers, or if there are none."""
+    """Name of a tensor -> its BlockTensor, for every tensor with projections of routed experts.
+    Biases are left out. Layers for multi-token prediction, which a checkpoint numbers after the
+    decoder's layers, are also left out. UserError if experts are quantised, or if there are no
+    routed experts."""
     config = read_json(checkpoint.folder / "config.json")
-    text = config.get("text_config", config)
-    # a config.json without this number leaves no layer out
-    n_layers = int(text.get("num_hidden_layers", 1 << 30))
+    text_config = config.get("text_config", config)
+    # if config.json lacks this number, no layer is left out
+    n_layers = int(text_config.get("num_hidden_layers", 1 << 30))
     block_tensors = {}
     for name, block_tensor in (
-        family_of(text.get("model_type")).block_tensors(checkpoint.tensors).items()
+        family_of(text_config.get("model_type")).block_tensors(checkpoint.tensors).items()
     ):
         if block_tensor.kind not in ("expert", "stack") or block_tensor.layer >= n_layers:
             continue
         dtype = checkpoint.tensors[name].dtype
+        # `axes` is None for scales and for packed numbers of a quantised format
         if block_tensor.axes is None or (dtype not in PLAIN and not block_tensor.axes.is_bias):
             raise UserError(
                 f"{name} is stored as {dtype}, expected plain projections: load and save it "
@@ -213,26 +223,27 @@ def projections(checkpoint: Checkpoint) -> dict[str, BlockTensor]:
 
 
 def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
-    """For each layer: weight_distance_square (E, E) fp64, the sum of squared differences of the
-    weights of each two experts. Weights of gate_proj and up_proj count, as in MergeMoE (arXiv
-    2510.14436). The weights are compared on `device` in fp64, because small distances are
-    differences of large sums. Arguments and errors are those of `weigh_experts`."""
-    weights = _open(source, device)
+    """One statistic of each layer: weight_distance_square (E, E) fp64, the squared Euclidean
+    distance between the weights of every two experts. Only the weights of gate_proj and up_proj are
+    compared, as in MergeMoE (arXiv 2510.14436). They are compared on `device`, in fp64 because
+    small distances are differences of large sums. Arguments and errors are those of
+    `weigh_experts`."""
+    experts = _open_experts(source, device)
     # layer -> roles of a tensor -> expert (0 for a stack of all experts) -> name of the tensor
-    names_of: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
-    for name, block_tensor in weights.block_tensors.items():
+    layer_names: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
+    for name, block_tensor in experts.block_tensors.items():
         if block_tensor.axes is not None and block_tensor.axes.roles != ("down",):
-            names_of.setdefault(block_tensor.layer, {}).setdefault(block_tensor.axes.roles, {})[
-                block_tensor.expert or 0
-            ] = name
+            names_by_role = layer_names.setdefault(block_tensor.layer, {})
+            names_by_role.setdefault(block_tensor.axes.roles, {})[block_tensor.expert or 0] = name
     layers: Layers = {}
-    for layer, matrices in sorted(names_of.items()):
-        experts = range(max(map(len, matrices.values())))
-        if any(sorted(names) != list(experts) for names in matrices.values()):
+    for layer, names_by_role in sorted(layer_names.items()):
+        ids = range(max(map(len, names_by_role.values())))
+        if any(sorted(names) != list(ids) for names in names_by_role.values()):
             raise _missing_weights(source, layer)
+        # inner products (E, E) of the weights of every two experts
         products = torch.zeros((), dtype=torch.float64)
-        for names in matrices.values():
-            for block in _blocks(weights, layer, [names[expert] for expert in experts], device):
+        for names in names_by_role.values():
+            for block in _blocks(experts, layer, [names[expert] for expert in ids], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         # ||v - w||^2 = ||v||^2 + ||w||^2 - <v, w> - <w, v>
@@ -245,19 +256,20 @@ def compare_experts(source: Source, *, device: str = "cpu") -> Statistics:
 
 
 def _blocks(
-    weights: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
+    experts: LoadedExperts | StoredExperts, layer: int, names: Sequence[str], device: str
 ) -> Iterator[torch.Tensor]:
-    """The weights of one projection of a layer in blocks (E, n) fp64 on `device`: each block has
-    some rows of every expert, flattened. `names`: the tensor of every expert (rows, columns), in
-    order of the experts, or only the stacked tensor (E, rows, columns). UserError for weights that
-    are not finite."""
-    *stacked, rows, columns = weights.tensors[names[0]].shape  # `stacked` is [E] or []
-    experts = stacked[0] if stacked else len(names)
-    step = max(1, BLOCK // (experts * columns))
+    """The weights of one projection of a layer, in blocks (E, n) fp64 on `device`. A block has the
+    same rows of every expert; the weights in these rows are flattened to n numbers. `names`: name
+    of the tensor (rows, columns) of each expert, in order, or only the name of the stacked tensor
+    (E, rows, columns). UserError for weights that are not finite."""
+    *stacked, rows, columns = experts.tensors[names[0]].shape  # `stacked` is [E] or []
+    n_experts = stacked[0] if stacked else len(names)
+    step = max(1, BLOCK // (n_experts * columns))
     with ExitStack() as files:
-        slices = list(weights.slices(names, files).values())
+        slices = list(experts.slices(names, files).values())
         for first in range(0, rows, step):
             part = slice(first, first + step)
+            # only here are the weights read from the shards
             matrices = (
                 slices[0][:, part] if stacked else torch.stack([matrix[part] for matrix in slices])
             )
@@ -270,18 +282,20 @@ def _blocks(
 
 
 def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
-    """For each layer: sums over the weights of every channel, (E, I) each. channel_down_square,
-    channel_up_square and, for gated experts, channel_gate_square are sums of w^2 in one projection.
-    channel_down_abs is the sum of |w| in down_proj. The weights of a channel are a column of
-    down_proj, and a row of gate_proj and of up_proj. Sums are taken in fp32. Arguments and errors
-    are those of `weigh_experts`."""
+    """Statistics (E, I) of each layer: sums over the weights w of every channel, in fp32.
+    channel_down_square, channel_up_square and, for gated experts, channel_gate_square are sums of
+    w^2 in one projection. channel_down_abs is the sum of |w| in down_proj. The weights of a channel
+    are a column of down_proj, and a row of gate_proj and of up_proj. Arguments and errors are those
+    of `weigh_experts`."""
 
     def measure(
         name: str, block_tensor: BlockTensor, weights: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The sums over the channels (I,) of each projection in one matrix."""
+        """Name -> statistic (I,) of the channels, for each projection in `weights`, a matrix of one
+        expert; see `Measure`."""
         assert block_tensor.axes is not None
         channel_sums = {}
+        # `matrix` (I, H) has a row for each channel, also for down_proj
         for role, matrix in split(wide(weights), block_tensor.axes).items():
             channel_sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
