@@ -34,7 +34,8 @@ from moe_lab.study.steps.plans import TIES
 from moe_lab.study.store import Store
 
 PREPARATION = ("model", "statistics", "scores", "plan", "finetune", "export")
-"""Steps of a cell that are no results, so that the record does not list their errors."""
+"""Fields of `CellSteps` whose steps only prepare the results of a cell. The record does not list
+the errors of these steps."""
 FINGERPRINT_FILE = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
 LISTED_PLANS = 3
@@ -332,8 +333,9 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
 
 
 def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Benchmark or field of a cell -> error message of its failed step, without the fields in
-    PREPARATION. `failed`: id -> error document."""
+    """The error messages of the failed steps of a cell: name of a benchmark, or field of
+    `CellSteps`, -> message. Fields in PREPARATION are left out. `failed`: id of a step -> error
+    document."""
     errors = {}
     for name, step in {**steps.evaluate, **steps.by_field()}.items():
         if name not in PREPARATION and step and step.id in failed:
@@ -342,8 +344,8 @@ def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> d
 
 
 def read(store: Store, study: str) -> dict[str, Any]:
-    """The record of a study, {} if it has none; see `results.read_record`. Raises UserError for a
-    damaged record."""
+    """The record of a study, see `results.read_record`; {} if the study has no record. Raises
+    UserError for a damaged record."""
     try:
         return read_record(store.root, study) or {}
     except Damaged as error:
@@ -351,8 +353,9 @@ def read(store: Store, study: str) -> dict[str, Any]:
 
 
 def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
-    """(model, protocol) -> name of the model in the record. Scores of different protocols are not
-    comparable: a model with a second protocol gets a second name, which ends in the protocol."""
+    """(name of the model, name of the protocol) -> name of the model in the record. The scores of a
+    model under two protocols are not comparable. The record therefore adds the protocol to the name
+    of the model, except for the first protocol of the model."""
     first_protocols: dict[str, str] = {}
     names = {}
     for steps in graph.cells:
@@ -364,7 +367,9 @@ def _model_names(graph: Graph) -> dict[tuple[str, str], str]:
 
 
 def _cell_columns(cell: Cell) -> dict[str, Any]:
-    """The settings of a cell as fields of its entry in the record, without the model."""
+    """Field of a cell's entry in the record -> value, for all settings of the cell except the
+    model."""
+    # None for the criterion "none" of the unpruned model
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     return {
         "criterion": _name_with_parameters(cell.criterion.name, cell.criterion.parameters),
@@ -379,18 +384,20 @@ def _cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 def _name_with_parameters(name: str, parameters: Mapping[str, Any]) -> str:
-    """A criterion or an allocation as text: its name, followed by its parameters if it has any."""
+    """Text for a criterion or an allocation: NAME, or NAME(PARAMETER=VALUE,...) if there are
+    parameters."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """The fields of an allocation in the record. allocation: the label, or else the name with all
-    parameters and with those settings that differ from their defaults. replacement: the replacement
-    of dropped experts. protect: the protection, with the share of layers if the share differs from
-    its default."""
+    """Field of a cell's entry in the record -> value, for the settings of the allocation.
+
+    allocation: the label. Without a label: the name, all parameters, and the settings that differ
+    from their defaults. replacement: what dropped experts become. protect: which experts are
+    protected, or None. `protect_layers` is added if it differs from its default."""
     default = AllocationConfig()
-    settings = {
+    changed_settings = {
         name: getattr(allocation, name)
         for name in ("multiple_of", "by", "search", "path")
         if getattr(allocation, name) != getattr(default, name)
@@ -400,7 +407,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
         protect = f"{protect}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label
-        or _name_with_parameters(allocation.name, {**settings, **allocation.parameters}),
+        or _name_with_parameters(allocation.name, {**changed_settings, **allocation.parameters}),
         "replacement": allocation.replacement,
         "protect": protect,
     }

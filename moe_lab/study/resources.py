@@ -99,17 +99,19 @@ class Resources(NamedTuple):
 
     @property
     def runs_model(self) -> bool:
-        """Whether the step runs the model, instead of only reading its files."""
+        """Whether the step runs the model. A step that only reads the model's files does not."""
         return self.weights in WEIGHTS_TO_RUN
 
     def fits(self, gpus: int, gpu_memory: float) -> bool:
-        """Whether `gpus` GPUs of `gpu_memory` GiB hold the step. A step can use nine tenths of the
-        memory of a GPU. True for a step on the CPU, and for a step of unknown memory."""
+        """Whether the memory of `gpus` GPUs, each with `gpu_memory` GiB, is enough for the step. A
+        step can use nine tenths of the memory of a GPU. True for a step on the CPU, and for a step
+        whose memory is unknown."""
         return not self.on_gpu or (self.memory or 0.0) <= gpus * 0.9 * gpu_memory * GIB
 
     def gpus(self, gpu_memory: float) -> int:
-        """Number of GPUs of `gpu_memory` GiB for the step: the smallest of `gpu_counts` with which
-        the step fits, or else the largest; 0 for a step on the CPU."""
+        """Number of GPUs for the step, if each has `gpu_memory` GiB: the smallest of `gpu_counts`
+        whose memory is enough. The largest of `gpu_counts` if none is enough. 0 for a step on the
+        CPU."""
         if not self.on_gpu:
             return 0
         return next(
@@ -119,61 +121,70 @@ class Resources(NamedTuple):
 
 
 def on_gpu(model: ModelConfig, size: Size) -> bool:
-    """Whether a model is put on a GPU if the machine has one: with device=auto, if the weights have
-    at least GPU_FROM bytes; otherwise, if `model.device` is a GPU. `size`: that of the model."""
+    """Whether a model runs on GPUs if the machine has any. With device=auto, a model does if its
+    weights have at least GPU_FROM bytes. With another device, a model does unless the device is
+    cpu. `size`: size of the model."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
 def loaded_weights(size: Size) -> Resources:
-    """Resources of a step that only holds the weights of a model of this size on GPUs."""
+    """Resources of a step that only loads the weights of a model to GPUs. `size`: size of the
+    model."""
     return Resources(memory=OVERHEAD * size.bytes, on_gpu=True)
 
 
 def expert_weights(size: Size) -> float:
-    """Bytes of the weights of all experts of one layer in fp32, which are also the bytes of the
-    gradients of these weights."""
+    """Bytes of the weights of all routed experts of one layer in fp32. The gradients of these
+    weights in fp32 take as many bytes."""
+    # 4 bytes per weight, and `size.expert` weights per expert
     return 4.0 * size.experts * size.expert
 
 
 def channel_products(size: Size) -> float:
-    """Bytes of the products of channels of one layer in fp64: a matrix (I, I) for each expert."""
+    """Bytes of the sums that `ActivationAlignment` gathers in one layer: for each routed expert a
+    matrix (I, I) in fp64, with the products of activations of its channels and of the channels of
+    another expert. I: number of channels of an expert."""
     return 8.0 * size.experts * size.width**2
 
 
 def _resources_of_model(
     model: ModelConfig, memory: Bytes, disk: Bytes | None = None, **fields: Any
 ) -> Resources:
-    """Resources of a step, with `memory` and `disk` computed from the size of the model. The step
-    uses GPUs if it runs the model and the model is put on a GPU. If the size is unknown, memory is
-    None, disk is 0, and the step uses GPUs. `fields`: other fields of `Resources`."""
+    """Resources of a step whose memory depends on `model`. `memory`: function from the size of the
+    model to bytes. `disk`: the same; without it, the step is assumed to write 0 bytes. `fields`:
+    the other fields of `Resources`.
+
+    The step uses GPUs if it runs the model and the model is put on GPUs, see `on_gpu`. If the size
+    of the model is unknown, the result has memory=None, disk=0 and on_gpu=True."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
     is_on_gpu = fields.get("weights") in WEIGHTS_TO_RUN and on_gpu(model, size)
-    written = disk(size) if disk else 0.0
-    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=written, **fields)
+    disk_bytes = disk(size) if disk else 0.0
+    return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=disk_bytes, **fields)
 
 
 def _gpu_counts(model: ModelConfig) -> Sequence[int]:
-    """Possible numbers of GPUs for transformers: GPU_COUNTS with device=auto or a device map, which
-    divide the model among several GPUs; otherwise one GPU."""
+    """Numbers of GPUs on which the library transformers can run a model. With device=auto or a
+    device map, which divide the model among GPUs: GPU_COUNTS. Otherwise: only 1."""
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
 def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that reads the files of a model once, a piece at a time. Its memory is
-    assumed to be that of two processes, whatever the model."""
+    """Resources of a step that reads the files of a model once, a piece at a time. The step is
+    assumed to need the memory of two processes for every model. `pace`: see `Resources.pace`."""
     return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
 
 
 def merged_sums(model: ModelConfig, text: CalibrationConfig, pace: Sequence[Any]) -> Resources:
-    """Resources of a step that adds up the sums of the shares of a pass. Memory holds two sets of
-    sums, and the file that is written."""
+    """Resources of a step that merges the results of a pass over `text` that was divided into
+    shares. Each share has a set of sums. Memory holds the total, the sums of one share, and the
+    content of the file that is written. `pace`: see `Resources.pace`."""
 
     def memory(size: Size) -> float:
-        layer_sums = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
-        # two sets and the file, each with 8 bytes (fp64) for each number
-        return PROCESS + 3 * 8.0 * size.moe_layers * layer_sums
+        sums_per_layer = size.experts * (CHANNEL_SUMS * size.width + size.hidden)
+        # 3: total, one share, and file; 8 bytes: a number in fp64
+        return PROCESS + 3 * 8.0 * size.moe_layers * sums_per_layer
 
     return _resources_of_model(model, memory, units=float(text.tokens), pace=pace)
 
@@ -192,31 +203,32 @@ def text_pass(
 ) -> Resources:
     """Resources of a step that runs a model over a text.
 
-    rows: the first row of the share of the text that the step reads, and the row after its last
-    row; None for the whole text.
-    engine: used instead of `text.engine`. backward: whether gradients flow back through the layers.
-    copies: number of copies of the weights in memory. per_layer: bytes, besides the weights, for
-    every layer whose weights are in memory. extra_bytes: further bytes, once for all layers.
+    rows: (start, end) of the rows of the text that the step reads, `end` excluded; None for all
+    rows. engine: overrides `text.engine`. backward: whether the step has backward passes. copies:
+    number of copies of the weights in memory.
+    per_layer: size of the model -> bytes for each layer that is in memory, in addition to its
+    weights. extra_bytes: size of the model -> further bytes, once for the whole model.
     """
-    is_layered = (engine or text.engine) == "streamed"
+    is_streamed = (engine or text.engine) == "streamed"
     tokens = (rows[1] - rows[0]) * text.length if rows else text.tokens
     batch_tokens = min(text.batch_size * text.length, tokens)
 
     def disk(size: Size) -> float:
-        return size.hidden_states(tokens, backward=backward) if is_layered else 0.0
+        return size.hidden_states(tokens, backward=backward) if is_streamed else 0.0
 
     def memory(size: Size) -> float:
         layer_bytes = per_layer(size) if per_layer else 0.0
         fixed_bytes = extra_bytes(size) if extra_bytes else 0.0
-        if is_layered:
+        if is_streamed:  # one layer at a time is in memory
             batch_bytes = batch_tokens * size.activations()
             base_bytes = PROCESS + size.layer_weights() + layer_bytes + batch_bytes
             state_bytes = 0.0
             if model.device == "cpu":
-                # hidden states take at most as much memory as all else, and then go to the disk
+                # hidden states count as at most half of the step's memory, because streaming keeps
+                # further states only on the disk
                 state_bytes = min(base_bytes, disk(size))
             return base_bytes + state_bytes + fixed_bytes
-        # gradients need the activations of all layers
+        # a backward pass needs the activations of all layers
         activations = size.activations(size.moe_layers if backward else 1)
         batch_bytes = batch_tokens * (size.logits + activations)
         return (
@@ -231,8 +243,8 @@ def text_pass(
         model,
         memory,
         disk,
-        weights="layers" if is_layered else "model",
-        gpu_counts=GPU_COUNTS[:1] if is_layered else _gpu_counts(model),
+        weights="layers" if is_streamed else "model",
+        gpu_counts=GPU_COUNTS[:1] if is_streamed else _gpu_counts(model),
         units=float(tokens),
         pace=pace,
     )
@@ -246,10 +258,12 @@ def finetuning(
     *,
     copies: int,
 ) -> Resources:
-    """Resources of a step that fine-tunes a model on a text, or, with `recovery.fit`, fits merged
-    experts. A fit gathers sums (I, I) and (I, H) in fp64 for each merged expert, and writes them to
-    the disk. The number of merged experts is assumed to be half the number of experts. Distillation
-    adds the logits of the teacher. `copies`: number of copies of the weights in memory."""
+    """Resources of a step that fine-tunes a pruned model on a text. If `recovery.fit` is set, the
+    step fits the merged experts instead. `copies`: number of copies of the weights in memory.
+
+    A fit gathers two sums for each merged expert, (I, I) and (I, H) in fp64, and writes them to the
+    disk. I: channels of an expert; H: hidden size. Half of the experts are assumed to be merged.
+    Distillation needs memory for further tensors of the size of the logits, see DISTILLED."""
     is_fit = recovery.fit is not None
     is_distilled = recovery.distill is not None
     batch_tokens = min(text.batch_size * text.length, text.tokens)
@@ -260,8 +274,8 @@ def finetuning(
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def extra_bytes(size: Size) -> float:
-        teacher_bytes = DISTILLED * batch_tokens * size.logits if is_distilled else 0.0
-        return teacher_bytes + sum_bytes(size)
+        distillation_bytes = DISTILLED * batch_tokens * size.logits if is_distilled else 0.0
+        return distillation_bytes + sum_bytes(size)
 
     text_resources = text_pass(
         model,
@@ -283,10 +297,11 @@ def finetuning(
 def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Resources of a step that writes a checkpoint. `is_changed`: weights are changed, for which
-    the disk holds a second checkpoint. `is_converted`: the checkpoint is converted to GGUF, for
-    which the disk holds one more. In either case memory also holds three times the fp32 weights of
-    a decoder layer."""
+    """Resources of a step that writes a checkpoint in up to three stages. The first stage is the
+    pruned checkpoint. `is_changed`: whether a second stage writes a checkpoint with changed
+    weights. `is_converted`: whether a last stage converts the checkpoint to GGUF. The disk holds
+    the checkpoints of all stages. Stages after the first need memory for the weights of three
+    decoder layers in fp32."""
 
     def memory(size: Size) -> float:
         layer_bytes = (
@@ -297,21 +312,22 @@ def export(
         return 2 * PROCESS + layer_bytes
 
     def disk(size: Size) -> float:
-        # True counts as one checkpoint
+        # True counts as 1
         return float(size.bytes) * (1 + is_changed + is_converted)
 
     return _resources_of_model(model, memory, disk, weights="files", pace=pace)
 
 
 def items(benchmark: BenchmarkConfig) -> int:
-    """Number of items of a benchmark that a model is given: all items, but at most the limit. If
-    the number of all items is unknown, it is assumed to be ITEMS."""
+    """Number of items of a benchmark that a model answers: all items, or `benchmark.limit` if that
+    is smaller. If the number of all items is unknown, it is assumed to be ITEMS."""
     count = benchmark.expected or ITEMS
     return min(benchmark.limit or count, count)
 
 
 def benchmark_pace(benchmark: BenchmarkConfig) -> list[Any]:
-    """Settings of a benchmark that determine the seconds per item, for `Resources.pace`."""
+    """The settings of a benchmark that determine the seconds per item, as a part of
+    `Resources.pace`."""
     return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
 
 
@@ -324,12 +340,13 @@ def benchmark_run(
     copies: int,
     programs: Sequence[Check] = (),
 ) -> Resources:
-    """Resources of a step that runs a model on the items of a benchmark. Units are tokens that the
-    model reads and writes; an item and each of its shots are assumed to have PROMPT tokens. Memory
-    holds `copies` copies of the weights. For each item of a batch it also holds the keys and values
-    of a generated text; if the benchmark generates no text, the logits of a prompt. `model_id`:
-    identity of the model, for `Resources.pace`. `programs`: checks of what is installed, for
-    `Resources.programs`."""
+    """Resources of a step that runs a model on the items of a benchmark. `model_id`: id of the
+    model, a part of `Resources.pace`. `copies`: number of copies of the weights in memory.
+    `programs`: see `Resources.programs`.
+
+    The amount of work is the number of tokens that the model reads and generates. An item, and each
+    of its few-shot examples, is assumed to have PROMPT tokens. For each item of a batch, memory
+    holds the KV cache; if the benchmark generates no text, the logits of the prompt instead."""
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
@@ -351,13 +368,14 @@ def benchmark_run(
 
 
 def answer_bytes(benchmark: BenchmarkConfig) -> float:
-    """Bytes of the generated texts of a benchmark, if each has the maximum length."""
+    """Bytes of the texts that a model generates for a benchmark, if each text has the maximum
+    length."""
     return float(items(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
-    """Possible numbers of GPUs for vLLM: only the product of the backend's arguments that are named
-    ..._parallel_size. Without such arguments: the numbers among which vLLM can divide the model's
-    tensors."""
+    """Numbers of GPUs on which vLLM can run a model. If the backend has arguments such as
+    tensor_parallel_size, their product is the only number. Otherwise, the numbers of GPUs among
+    which vLLM can divide each layer of the model."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
     return [prod(sizes)] if sizes else tensor_parallel(config_of(model))

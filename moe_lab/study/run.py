@@ -49,8 +49,8 @@ class RunResult(NamedTuple):
 def check_and_run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Check the settings of a study, and run the study, see `run`. If settings are wrong, nothing
-    is run, and a SettingsError with all mistakes is raised."""
+    """Check the settings of a study, and then run the study. For arguments and errors, see `run`.
+    If settings are wrong, raises a SettingsError with all mistakes, before any step is run."""
     with Mistakes() as mistakes:
         mistakes += preflight(config, requests)
     return run(config, requests, add=add, models=models)
@@ -59,13 +59,14 @@ def check_and_run(
 def run(
     config: Config, requests: Sequence[Request], *, add: bool = False, models: Models | None = None
 ) -> RunResult:
-    """Run a study whose settings are valid. `add`: add its cells to the recorded cells of the
-    study, instead of replacing these. `models`: models in memory that the studies of this process
-    share.
+    """Run a study whose settings are valid. A dry run (`config.dry_run`) only prints the forecast.
 
-    Raises UserError for requirements that are missing on this machine, before any step is run; in
-    a dry run, after the forecast. Raises Unavailable for models and texts that are not available,
-    always after a forecast.
+    add: whether the cells of this run are added to the cells that the study has recorded; otherwise
+    they replace those cells. models: loaded models that the studies of this process share.
+
+    Raises Unavailable if models or texts are not available, after printing the forecast. Raises
+    SettingsError if requirements are missing on this machine; in a dry run, after the forecast. No
+    step has been run when either error is raised.
     """
     for remark in remarks(config, requests):
         inform(remark)
@@ -82,23 +83,23 @@ def run(
             for sentence in visible_difference(requests):
                 inform(sentence)
         if unavailable:
-            names = (
+            problem = (
                 f"missing here: {', '.join(unavailable)}: no folder or file, not in the cache, and "
                 "not given by the hub"
             )
             advice = (
                 "check the name, connect to the hub, download it first, or give a folder or a file"
             )
-            raise Unavailable(str(SettingsError([f"{names}: {advice}", *problems])))
+            raise Unavailable(str(SettingsError([f"{problem}: {advice}", *problems])))
         if problems:
             raise SettingsError(problems)
         return RunResult(0 if config.dry_run else _run(study), study)
 
 
 def _run(study: Study) -> int:
-    """Compute the missing steps and finish the run; or, if the launcher does not wait for the jobs
-    of a cluster, only submit the steps. Returns the exit code. Raises SettingsError if disk or
-    memory are too small."""
+    """Compute the missing steps, and write the record and the report. A launcher that does not wait
+    for the jobs of a cluster only submits the steps. Returns the exit code. Raises SettingsError if
+    the disk or the memory is too small."""
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
@@ -110,12 +111,13 @@ def _run(study: Study) -> int:
                 take_over(store, path, all_steps)
         steps, done = study.in_store()
         if config.tracker.name != "none" or config.objective:
-            # this process reads these results at the end of the run, so damage must be found now
+            # the end of the run reads these results, so damaged ones must be computed again
             done -= _damaged_results(study, done)
-        if store.notices:  # perhaps of a step that was set aside and is part of a report
+        if store.notices:  # they may be about damaged steps, which reports may show
             outdate_reports(store)
         print_notices(store)
-        if len(steps) < len(all_steps):  # `steps` lacks the shares of finished passes
+        # `steps` lacks the shares of finished passes
+        if len(steps) < len(all_steps):
             new_run.write_plan(steps)
         missing = [step for step in steps if step.id not in done]
         store.remove_resume_files({step.id for step in all_steps} - {step.id for step in missing})
@@ -132,20 +134,21 @@ def _run(study: Study) -> int:
 
 
 def _damaged_results(study: Study, done: Set[str]) -> set[str]:
-    """Ids of those evaluation and cost steps in `done` that are damaged. Their results are read at
-    the end of the run, so all their files are hashed. `done`: ids of finished steps."""
-    step_of = {
+    """Ids of finished steps with damaged results, among the evaluation and cost steps. The check
+    hashes all files of these steps. `done`: ids of all finished steps."""
+    steps_by_id = {
         step.id: step for cell in study.graph.cells for step in (*cell.evaluate.values(), cell.cost)
     }
     return {
         step_id
-        for step_id, step in step_of.items()
+        for step_id, step in steps_by_id.items()
         if step_id in done and not study.store.readable(step)
     }
 
 
 def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute one step after another in this process. Returns True, see LAUNCHERS."""
+    """Compute one step after another in this process. Returns True, as all steps have then ended,
+    see `Launcher`."""
     with (
         show_progress(schedule, study.store, 1),
         InProcessExecutor(study.store, study.models) as execute,
@@ -155,39 +158,43 @@ def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
 
 
 def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Compute steps in worker processes. Their number is launcher.processes, or else the number of
-    cores, but at most the number of largest steps that main memory holds. With GPUs, steps that
-    need one GPU run first, in a process for each GPU; then steps that need two, in a process for
-    each pair; and so on. Returns True, see LAUNCHERS."""
+    """Compute steps in worker processes. Returns True, as all steps have then ended, see
+    `Launcher`. `launcher.processes` is the number of processes. If it is null:
+
+    Without GPUs, there is a process for each core, but not more than can compute the step with the
+    largest memory at the same time. With GPUs, steps that need one GPU run first, in a process for
+    each GPU. Then steps that need two GPUs run, in a process for each pair of GPUs, and so on."""
     processes = study.config.launcher.processes
     resources = {step_id: step.resources() for step_id, step in schedule.waiting.items()}
-    # steps of unknown memory are left out here, and so are computed with the smallest sets of GPUs
+    # without steps of unknown memory, which are computed with the smallest sets of GPUs
     known_resources = {
         step_id: needed for step_id, needed in resources.items() if needed.memory is not None
     }
     on_gpu = any(needed.on_gpu for needed in resources.values())
     devices = visible_gpus() if on_gpu else []
     if not devices:
-        # if the memory of all steps is unknown, only the number of cores counts
-        largest = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
-        count = processes or max(1, min(cores(), int(main_memory() // largest)))
+        # 1 byte if the memory of all steps is unknown: then only the number of cores counts
+        max_memory = max((needed.memory or 0.0 for needed in known_resources.values()), default=1.0)
+        count = processes or max(1, min(cores(), int(main_memory() // max_memory)))
         _compute(schedule, study.store, [{}] * count)
         return True
     gpu_memory = study.config.resources.gpu_memory
     gpus_of = {step_id: needed.gpus(gpu_memory) or 1 for step_id, needed in known_resources.items()}
-    # the numbers of GPUs that steps need; 1 if the memory of all steps is unknown
+    # set_size: number of GPUs of a step; 1 if the memory of all steps is unknown
     for set_size in sorted(set(gpus_of.values())) or [1]:
-        larger_steps = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
+        # ids of steps that need more GPUs, and are computed in a later round
+        later_ids = {step_id for step_id, gpus in gpus_of.items() if gpus > set_size}
         # at least one set, even if this machine has fewer GPUs
         starts = range(0, max(1, len(devices) - set_size + 1), set_size)
         gpu_sets = [",".join(devices[start : start + set_size]) for start in starts]
         count = processes or len(gpu_sets)
         if set_size > 1:
-            count = min(count, len(gpu_sets))  # one step uses all GPUs of its set
+            # processes can share one GPU, but not a set of GPUs, as a step uses all its GPUs
+            count = min(count, len(gpu_sets))
         environments = [
             {"CUDA_VISIBLE_DEVICES": gpu_sets[number % len(gpu_sets)]} for number in range(count)
         ]
-        _compute(schedule, study.store, environments, schedule.waiting_without(larger_steps))
+        _compute(schedule, study.store, environments, schedule.waiting_without(later_ids))
     return True
 
 
@@ -197,9 +204,10 @@ def _compute(
     environments: Sequence[Mapping[str, str]],
     subset: Set[str] | None = None,
 ) -> None:
-    """Compute steps in worker processes. `environments`: for each worker process, the environment
-    variables that are added to those of this process. `subset`: ids of the steps to compute, see
-    `Schedule.take`. An error of a thread is raised when all threads have ended."""
+    """Compute steps in worker processes, each started by a thread. When all threads have ended, the
+    first of their errors is raised. `environments`: for each worker process, the environment
+    variables that it gets in addition to those of this process. `subset`: ids of the steps to
+    compute, see `Schedule.take`."""
     errors: list[BaseException] = []
 
     def compute(environment: Mapping[str, str]) -> None:
@@ -223,8 +231,8 @@ def _compute(
 
 
 def slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
-    """Submit steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have ended, and
-    return True; otherwise return False."""
+    """Submit the steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have ended,
+    and return True. With wait=false, return False at once."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
     from moe_lab.study.slurm.submit import submit
 

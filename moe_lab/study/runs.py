@@ -78,34 +78,37 @@ class Run:
 
     @property
     def jobs(self) -> list[SubmittedJob]:
-        """The submitted jobs, in order of submission. A job comes after the jobs that it waits for.
-        In a copy of the store the list is empty, as jobs write only into the original."""
+        """The submitted jobs, in order of submission, so that each job comes after the jobs that it
+        waits for. In a copy of the store the list is empty, as jobs write only into the original
+        store."""
         file = self.folder / "jobs.json"
         document = self.store.read(file, JOBS_SHAPE, "its jobs are forgotten: see squeue")
         path, inode = self._location()
         jobs = []
         for row in document["jobs"] if document else ():
-            # the inode 0 stands for an unknown inode
+            # the job was submitted from this store; 0 is an unknown inode, which equals no other
             if row["path"] == path or row["inode"] == inode != 0:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
 
     def add(self, jobs: Iterable[SubmittedJob]) -> None:
-        """Append jobs to jobs.json."""
+        """Append jobs to jobs.json, each with the location of the store."""
         path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
         self.store.write(self.folder / "jobs.json", {"jobs": rows})
 
     def _location(self) -> tuple[str, int]:
-        """Path and inode of the store. Another mount of the store has another path; a copy has
-        another path and another inode. If the store is a mount point, 0 is returned as its inode,
-        as mount points of different disks have the same inode."""
+        """(path of the store, inode of the store). The same store mounted elsewhere has another
+        path. A copy of the store has another path and another inode. The inode is 0, which means
+        unknown, if the store is a mount point: mount points of different disks have the same
+        inode."""
         root = self.store.root
         return os.path.realpath(root), 0 if os.path.ismount(root) else root.stat().st_ino
 
     @property
     def logs(self) -> Path:
-        """Folder in which submitit keeps the input and the output of jobs of this user."""
+        """Folder in which submitit keeps input and output of the run's jobs. It is in the cache of
+        the user who submitted the jobs."""
         return cache_folder("jobs") / self.folder.name
 
     @property
@@ -119,17 +122,17 @@ class Run:
         return plan
 
     def claim(self) -> Claim:
-        """A claim that keeps `gc` from freeing the steps of the run until the claim is released or
-        the process dies."""
+        """Claim the run. Until the claim is released or this process dies, `gc` does not remove
+        the steps of the run."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
     @uncollected()
     def write_plan(self, steps: Sequence[Step]) -> None:
-        """Write run.json: the steps of the run with their inputs, and the version of the code."""
+        """Write run.json: `steps` with their inputs, and the version of the code, see `plan`."""
         indices = {step.id: index for index, step in enumerate(steps)}
         inputs = []
         for step in steps:
-            # inputs that are not among the steps, such as merged shares, are left out
+            # inputs that are not in `steps`, such as merged shares, are left out
             inputs.append([indices[needed.id] for needed in step.needs if needed.id in indices])
         plan = {
             "study": self.folder.parent.name,
@@ -141,8 +144,8 @@ class Run:
         self.store.write(self.folder / "run.json", plan)
 
     def remove(self) -> None:
-        """Remove the folder of the run and its logs, and the folder of its study if it holds no
-        other run."""
+        """Remove the folder of the run, and the folder of the run's logs. If the study has no other
+        run, also remove the folder of the study."""
         hidden_folder = self.store.root / f".{self.folder.name}"
         with suppress(OSError):  # the folder is gone, or the study's folder holds other runs
             # first renamed, as started jobs may still write to the folder by its old name
@@ -154,13 +157,13 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, and yield it. The run is claimed until the block ends. Waits
-    while `gc` chooses steps to remove. Removes stale claims, and unfinished files of processes that
-    were killed. `steps`: all steps of the study.
+    """A context with a new run of the study, which is claimed until the context ends. `steps`: all
+    steps of the study. At the beginning, waits while `gc` chooses steps to remove. Then removes
+    stale claims, and unfinished files that killed processes have left.
 
-    The name of a run is a number and a random suffix. The number is one more than that of the last
-    run, so that the order of runs does not depend on clocks. Runs that begin at the same time
-    differ in the suffix."""
+    The name of a run is NUMBER-SUFFIX. NUMBER is one more than the number of the last run, so that
+    the order of runs does not depend on clocks. SUFFIX is random, and distinguishes runs that begin
+    at the same time."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):
@@ -186,8 +189,8 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
 
 def _set_damaged_aside(earlier_runs: Sequence[Run]) -> None:
     """Set aside damaged documents of earlier runs of a study, because `gc` and `status` read these
-    documents. Every jobs.json is read, but only the last run.json, as a run.json can list millions
-    of steps."""
+    documents. Checks the jobs.json of every run, but only the run.json of the last run, as a
+    run.json can list millions of steps."""
     for run in earlier_runs:
         _ = run.jobs  # reading a damaged document sets it aside
     for run in earlier_runs[-1:]:
@@ -204,24 +207,25 @@ def runs(store: Store, study: str) -> list[Run]:
 
 
 def active_runs(store: Store) -> set[str]:
-    """Names of the runs that living processes have claimed."""
-    # claims of runs are named run-RUN-SUFFIX; for other claims, the result names no run
+    """Names of the runs that living processes have claimed. The set may also contain strings that
+    are no names of runs."""
+    # a run's claim is named run-RUN-SUFFIX; the names of other claims yield strings without meaning
     return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.active()}
 
 
 def steps_of_active_runs(store: Store) -> set[str]:
-    """Starts of the ids of the steps of all active runs."""
+    """Ids of the steps of all active runs, each shortened to its first DIGITS characters."""
     active_names = active_runs(store)
-    starts: set[str] = set()
+    short_ids: set[str] = set()
     for study in studies(store):
         for run in runs(store, study):
             if run.folder.name in active_names and (plan := run.plan):
-                starts.update(folder[-DIGITS:] for folder in plan["steps"])
-    return starts
+                short_ids.update(folder[-DIGITS:] for folder in plan["steps"])
+    return short_ids
 
 
 def studies(store: Store) -> list[str]:
-    """Names of the studies of which the store has runs, sorted."""
+    """Names of the studies that have runs in the store, sorted."""
     return sorted(
         path.name
         for path in (store.root / "runs").glob("*")

@@ -39,11 +39,12 @@ POLL = 0.5
 
 
 class StepError(Exception):
-    """A step failed. `document`: the error as JSON, see `provenance.error_document`. An error that
-    is `transient`, such as that of a full disk, is not stored."""
+    """The error of a failed step. `document`: the error as JSON, see `provenance.error_document`.
+    `transient`: whether the error may be gone at another time, such as a full disk. A transient
+    error is not stored."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        """The message of `document` becomes the text of the exception."""
+        """Take the text of the exception from the message in `document`."""
         super().__init__(document["message"])
         self.document = dict(document)
         self.transient = bool(document.get("transient"))
@@ -51,8 +52,8 @@ class StepError(Exception):
 
 @dataclass
 class Schedule:
-    """The state of the steps of a run, by id: waiting, then running, then finished or failed; or
-    skipped, if an input has failed."""
+    """The state of each step of a run. A step is waiting, then running, then finished or failed. A
+    step is skipped if one of its inputs has failed. Steps are identified by their ids."""
 
     steps: Iterable[Step]
     finished: set[str] = field(default_factory=set)
@@ -65,16 +66,16 @@ class Schedule:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Let all steps wait that are not finished."""
+        """Set the state of all steps that are not finished to waiting."""
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
-        """Number of steps of each kind that waited at first."""
+        """Kind -> number of steps that were waiting at first."""
         self.condition = threading.Condition()
         """Lock of this object, which is notified when steps have ended."""
 
     def waiting_without(self, excluded: Set[str]) -> Set[str]:
-        """Ids of the waiting steps, without `excluded` and without steps that need a step in
-        `excluded`, directly or indirectly."""
+        """Ids of the waiting steps, except the steps with the ids `excluded`, and except steps that
+        need an excluded step, directly or indirectly."""
         excluded = set(excluded)
         for step in self.waiting.values():  # inputs come before the steps that need them
             if any(needed.id in excluded for needed in step.needs):
@@ -82,11 +83,12 @@ class Schedule:
         return self.waiting.keys() - excluded
 
     def take(self, subset: Set[str] | None = None) -> Step | None:
-        """Move the next waiting step whose inputs are finished to `running`, and return it. Blocks
-        until there is such a step. Returns None as soon as no step of `subset` is waiting, even if
-        steps are still running.
+        """Move the first waiting step whose inputs are finished to `running`, and return the step.
+        If the inputs of all waiting steps are unfinished, block until a step can be taken. If no
+        step is waiting, return None, even if steps are still running.
 
-        `subset`: ids of the steps that may be taken, from `waiting_without`; None for all.
+        `subset`: ids of the steps that may be taken, from `waiting_without`. Other steps are then
+        ignored. None for all steps.
         """
         with self.condition:
             while any(subset is None or step_id in subset for step_id in self.waiting):
@@ -96,7 +98,7 @@ class Schedule:
                     if all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
-                # not only until a notification, as `postpone` makes steps wait again without one
+                # the timeout is needed, since `postpone` changes `waiting` without a notification
                 self.condition.wait(timeout=POLL)
             return None
 
@@ -118,18 +120,18 @@ class Schedule:
             self.condition.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Wait for POLL seconds, and then move a step that another run is computing from `running`
-        back to `waiting`."""
+        """Move a running step back to `waiting` after POLL seconds, because another run is
+        computing the step."""
         time.sleep(POLL)
         with self.condition:
             self.waiting[step.id], _ = self.running.pop(step.id)
 
     def finish(self, step: Step, *, computed: bool = True) -> None:
-        """Move a step to `finished`. `computed`: whether this run has computed the step, whose time
-        is then added to `ended`."""
+        """Move a step to `finished`. `computed`: whether this run has computed the step. If so, the
+        time of the step is added to `ended`."""
         with self.condition:
             self.waiting.pop(step.id, None)
-            # a step that this run has not computed may be missing in `running`
+            # a step that this run has not computed may never have been in `running`
             _, start_time = self.running.pop(step.id, (step, 0.0))
             if computed:
                 self.ended.append(StepTime(step, self.clock() - start_time, 1.0))
@@ -149,8 +151,8 @@ class Schedule:
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:
     """Mark as failed each waiting step for which an earlier run has stored an error.
 
-    In three cases the stored error is removed instead, so that the step is tried again: with
-    retry=failed, after a change of the code, and if installed packages caused the error.
+    In three cases the stored error is removed instead, so that the step is computed again: with
+    retry=failed, if the code has changed, and if installed packages caused the error.
     """
     for step in list(schedule.waiting.values()):
         if step.id not in schedule.waiting:  # skipped, as it needs a failed step
@@ -173,7 +175,7 @@ def work(
     schedule: Schedule, store: Store, execute: Execute, subset: Set[str] | None = None
 ) -> None:
     """Compute steps until no step is waiting. Each step is claimed, computed by `execute` and
-    published. Failures are entered in `schedule`, and stored unless they are transient. `subset`:
+    published. An error is passed to `schedule`, and also stored unless it is transient. `subset`:
     ids of the steps to compute, see `Schedule.take`."""
     packing = Packing(store)
     while step := schedule.take(subset):
@@ -186,7 +188,7 @@ def work(
                         raise _input_error(damaged_inputs[0])
                     execute(step, scratch)
             schedule.finish(step, computed=scratch is not None)
-        except Busy:
+        except Busy:  # another process has claimed the step
             schedule.postpone(step)
         except StepError as error:
             if not error.transient:
@@ -196,18 +198,19 @@ def work(
                 else:
                     store.fail(step, error.document)
             schedule.fail(step, error)
-        except (OSError, StoreGone) as error:  # of the store: the step itself raises StepError
+        # errors of reading or writing the store, as errors of the step itself are StepErrors
+        except (OSError, StoreGone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.pack_regularly()
     packing.pack(last=True)
 
 
-def _input_error(step: Step) -> StepError:
-    """The error of a step whose input `step` is missing or damaged. It is transient, as the next
-    run computes the input again."""
+def _input_error(damaged_input: Step) -> StepError:
+    """The error of a step that needs `damaged_input`, a step with a missing or damaged result. The
+    error is transient, as the next run computes the input again."""
     message = (
-        f"{step.folder} was removed or damaged after it was finished: start the study again "
-        "to compute it"
+        f"{damaged_input.folder} was removed or damaged after it was finished: start the study "
+        "again to compute it"
     )
     return StepError({"message": message, "transient": True, "user": True})
 
@@ -222,44 +225,49 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
     """
 
     def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`environment`: variables that the process gets in addition to those of this process."""
         self.store = store
         self.environment = environment
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
-        """Log of the steps that workers of this process have computed."""
+        """Log of all worker processes that this process starts: the names of the computed steps,
+        and the output of small steps."""
         self.child: Child | None = None
+        """The worker process; None before the first step."""
 
     def __exit__(self, *_: object) -> None:
-        """Let the process end, if it was started."""
+        """End the process, if it was started."""
         if self.child:
             self.child.close()
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        """Compute `step` in the process, with results in the folder `scratch`. Raises StepError
-        when the step fails or the process dies. The log of a small step is moved to `log`."""
+        """Compute `step` in the worker process, which writes the results to the folder `scratch`.
+        Raises StepError when the step fails or the process dies. Each step has a log of its own;
+        the log of a small step is then moved to the end of `self.log`."""
         if self.child is None or self.child.process.poll() is not None:
             self.child = self._start()
         self._append_to_log(f"{time.strftime('%H:%M:%S')} {step.folder}\n")
-        content = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
-        log = self.store.log(step.folder)
+        pickled_step = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
+        step_log = self.store.log(step.folder)
         try:
-            # {} if the step succeeded
-            error = self.child.call("perform_pickled", work=content)
-        except Refused as refused:  # the process cannot unpickle the step: its module is missing
+            # an error document; {} if the step succeeded
+            error = self.child.call("perform_pickled", work=pickled_step)
+        # the process cannot unpickle the step, because the module of the step's class is missing
+        except Refused as refused:
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
         except Ended as ended:
             code = self.child.process.returncode
             hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
             message = f"{step.folder}: the worker died ({ended}{hint})"
-            if log.exists():
-                message += f"; its log is {log}"
+            if step_log.exists():
+                message += f"; its log is {step_log}"
             # a negative code means that a signal ended the process
             raise StepError({"message": message, "transient": code < 0}) from None
         if error:
             raise StepError(error)
         if step.small:
             with suppress(OSError):  # there are many small steps, which share one log
-                if self._append_to_log(log.read_text(errors="replace")):
-                    log.unlink()
+                if self._append_to_log(step_log.read_text(errors="replace")):
+                    step_log.unlink()
 
     def _start(self) -> Child:
         """Start the process, in which the signal USR2 is ignored."""
@@ -270,16 +278,16 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         return Child(shell_command, {**os.environ, **self.environment}, umask=self.store.umask)
 
     def end(self, seconds: float) -> None:
-        """End the process, even in the middle of a step. A pass then has `seconds` to save its
-        state, see `observe.SaveTimer`."""
+        """End the process by SIGTERM, even in the middle of a step, and wait at most `seconds` for
+        its end. In this time, a pass saves its state, see `observe.SaveTimer`."""
         if self.child:
             self.child.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.child.process.wait(seconds)
 
     def _append_to_log(self, text: str) -> bool:
-        """Append a text to `log`. Returns whether any text was appended. On a full disk no text
-        is appended, and the step itself reports the error."""
+        """Append a text to `self.log`. Returns whether any text was appended."""
+        # a full disk is reported by the step itself
         with suppress(OSError):
             self.store.make_folder(self.log.parent)
             with self.log.open("a") as log:
@@ -293,7 +301,8 @@ class InProcessExecutor(WorkerProcess):
     the store."""
 
     def __init__(self, store: Store, models: Models | None = None) -> None:
-        """`models`: loaded models that other executors share; None for models of its own."""
+        """`models`: loaded models that this executor shares with others; None for a new, empty
+        set of models."""
         super().__init__(store)
         self.models = models or Models()
 
@@ -315,12 +324,13 @@ console = Console(stderr=True, highlight=False)
 
 
 def inform(sentence: str, style: str | None = None) -> None:
-    """Print a sentence for the user on standard error, without markup or wrapping."""
+    """Print a sentence for the user on standard error, in one line. Brackets in the sentence are
+    not taken for rich's markup. `style`: a style of rich, such as red."""
     console.print(sentence, markup=False, soft_wrap=True, style=style)
 
 
 def print_notices(store: Store) -> None:
-    """Print the notices of the store, the oldest first, and remove them from the list."""
+    """Print the notices in `store.notices`, the oldest first, and empty this list."""
     while store.notices:
         inform(f"moe_lab: {store.notices.pop(0)}")
 
@@ -328,43 +338,45 @@ def print_notices(store: Store) -> None:
 def show_progress(
     schedule: Schedule, store: Store, workers: int = 0
 ) -> AbstractContextManager[None]:
-    """Show the state of `schedule` until the block ends. `workers`: number of steps that run at the
-    same time, from which the time left is estimated; 0 for the number that runs now."""
+    """A context in which the progress of `schedule` is shown. `workers`: number of steps that can
+    run at the same time, for the estimate of the time left; 0: as many as are running."""
     seconds = cache(seconds_estimator(store))
     return show_regularly(lambda: overview(schedule, store, seconds, workers))
 
 
 def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
-    """A line with the number of ended steps of each unfinished kind, the progress of running steps,
-    and the time left. `seconds` estimates the seconds of a step. `workers`: see `show_progress`."""
+    """A line of text for the user: the progress of each kind of steps that is not complete, and the
+    time left. The progress is the number of ended steps of the kind, and for each running step a
+    text such as "3 of 40 batches". `seconds`: step -> estimated seconds. `workers`: see
+    `show_progress`."""
     with schedule.condition:
-        # while jobs compute, their steps are in `waiting` as well as in `running`
+        # a step that a Slurm job is computing is in both `waiting` and `running`
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running = list(schedule.running.values())
         ended = list(schedule.ended)
     unfinished = Counter(step.kind for step in waiting)
     unfinished.update(step.kind for step, _ in running)
-    details = defaultdict[str, str](str)
+    running_texts = defaultdict[str, str](str)
     step_times: list[StepTime] = []
     for step, start_time in running:
         share, text = progress.read(store.partial(step) / progress.NAME)
         step_times.append(StepTime(step, schedule.clock() - start_time, share))
         if text:
-            details[step.kind] += f" ({text})"
-    counts = [
-        f"{kind} {total - unfinished[kind]}/{total}{details[kind]}"
+            running_texts[step.kind] += f" ({text})"
+    kind_texts = [
+        f"{kind} {total - unfinished[kind]}/{total}{running_texts[kind]}"
         for kind, total in schedule.total.items()
         if unfinished[kind]
     ]
     remaining, unknown_kinds = time_left(
         ended, step_times, waiting, seconds, workers or len(running) or 1
     )
-    return ", ".join([*counts, _time_text(remaining, unknown_kinds)])
+    return ", ".join([*kind_texts, _time_text(remaining, unknown_kinds)])
 
 
 def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
-    """The time left as text. `seconds`: estimated time. `unknown_kinds`: kinds of the steps that
-    have no estimate, and that `seconds` therefore leaves out."""
+    """The time left as text for the user. `seconds`: estimated time left, without steps for which
+    there is no estimate. `unknown_kinds`: kinds of the steps without an estimate."""
     if seconds < 60:
         return "time left unknown" if unknown_kinds else "less than 1 min left"
     text = f"about {seconds / 60:.0f} min left"
@@ -373,9 +385,9 @@ def _time_text(seconds: float, unknown_kinds: Sequence[str]) -> str:
 
 @contextmanager
 def show_regularly(status: Callable[[], str]) -> Iterator[None]:
-    """Show the text that `status` returns, with the minutes since the block began, until the block
-    ends: on a terminal in a line that is overwritten every second, otherwise as a printed line
-    every minute."""
+    """A context in which a text is shown to the user: the minutes since the context began, and the
+    result of `status`. On a terminal, one line is overwritten every second. Otherwise, a line is
+    printed every LINE_EVERY seconds."""
     start = time.monotonic()
     end_event = threading.Event()
 
