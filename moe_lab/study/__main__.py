@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the command that the arguments of the program name. Returns the exit code: 1 if the
-    command `verify` finds damage, 2 after printing a UserError, otherwise 0."""
+    """Run the command in the arguments of the program, and return the exit code: 1 if the command
+    `verify` finds damage, 2 if a UserError was printed, otherwise 0."""
     # imported here and not above, so that Ctrl-C during these imports prints no trace
     from moe_lab.study.claims import in_queue
     from moe_lab.study.garbage import gc
@@ -56,7 +56,7 @@ def main() -> int:
             if is_gc:
                 code = gc(store, apply=settings.get("apply") == "true")
             else:
-                # only `verify` returns a code, the other commands return None
+                # a command takes a study and steps of it; only `verify` returns a code, not None
                 code = COMMANDS[parsed.command](*find(store, names[0])) or 0
         print_notices(store)
         return code
@@ -66,14 +66,15 @@ def main() -> int:
 
 
 def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names in a command's arguments, and the settings in them as key -> value. `keys`: the
-    settings that the command has. Raises UserError for any other setting, and for a value of
-    `apply` other than true and false."""
+    """(names, key of a setting -> its value) from the arguments of a command. An argument KEY=VALUE
+    is a setting, any other argument is a name. `keys`: the keys that the command knows. Raises
+    UserError for any other key, and for a value of `apply` other than true and false."""
     names = []
     settings = {}
     for argument in arguments:
         key, is_setting, value = argument.partition("=")
-        if not (is_setting and key.isidentifier()):  # names of steps may contain =
+        # the name of a step may contain =, but has a / before it, so it is not KEY=VALUE
+        if not (is_setting and key.isidentifier()):
             names.append(argument)
         elif key not in keys:
             raise unknown("setting", key, keys)
@@ -85,10 +86,9 @@ def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dic
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
-    """The study `name` and all its steps. If no study has this name: the first study with steps
-    that match, and only these steps. A step matches if its name contains `name`, or if `name`
-    begins with the digits of the id in the step's name. Raises UserError when neither a study nor a
-    step matches."""
+    """The study with the name `name`, and all its steps. If no study has this name: the first study
+    with matching steps, and only its matching steps. A step matches if its name contains `name`, or
+    if `name` is its id. Raises UserError when neither a study nor a step matches."""
     from moe_lab.study.runs import studies
     from moe_lab.study.status import study_state
 
@@ -100,13 +100,14 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
         # a study with damaged records is passed over; a command with its name reports the damage
         with suppress(UserError):
             state = study_state(store, study)
-            # names of steps end in the first digits of their ids
-            if matching := [
+            # the name of a step ends in the first DIGITS digits of its id
+            matching_steps = [
                 step
                 for step in state.steps
                 if name in step.name or name[:DIGITS] == step.name[-DIGITS:]
-            ]:
-                return state, matching
+            ]
+            if matching_steps:
+                return state, matching_steps
     raise unknown("study or step", name, names)
 
 

@@ -73,24 +73,27 @@ class Busy(Exception):
 
 @lru_cache(maxsize=1)
 def machine() -> list[str]:
-    """Boot id and PID namespace of this machine. Process ids are unique within the pair; host names
-    would not do, as containers share them. Without /proc: the host name and a random text, which is
-    the same in all calls of this process."""
+    """[boot id, PID namespace] of this machine, within which process ids are unique. Host names
+    would not suffice, because containers may share a host name. Without /proc: [host name, random
+    text], where the text is drawn once in each process."""
     with suppress(OSError):
         return [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/pid"),
         ]
-    return [socket.gethostname(), uuid.uuid4().hex]  # without /proc only the heartbeat decides
+    # to other processes, this looks like another machine: only heartbeats decide about the claim
+    return [socket.gethostname(), uuid.uuid4().hex]
 
 
 def start_of(pid: int) -> str | None:
-    """Start of the process `pid` in clock ticks since boot. None if there is no such process, or it
-    has ended. "?" if the process exists, but /proc is missing or hides it from this user."""
+    """Time at which the process `pid` started, in clock ticks since boot. None if there is no such
+    process, or if it has ended. "?" if the process exists, but /proc is missing or hides the
+    process from this user."""
     with suppress(OSError):
-        # the fields begin after the name of the program, in parentheses
+        # field 2 is the program's name in parentheses; field 3, the state, is the first after it
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # zombies (Z) and dead processes (X) have ended; fields[18] is `starttime`, field 22 in all
+        # zombies (Z) and dead processes (X) have ended; fields[0] is field 4, and fields[18] is
+        # field 22, the time of the start
         return None if state in "ZX" else fields[18]
     try:
         os.kill(pid, 0)
@@ -102,12 +105,14 @@ def start_of(pid: int) -> str | None:
 
 
 class Claim(AbstractContextManager["Claim"]):
-    """A claim that this process holds until the `with` block ends. Making the object creates the
-    claim's file, and raises FileExistsError when the file exists. `token` is unique."""
+    """A claim of this process on a name, held until the `with` block ends. Its file is
+    NAME.GENERATION: whoever takes over a stale claim creates the file of the next generation. The
+    constructor creates the file, and raises FileExistsError when the file exists. `token`: a unique
+    text, by which the file is recognised as this claim's."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
-        """Create the file of a generation of the claim `name`, and write this process into it as
-        the owner. Raises FileNotFoundError when the folder of `claims` is missing."""
+        """Create the file of the claim, and write into the file that this process is the owner.
+        Raises FileNotFoundError when the folder of `claims` is missing."""
         self.claims = claims
         self.name = name
         self.generation = generation
@@ -133,7 +138,7 @@ class Claim(AbstractContextManager["Claim"]):
             owner |= {"device": status.st_dev, "inode": status.st_ino}
             os.write(self.descriptor, sealed(json.dumps(owner)).encode())
             os.fsync(self.descriptor)  # other machines see the content from here on
-        except OSError:  # such as a full disk; other processes would wait for an empty claim
+        except OSError:  # such as a full disk. Other processes would wait if an empty file stayed
             self.abandon()
             raise
 
@@ -141,8 +146,9 @@ class Claim(AbstractContextManager["Claim"]):
         self.release()
 
     def check(self) -> None:
-        """Raise Busy when another process took over this claim: when the claim's file is missing,
-        damaged or names another owner, or when there is a file of a higher generation."""
+        """Raise Busy when another process took over this claim. This is so when the claim's file is
+        missing, is damaged or names another owner, or when the file of the next generation
+        exists."""
         owner = _owner(self.path)
         if (
             owner is None
@@ -152,14 +158,15 @@ class Claim(AbstractContextManager["Claim"]):
             raise Busy(self.name)
 
     def abandon(self) -> None:
-        """Remove the claim's file, which this process created without getting the claim."""
+        """Remove the claim's file, after this process has created the file but did not get the
+        claim."""
         self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
     def release(self) -> None:
-        """Remove the files of this generation and of lower generations of the claim. If another
-        process took over the claim, no file is removed: the file of this generation gets the
-        modification time 0, which marks it as released."""
+        """Remove the claim's file and the files of lower generations. If another process took over
+        the claim, remove no file: the claim's file gets the modification time 0, which marks the
+        file as released."""
         with self.claims.lock:  # no heartbeat may use the descriptor after it is closed
             self.claims.owned.discard(self)
         try:
@@ -178,9 +185,13 @@ InQueue = Callable[[str, int], bool]
 
 
 class Claims:
-    """The claims in a folder. `in_queue`: tells whether a job is in the scheduler's queue, as the
-    claim of such a job is not stale; None without a scheduler. `limit`: seconds without a heartbeat
-    after which other processes regard claims of this process as stale."""
+    """The claims in a folder. The owner of a claim renews the time of the claim's file: these are
+    the heartbeats. A claim whose owner is gone is stale, and other processes may take it over.
+
+    `in_queue`: tells whether a job is in the scheduler's queue, because claims of queued jobs are
+    not stale; None without a scheduler. `limit`: seconds without a heartbeat after which other
+    processes regard claims of this process as stale.
+    """
 
     def __init__(self, folder: Path, in_queue: InQueue | None = None, limit: float = LIMIT) -> None:
         self.folder = folder
@@ -194,22 +205,22 @@ class Claims:
         self.lock = threading.Lock()
         """Held while `owned` is changed, and while the claims in `owned` are renewed."""
         self._watched: dict[Path, tuple[tuple[int, str], float]] = {}
-        """File of a claim -> (modification time in ns, token), and the monotonic time at which this
-        process saw this pair first."""
+        """File of a claim -> ((modification time of the file in ns, token in the file), monotonic
+        time at which this process first saw these two values)."""
         self._has_heartbeat = False
         """Whether a thread renews the claims."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy in another process holds no claims.
+        """Pickle only the settings, so that a copy in another process holds no claims."""
         return Claims, (self.folder, self.in_queue, self.limit), {"shared": self.shared}
 
     def path(self, name: str, generation: int) -> Path:
-        """File of a generation of the claim `name`."""
+        """The file of the claim `name` with this generation."""
         return self.folder / f"{name}.{generation}"
 
     def take(self, name: str) -> Claim:
-        """Claim a name: create the file of the lowest generation above all stale files. Raises Busy
-        when a process holds the claim, even if it is this process."""
+        """Take the claim `name`: create the file of the lowest generation above all stale files.
+        Raises Busy when a process holds the claim, also when this process itself holds it."""
         for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
@@ -223,14 +234,14 @@ class Claims:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
                 continue
-            # lower generations may have been released and taken again since they were checked
+            # other processes may have removed and created lower generations since the checks above
             if not all(self.is_stale(self.path(name, lower)) for lower in range(1, generation)):
                 claim.abandon()
                 raise Busy(name)
             if not self.path(name, generation + 1).exists():
                 break
-            # a higher generation exists: this file only fills a gap below it. It is marked as
-            # released, and the next generation is tried
+            # The next generation exists, so the new file only fills a gap between generations. It
+            # is marked as released, and the loop tries the next generation.
             os.utime(claim.descriptor, (0, 0))
             os.close(claim.descriptor)
         with self.lock:
@@ -241,8 +252,8 @@ class Claims:
         return claim
 
     def wait_for(self, name: str) -> Claim:
-        """Wait until no other process holds the claim `name`, and take the claim. After
-        ATTEMPTS_BEFORE_NOTICE attempts, the holder is printed once."""
+        """Wait until no process holds the claim `name`, and take the claim. Print the holder once,
+        after ATTEMPTS_BEFORE_NOTICE attempts."""
         attempts = 0
         while True:
             with suppress(Busy):
@@ -256,10 +267,10 @@ class Claims:
             time.sleep(POLL)
 
     def holder(self, name: str) -> str:
-        """The holder of the claim `name` as text: process, machine and job, or "another process" if
-        these are unknown. If heartbeats are missing, the text has the minutes since the last
-        heartbeat."""
-        # ValueError: the claim has no file; FileNotFoundError: the file was removed meanwhile
+        """A text that names the process, machine and job that hold the claim `name`; "another
+        process" if the holder is unknown. If heartbeats are missing, the text states the minutes
+        since the last heartbeat."""
+        # ValueError: `max` gets no file; FileNotFoundError: the file was removed meanwhile
         with suppress(ValueError, FileNotFoundError):
             latest_file = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent_seconds = time.time() - latest_file.stat().st_mtime
@@ -273,14 +284,14 @@ class Claims:
         return "another process"
 
     def _beat(self) -> None:
-        """Set the modification time of the files of all owned claims to the present time every BEAT
-        seconds, until this process owns no claim."""
-        pause = threading.Event()
-        while not pause.wait(BEAT):  # waits by the monotonic clock
+        """Every BEAT seconds, set the modification time of the files of all owned claims to the
+        present time, until this process owns no claim."""
+        pause = threading.Event()  # is never set: `wait` only sleeps, by the monotonic clock
+        while not pause.wait(BEAT):
             with self.lock:
                 for claim in self.owned:
                     with suppress(OSError):
-                        # by descriptor, as the path may lead to the file of another owner by now
+                        # not by path: the file at the path may have another owner by now
                         os.utime(claim.descriptor)
                 if not self.owned:
                     self._has_heartbeat = False
@@ -288,26 +299,26 @@ class Claims:
 
     def is_stale(self, path: Path) -> bool:
         """Whether the claim with the file `path` was released, or its owner is gone. False when the
-        file has just been removed: the caller tries again later.
+        file has just been removed.
 
-        An owner on this machine is gone if its process has ended. An owner on another machine is
-        gone if heartbeats have been missing for longer than the limit in the claim's file, unless
-        the owner belongs to another job that is still in the queue. The time of the file is not
-        enough to tell, as it may come from the owner's clock, which may be wrong. So this process
-        watches the claim itself for WATCH intervals, unless the time of the file is more than
-        MAXIMUM_CLOCK_ERROR ago. A file that names no owner, and gets no heartbeats while this
-        process watches it, was left by a process that was killed while it wrote the file."""
+        An owner on this machine is gone if its process has ended. An owner on any machine is gone
+        if heartbeats have been missing for longer than the limit in the claim's file. Missing
+        heartbeats do not count while the owner's job, if it is another job, is in the queue.
+
+        The time of the file may come from the owner's clock, which may be wrong. So the claim is
+        stale only after this process itself has seen no heartbeat for WATCH intervals. If the time
+        of the file is more than MAXIMUM_CLOCK_ERROR ago, this process need not wait."""
         try:
             status = path.stat()
             owner = _owner(path)
         except FileNotFoundError:
             return False
         beat_ns = status.st_mtime_ns
-        if beat_ns == 0 or (owner and _has_ended(owner, status)):  # released claims have the time 0
+        if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0 marks a released claim
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
         if owner and is_own_job and owner["restarts"] < restarts():
-            return True  # the owner ran before this job was requeued, perhaps on another node
+            return True  # the owner ended when this job was requeued, perhaps from another node
         state = (beat_ns, owner["token"] if owner else "")
         last_state, watch_start = self._watched.get(path, (None, 0.0))
         if state != last_state:
@@ -316,9 +327,9 @@ class Claims:
         watched_seconds = time.monotonic() - watch_start
         if watched_seconds < WATCH * BEAT and time.time() - beat_ns / 1e9 < MAXIMUM_CLOCK_ERROR:
             return False
-        if owner is None:
+        if owner is None:  # a process was killed while it wrote the file
             return True
-        # the queue does not show whether other processes of this job are alive
+        # only for other jobs: this job is in the queue, even if another process of it is gone
         has_other_job = owner["job"] is not None and not is_own_job
         if has_other_job and self.in_queue and self.in_queue(owner["job"], status.st_uid):
             return False
@@ -326,12 +337,12 @@ class Claims:
             os.utime(self.folder)  # sets the present time by the clock of the file system
             silent_seconds = max(watched_seconds, self.folder.stat().st_mtime - beat_ns / 1e9)
             return bool(silent_seconds > owner["limit"])
-        except OSError:  # where nothing can be written, nothing is taken over either
+        except OSError:  # this process cannot write here, so it cannot take over the claim either
             return False
 
     def active(self) -> dict[str, float]:
-        """Names of the claims that are not stale -> their creation times, in seconds since the
-        epoch, or 0 if unknown. Creates and removes no files."""
+        """Name of a claim -> time of its creation in seconds since the epoch, or 0 if unknown, for
+        the claims that are not stale. Creates and removes no files."""
         claims = {}
         for path in self.folder.glob("*"):
             if not self.is_stale(path):
@@ -340,22 +351,23 @@ class Claims:
         return claims
 
     def clear(self) -> None:
-        """Take over all stale claims and release them, which removes their files. Also remove the
-        files of stale generations above a missing generation, which `Claim.release` leaves."""
+        """Remove the files of all stale claims: take over each claim and release it. Stale files
+        above a gap in the generations are removed one by one, because `Claim.release` only removes
+        lower generations."""
         for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy), self.take(name) as claim:
                 for path in self.folder.glob(f"{name}.*"):
-                    # the release of `claim` removes lower generations
+                    # `claim` is released when the `with` block ends
                     if int(path.suffix[1:]) > claim.generation and self.is_stale(path):
                         path.unlink(missing_ok=True)
 
 
 def _create_file(path: Path) -> int:
-    """Create a file, and return its descriptor. Raises FileExistsError if the file exists.
+    """Create the file `path`, and return its descriptor. Raises FileExistsError if the file exists.
 
-    sshfs, whose protocol has no EEXIST, raises EPERM for a file that exists. So after any error the
-    function looks the file up. If the file is missing, it may have been removed after the error,
-    and the function tries the creation again."""
+    On sshfs, whose protocol has no EEXIST, the error for an existing file is EPERM. So after any
+    error the function looks whether the file exists. If not, the file may have been removed after
+    the error, and the function tries again, at most ATTEMPTS times in all."""
     last_error = OSError()
     for _ in range(ATTEMPTS):
         try:
@@ -368,20 +380,22 @@ def _create_file(path: Path) -> int:
 
 
 def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
-    """Whether the owner of a claim is a process of this machine that has ended. For a claim of this
-    machine, True, too, if the claim's file is a copy from another store. `owner`: content of the
-    claim's file. `status`: result of `stat` for this file."""
+    """Whether a claim was made on this machine, and its owner has ended. If a claim was made on
+    this machine, and its file is a copy of the file that the owner created, the result is also
+    True: the owner does not hold the copy. `owner`: content of the claim's file. `status`: result
+    of `stat` for this file."""
     if owner["machine"] != machine():
         return False
-    # a copy has another inode. This is only compared on one device, since each mount of a network
-    # file system has its own device number
+    # A copy has another inode. Inodes are compared only if the device numbers are equal, because
+    # each mount of a network file system has a device number of its own.
     is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
+    # a process with the same pid and another start is not the owner; "?": unknown
     return is_copy or start_of(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:
-    """Slurm's id of the job that this process belongs to, as squeue shows it: ARRAY_TASK for a task
-    of an array. None outside of jobs."""
+    """Slurm's id of the job that this process belongs to, as squeue shows it: for a task of an
+    array ARRAY_TASK, such as 123_4. None outside of jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return (
         f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
@@ -396,7 +410,7 @@ def restarts() -> int:
 def in_queue(job: str, user: int) -> bool:
     """Whether the job with the id `job` of the user with the uid `user` is in Slurm's queue. False
     when Slurm does not answer: then only heartbeats decide whether a claim is stale."""
-    # one query a minute, as there are many old claims after a power cut
+    # at most one query a minute, because there may be many claims to check after a power cut
     minute = int(time.monotonic() // 60)
     return job in _queued_jobs(user, minute)
 
@@ -404,8 +418,8 @@ def in_queue(job: str, user: int) -> bool:
 @lru_cache(maxsize=64)
 def _queued_jobs(user: int, _: int) -> Collection[str]:
     """Ids of the jobs that the user with the uid `user` has in Slurm's queue; () when Slurm does
-    not answer. The second argument, the present minute, is only a key of the cache: so Slurm is
-    asked again in the next minute."""
+    not answer. The second argument is the present minute: a key of the cache, so that a result is
+    used for at most a minute."""
     from moe_lab.study.slurm import scheduler  # imported only when there are old claims of jobs
 
     try:
@@ -415,8 +429,8 @@ def _queued_jobs(user: int, _: int) -> Collection[str]:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Content of a claim's file, which describes the owner. None while the file is being written,
-    and when it is damaged, missing or not readable by this user."""
+    """The owner of the claim with the file `path`: the fields of the file, see OWNER_SHAPE. None
+    while the file is being written, or if it is damaged, missing or not readable by this user."""
     with suppress(Damaged, FileNotFoundError, PermissionError):
         owner: dict[str, Any] = read_sealed(path, OWNER_SHAPE)
         return owner

@@ -39,13 +39,13 @@ TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
     """The model with device=auto and dtype=auto resolved for the machine where the steps run.
 
-    The device follows from the number of GPUs, see `_auto_gpus`. On the CPU, dtype=auto becomes
-    float32. On a GPU, dtype=auto stays: it means the precision of the model's files, and the hash
-    of the files identifies this precision.
+    device=auto becomes cpu for no GPU, cuda for one GPU, and balanced for several GPUs, as counted
+    by `_auto_gpus`. On the CPU, dtype=auto becomes float32. On a GPU, dtype=auto stays: it means
+    the precision of the model's files, which the hash of the files already identifies.
     """
     device = model.device
     if device == "auto":
-        # balanced: the device map that divides a model among several GPUs
+        # "balanced": the device map of accelerate that divides a model among several GPUs
         device = {0: "cpu", 1: "cuda"}.get(_auto_gpus(model, config), "balanced")
     dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
     return replace(model, device=device, dtype=dtype)
@@ -53,9 +53,9 @@ def resolved_device(model: ModelConfig, config: Config) -> ModelConfig:
 
 def _auto_gpus(model: ModelConfig, config: Config) -> int:
     """Number of GPUs that device=auto uses for a model. With launcher=slurm: the GPUs that a job
-    requests, as the login node may have none. With launcher=local: all GPUs of this machine. With
-    launcher=inline: as many GPUs of this machine as the weights need, or all if the size of the
-    model is unknown."""
+    requests, because the login node may have no GPUs. With launcher=local: all GPUs of this
+    machine. With launcher=inline: as many GPUs of this machine as the weights need, or all GPUs if
+    the size of the model is unknown."""
     if config.launcher.name == "slurm":
         return _job_gpus(model, config)
     gpu_count = len(visible_gpus())
@@ -66,32 +66,34 @@ def _auto_gpus(model: ModelConfig, config: Config) -> int:
 
 
 def _job_gpus(model: ModelConfig, config: Config) -> int:
-    """Number of GPUs of a Slurm job with a model: the number in the settings for jobs with this
-    model, or else in the settings for every job. Without such a number: 0 for a model of known size
-    that runs on the CPU, otherwise the maximum of GPU_COUNTS."""
-    for job in (config.resources.of_model(model), config.resources.every):
-        if job is not None and job.gpus is not None:
-            return job.gpus
+    """Number of GPUs of a Slurm job with a model. It is `gpus` in the settings for jobs with this
+    model. If these settings have no number, it is `gpus` in the settings for every job. If both
+    have no number, it is 0 for a model of known size that runs on the CPU, otherwise the maximum of
+    GPU_COUNTS."""
+    for settings in (config.resources.of_model(model), config.resources.every):
+        if settings is not None and settings.gpus is not None:
+            return settings.gpus
     size = size_of(model)
     return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
 
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
-    """Number of GPUs of resources.gpu_memory GiB that hold the weights of a model of `size`."""
+    """Number of GPUs that hold the weights of a model of `size`, if each GPU has
+    resources.gpu_memory GiB."""
     return loaded_weights(size).gpus(config.resources.gpu_memory)
 
 
 def resolved_engine(
     text: CalibrationConfig, model: ModelConfig, config: Config
 ) -> CalibrationConfig:
-    """The text with engine=auto and parts=null resolved.
+    """The settings `text` with engine=auto and parts=null resolved. Other values stay.
 
-    An engine or a number of parts that is set stays. If only the engine is set, there is one part.
-    Otherwise the engine becomes "streamed" (layer by layer) for a model on GPUs that one GPU does
-    not hold: splitting this model among the GPUs would leave all but one of them idle. The text
-    then has a part for each GPU, but at most one for each batch. The engine becomes "resident",
-    with one part, for any other model, and for a model with quantised weights or of unknown
-    configuration.
+    engine=auto becomes "streamed" (layer by layer) for a model on GPUs whose weights need more than
+    one GPU: if such a model were split among GPUs, only one GPU at a time would work. In all other
+    cases, and for quantised weights or a missing config.json, engine=auto becomes "resident".
+
+    If engine=auto becomes "streamed", parts=null becomes the number of GPUs, but at most the number
+    of batches. Otherwise parts=null becomes 1.
     """
     if text.engine != "auto":
         return replace(text, parts=text.parts or 1)
@@ -99,7 +101,7 @@ def resolved_engine(
     gpus_needed = _gpus_for_weights(size, config) if size else 1
     if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
         return replace(text, engine="resident", parts=text.parts or 1)
-    # as many GPUs as the weights need in a job, all GPUs of this machine, or one if launcher=inline
+    # GPUs by launcher: as many as the weights need, all of this machine, or one for "inline"
     gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
     return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
 
