@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import product
-from math import comb
+from itertools import pairwise, permutations, product
+from math import comb, lcm
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,23 +31,16 @@ class Problem(NamedTuple):
 
     def space(self, granularity: int) -> Space:
         layers = zip(self.n_experts, self.steps, self.fewest, strict=True)
-        return space_of(
-            [Limits(count, 1, 1, step, few) for count, step, few in layers],
-            self.budget,
-            granularity,
-        )
+        limits = [Limits(count, 1, 1, step, few) for count, step, few in layers]
+        return space_of(limits, self.budget, granularity)
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
     """Every feasible schedule, by trying all."""
-    choices = [
-        [
-            lost
-            for lost in range(count - few + 1)
-            if (count - lost) % step == 0 and (count - lost) % granularity == 0
-        ]
-        for count, few, step in zip(problem.n_experts, problem.fewest, problem.steps, strict=True)
-    ]
+    choices = []
+    for count, few, step in zip(problem.n_experts, problem.fewest, problem.steps, strict=True):
+        multiple = lcm(step, granularity)
+        choices.append([lost for lost in range(count - few + 1) if (count - lost) % multiple == 0])
     return [counts for counts in product(*choices) if sum(counts) == problem.budget]
 
 
@@ -57,9 +50,9 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
     step = draw(st.integers(1, 3))
     counts = tuple(draw(st.lists(st.integers(4, 9), min_size=layers, max_size=layers)))
     fewest = tuple(draw(st.integers(1, 3)) for _ in counts)
-    return Problem(counts, fewest, (step,) * layers, draw(st.integers(0, sum(counts)))), draw(
-        st.integers(1, 2)
-    )
+    budget = draw(st.integers(0, sum(counts)))
+    granularity = draw(st.integers(1, 2))
+    return Problem(counts, fewest, (step,) * layers, budget), granularity
 
 
 @given(problems())
@@ -72,11 +65,9 @@ def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
     except UserError as error:
         assert not expected
         if "nearest feasible" in str(error):
-            ratios = str(error).split(": ")[2].split(" is the nearest")[0].split(" or ")
-            for budget in map(int, ratios):
-                assert enumerated(
-                    Problem(problem.n_experts, problem.fewest, problem.steps, budget), granularity
-                )
+            nearest = str(error).split(": ")[2].split(" is the nearest")[0]
+            for budget in nearest.split(" or "):
+                assert enumerated(problem._replace(budget=int(budget)), granularity)
         return
     assert space.size == len(expected)
     assert [space.nth(number) for number in range(space.size)] == expected
@@ -88,8 +79,10 @@ def test_sampling_is_uniform(granularity: int) -> None:
     problem = Problem((6, 4, 8), (2, 1, 3), (1, 1, 1), 6)
     space = problem.space(granularity)
     random = Generator(PCG64(7))
-    seen = Counter(space.sample(random) for _ in range(100 * space.size))
-    assert set(seen) == set(enumerated(problem, granularity)) and len(seen) > 3
+    schedules = enumerated(problem, granularity)
+    seen = Counter(space.sample(random) for _ in range(100 * len(schedules)))
+    assert set(seen) == set(schedules)
+    assert len(seen) > 3
     assert chisquare(list(seen.values())).pvalue > 0.01
 
 
@@ -114,7 +107,11 @@ def test_counts_are_exact_beyond_fp64() -> None:
             3,
             r"MoE layer 0 \(counted from 0\) has 8 .*multiple of 12",
         ),
-        (Problem((8, 8), (2, 2), (2, 3), 4), 1, r"multiples of \[2, 3\] in different layers"),
+        (
+            Problem((8, 8), (2, 2), (2, 3), 4),
+            1,
+            r"multiples of \[2, 3\] in different layers",
+        ),
     ],
 )
 def test_impossible_search_spaces_are_refused(
@@ -128,9 +125,9 @@ def test_impossible_search_spaces_are_refused(
 
 
 def space(layers: int, experts: int, fewest: int, budget: int, granularity: int = 1) -> Space:
-    return Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget).space(
-        granularity
-    )
+    """The space of layers that are alike."""
+    problem = Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget)
+    return problem.space(granularity)
 
 
 # 8 layers of 16 experts lose 32. By hand, e.g. up: weights 1..8 of 36, shares 8i/9 = .89 1.78 2.67
@@ -164,24 +161,34 @@ BY_HAND = {
 
 
 def test_patterns_as_computed_by_hand() -> None:
+    layers = space(8, 16, 2, 32)
     for name, expected in BY_HAND.items():
-        assert pattern(name, space(8, 16, 2, 32), Generator(PCG64(0))) == expected, name
+        assert pattern(name, layers, Generator(PCG64(0))) == expected, name
+
+
+def test_random_pattern_is_of_random_weights() -> None:
     weights = [float(value) + 1e-4 for value in Generator(PCG64(3)).random(8)]
-    plans = pattern("random", space(8, 16, 2, 32), Generator(PCG64(3)))
-    shares = [32 * weight / sum(weights) for weight in weights]
-    assert all(abs(lost - share) < 1 for lost, share in zip(plans, shares, strict=True))
+    schedule = pattern("random", space(8, 16, 2, 32), Generator(PCG64(3)))
+    for lost, weight in zip(schedule, weights, strict=True):
+        share = 32 * weight / sum(weights)
+        assert abs(lost - share) < 1
 
 
-def test_projections_with_caps_and_in_pairs() -> None:
+def test_projections_with_caps() -> None:
     # shares 12 2.4 .8 .8, cap 6: 6 2 0 0, then one each to .8 .8 .4, then again from the first
     # layer with room
     assert project([15, 3, 1, 1], space(4, 8, 2, 16)) == (6, 5, 3, 2)
+
+
+def test_projections_in_pairs() -> None:
     # 16 pairs: weights 1..8 of 36 give .44 .89 1.33 1.78 2.22 2.67 3.11 3.56, whole 0 0 1 1 2 2 3 3
     # = 12
     expected = (0, 2, 2, 4, 4, 6, 6, 8)
-    assert pattern("up", space(8, 16, 2, 32, granularity=2), Generator(PCG64(0))) == expected
+    even = space(8, 16, 2, 32, granularity=2)
+    assert pattern("up", even, Generator(PCG64(0))) == expected
     # an odd number of experts loses an odd number: 3 pairs beyond one each
-    assert project([1, 1, 2], space(3, 9, 2, 9, granularity=2)) == (3, 3, 3)
+    odd = space(3, 9, 2, 9, granularity=2)
+    assert project([1, 1, 2], odd) == (3, 3, 3)
 
 
 # ---- evolution
@@ -201,9 +208,12 @@ PAPER = Problem((128,) * 48, (8,) * 48, (1,) * 48, 3072)
 def rugged(seed: int) -> Callable[[Schedule], float]:
     """A fitness with interactions between neighbouring layers, different for every seed."""
     tables = Generator(PCG64(seed)).random((6, 129, 129))
-    return lambda schedule: float(
-        sum(table[a, b] for table, a, b in zip(tables, schedule, (*schedule[1:], 0), strict=False))
-    )
+
+    def fitness(schedule: Schedule) -> float:
+        pairs = pairwise((*schedule, 0))
+        return float(sum(table[pair] for table, pair in zip(tables, pairs, strict=False)))
+
+    return fitness
 
 
 def run(
@@ -211,15 +221,12 @@ def run(
 ) -> Outcome:
     """A search whose every evaluation is checked."""
     seen: set[Schedule] = set()
-    feasible = (
-        set(enumerated(problem, settings.granularity)) if sum(problem.n_experts) < 40 else None
-    )
+    feasible = set(enumerated(problem, settings.granularity))
 
     def evaluate(schedules: Sequence[Schedule]) -> list[float]:
-        assert feasible is None or feasible.issuperset(schedules)
-        assert len(set(schedules)) == len(schedules) and not seen.intersection(schedules), (
-            "evaluated twice"
-        )
+        assert feasible.issuperset(schedules)
+        assert len(set(schedules)) == len(schedules), "evaluated twice"
+        assert not seen.intersection(schedules), "evaluated twice"
         seen.update(schedules)
         return [fitness(schedule) for schedule in schedules]
 
@@ -234,18 +241,15 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
     best = max(map(fitness, enumerated(problem, granularity)))
-    result = run(
-        problem,
-        SearchSettings(granularity=granularity, generations=30, population=16, seed=seed),
-        fitness,
-    )
+    chosen = SearchSettings(granularity=granularity, generations=30, population=16, seed=seed)
+    result = run(problem, chosen, fitness)
     assert result.fitness == best == fitness(result.best)
 
 
 def test_history_says_who_the_parents_and_elites_were() -> None:
-    result = run(
-        TINY["equal"][0], SearchSettings(granularity=1, generations=6, population=16), rugged(1)
-    )
+    problem, _ = TINY["equal"]
+    chosen = SearchSettings(granularity=1, generations=6, population=16)
+    result = run(problem, chosen, rugged(1))
     known: dict[Schedule, float] = {}
     elites: list[Schedule] = []
     for generation in range(result.counts["generations"]):
@@ -257,10 +261,12 @@ def test_history_says_who_the_parents_and_elites_were() -> None:
             assert row["fitness"] == known[schedule]
             assert (row["parent"] is None) == (generation == 0)
             if generation:
-                assert tuple(row["parent"]) in elites and row["origin"] == "mutation"
+                assert tuple(row["parent"]) in elites
+                assert row["origin"] == "mutation"
         elites = sorted(known, key=lambda known_schedule: -known[known_schedule])[:4]
         assert all(row["elite"] == (tuple(row["schedule"]) in elites) for row in rows)
-    assert result.best == elites[0] and result.fitness == known[elites[0]]
+    assert result.best == elites[0]
+    assert result.fitness == known[elites[0]]
 
 
 def test_the_search_ends_when_everything_is_known() -> None:
@@ -279,30 +285,29 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
     for _ in range(2000):
         child = mutate(parent, space, SearchSettings(), random)
         changes = [new - old for new, old in zip(child, parent, strict=True) if new != old]
-        assert sum(changes) == 0 and all(
-            change % 2 == 0 and abs(change) <= 12 for change in changes
-        )
+        assert sum(changes) == 0
+        assert all(change % 2 == 0 and abs(change) <= 12 for change in changes)
         # layers meet in different transfers in a few of a hundred
         moved[(min(6, len(changes)) + 1) // 2] += 1
-    assert [moved[transfers] / 2000 for transfers in (1, 2, 3)] == pytest.approx(
-        [5 / 9, 3 / 9, 1 / 9], abs=0.03
-    )
+    shares = [moved[transfers] / 2000 for transfers in (1, 2, 3)]
+    assert shares == pytest.approx([5 / 9, 3 / 9, 1 / 9], abs=0.03)
 
 
 def test_transfer_equals_resampling_until_feasible() -> None:
-    problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
-    space = problem.space(1)
+    space = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8).space(1)
     random = Generator(PCG64(5))
     parent = (1, 6, 1)
-    how = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
-    pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
-    children = [
-        [lost - size * (index == a) + size * (index == b) for index, lost in enumerate(parent)]
-        for a, b, size in pairs
-    ]
-    expected = {tuple(child) for child in children if min(child) >= 0 and max(child) <= 6}
-    drawn = Counter(mutate(parent, space, how, random) for _ in range(4000))
-    assert drawn.keys() == expected and len(expected) == 8
+    chosen = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
+    expected = set()
+    for (source, target), size in product(permutations(range(3), 2), (1, 2, 3)):
+        child = list(parent)
+        child[source] -= size
+        child[target] += size
+        if min(child) >= 0 and max(child) <= 6:
+            expected.add(tuple(child))
+    drawn = Counter(mutate(parent, space, chosen, random) for _ in range(4000))
+    assert drawn.keys() == expected
+    assert len(expected) == 8
     assert all(count / 4000 == pytest.approx(1 / 8, abs=0.02) for count in drawn.values())
 
 
@@ -322,11 +327,10 @@ def test_settings_that_cannot_work(field: str, values: dict[str, Any]) -> None:
 
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
+    layers = {0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1}}
+    arguments = {"multiple_of": 1, "ratio": 0.5}
     with pytest.raises(UserError, match="max_transfer=4"):
-        layers = {0: {"n_experts": 16, "top_k": 2, "n_group": 1, "topk_group": 1}}
-        space_to_search(
-            {"multiple_of": 1, "ratio": 0.5}, {"layers": layers}, SearchSettings(granularity=8)
-        )
+        space_to_search(arguments, {"layers": layers}, SearchSettings(granularity=8))
 
 
 def test_search_of_the_paper_has_little_overhead() -> None:
@@ -339,9 +343,9 @@ def test_search_of_the_paper_has_little_overhead() -> None:
 
     with within(2):
         result = evolve(PAPER.space(2), SearchSettings(), evaluate)
-    assert (
-        len(sizes) == 50 == result.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
-    )
+    assert len(sizes) == 50 == result.counts["generations"]
+    assert sizes[0] <= 32
+    assert max(sizes[1:]) <= 28
     assert len(result.history) == 32 + 49 * 28 == result.counts["made"]
     assert 1300 < result.counts["evaluated"] == sum(sizes) <= 1404
     assert [row["origin"] for row in result.history[:12]] == list(PATTERNS)
