@@ -6,6 +6,7 @@ import functools
 import math
 import signal
 from collections.abc import Callable
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,22 @@ from moe_lab.statistics.forward import ENTROPY_BINS, ExpertsCall, ForwardHook, i
 from moe_lab.statistics.observe import Observer, SaveTimer, gather
 
 SOFTMAX_ROUTERS = {
-    *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "deepseek_v2"),
-    *(
-        "deepseek_v2:grouped",
-        "ernie4_5_moe",
-        "gpt_oss",
-        "granitemoe",
-        "minimax",
-        "hunyuan_v1_moe",
-        "jamba",
-    ),
+    "deepseek",
+    "deepseek_v2",
+    "deepseek_v2:grouped",
+    "ernie4_5_moe",
+    "gpt_oss",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "jamba",
+    "minimax",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
 }
+SOFTMAX_GATES = {"full_softmax", "double_softmax"}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +78,8 @@ def test_sums_of_gates_are_moments_of_each_expert(
 ) -> None:
     for index, seen in naive.routed(name).items():
         tensors = observed(name)[index]
-        softmax = {gate for gate in ("full_softmax", "double_softmax") if f"sums_{gate}" in tensors}
-        assert softmax == ({"full_softmax", "double_softmax"} if name in SOFTMAX_ROUTERS else set())
+        softmax = {gate for gate in SOFTMAX_GATES if f"sums_{gate}" in tensors}
+        assert softmax == (SOFTMAX_GATES if name in SOFTMAX_ROUTERS else set())
         for gate in GATES:
             if f"sums_{gate}" in tensors:
                 expected = torch.stack([moments(expert, gate) for expert in seen.experts])
@@ -91,30 +97,40 @@ def test_router_entropies_are_counted_in_bins(name: str, observed: Callable[[str
 
 
 def moments(expert: naive.Served, gate: str) -> torch.Tensor:
-    g = expert.by(gate)
-    norm = expert.f.norm(dim=-1)
-    return torch.stack([torch.stack([(g**a * norm**b).sum() for b in range(3)]) for a in range(3)])
+    """(3, 3) sums of powers of the gates times powers of the norms of outputs."""
+    gates = expert.by(gate)
+    norms = expert.f.norm(dim=-1)
+    sums = torch.empty(3, 3, dtype=norms.dtype)
+    for a, b in product(range(3), repeat=2):
+        sums[a, b] = (gates**a * norms**b).sum()
+    return sums
 
 
 def check_columns(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
+    """Sums and maxima of outputs and of channels, with each gate."""
     for j, expert in enumerate(seen.experts):
         if len(expert.token) == 0:
             assert tensors["output_abs_max"][j] == 0
             continue
-        assert (tensors["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(
-            dim=-1
-        ).sum()
+        error = (tensors["output_sum"][j] - expert.f.sum(0)).abs().max()
+        assert error < 1e-6 * expert.f.norm(dim=-1).sum()
         assert naive.relative(tensors["output_abs_max"][j], expert.f.abs().max()) < 1e-5
-        for prefix, gate in (
-            ("", 1),
-            ("gate_", expert.gate),
-            ("renormalized_", expert.by("renormalized")),
-        ):
-            phi = expert.phi * torch.as_tensor(gate).reshape(-1, 1)
-            for name, expected in (("square", phi.square().sum(0)), ("max", phi.abs().amax(0))):
-                # a channel may be a difference of large numbers: relative to the expert's largest
-                error = (tensors[f"{prefix}channel_{name}"][j] - expected).abs().max()
-                assert error < 1e-5 * expected.max(), (prefix, name)
+        gates = {
+            "": torch.ones_like(expert.gate),
+            "gate_": expert.gate,
+            "renormalized_": expert.by("renormalized"),
+        }
+        for prefix, gate in gates.items():
+            phi = expert.phi * gate[:, None]
+            squares = tensors[f"{prefix}channel_square"][j]
+            maxima = tensors[f"{prefix}channel_max"][j]
+            assert relative_to_largest(squares, phi.square().sum(0)) < 1e-5, prefix
+            assert relative_to_largest(maxima, phi.abs().amax(0)) < 1e-5, prefix
+
+
+def relative_to_largest(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of channels, each of which may be a difference of large numbers."""
+    return float((actual - expected).abs().max() / expected.max())
 
 
 def check_ala(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
@@ -122,9 +138,11 @@ def check_ala(tensors: dict[str, torch.Tensor], seen: naive.Seen) -> None:
     loss = (seen.mixed.square().sum(-1) / energy)[seen.valid].sum()
     assert naive.relative(tensors["layer_loss"], loss) < 1e-5
     for j, expert in enumerate(seen.experts):
-        terms = expert.gate * (expert.f * seen.mixed[expert.token]).sum(-1) / energy[expert.token]
-        second = expert.gate.square() * expert.f.square().sum(-1) / energy[expert.token]
-        assert abs(tensors["ala_first"][j] - terms.sum()) <= 1e-5 * terms.abs().sum()
+        energies = energy[expert.token]
+        products = (expert.f * seen.mixed[expert.token]).sum(-1)
+        first = expert.gate * products / energies
+        second = expert.gate.square() * expert.f.square().sum(-1) / energies
+        assert abs(tensors["ala_first"][j] - first.sum()) <= 1e-5 * first.abs().sum()
         assert naive.relative(tensors["ala_second"][j], second.sum()) < 1e-5
 
 
@@ -141,18 +159,19 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
         assert naive.relative(tensors["sums_model"], expected) < 4 * 2**-8
         for j, expert in enumerate(seen.experts):
             squares = (expert.phi * expert.gate[:, None]).square().sum(0)
-            assert (
-                (tensors["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()
-            ).all()
+            errors = (tensors["gate_channel_square"][j] - squares).abs()
+            assert (errors <= 8 * 2**-8 * squares.max()).all()
 
 
 def test_softmax_routers_are_recognised_by_gates() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     for k in (1, 3):
-        p, index = logits.softmax(-1).topk(k)
-        assert is_softmax(logits, index, 16 * p)
-        assert not is_softmax(logits, index, logits.sigmoid().gather(1, index))
-        assert not is_softmax(logits, index, torch.full_like(p, torch.nan))
+        shares, index = logits.softmax(-1).topk(k)
+        assert is_softmax(logits, index, 16 * shares)
+        sigmoids = logits.sigmoid().gather(1, index)
+        assert not is_softmax(logits, index, sigmoids)
+        missing = torch.full_like(shares, torch.nan)
+        assert not is_softmax(logits, index, missing)
 
 
 def test_masked_channels_are_not_observed() -> None:
@@ -207,29 +226,47 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
 
 def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     generator = torch.Generator().manual_seed(0)
-    index = torch.zeros(300, 1, dtype=torch.int64)
-    gates, f = (torch.rand(300, n, generator=generator).bfloat16() for n in (1, 4))
-    rows = sort_by_expert(index, 1)
+    rows = sort_by_expert(torch.zeros(300, 1, dtype=torch.int64), 1)
+    gates = torch.rand(300, 1, generator=generator).bfloat16()
+    outputs = torch.rand(300, 4, generator=generator).bfloat16()
     call = ExpertsCall(1, rows, gates, {}, None)
-    call.add(0, slice(0, 300), f, f)
-    sums = call.finish(gates * f)
-    g = gates.double()
-    exact = f.double()
+    call.add(0, slice(0, 300), outputs, outputs)
+    sums = call.finish(gates * outputs)
+    exact = outputs.double()
+    gated = gates.double() * exact
     assert naive.relative(sums["output_sum"][0], exact.sum(0)) < 1e-6
     assert naive.relative(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
-    assert naive.relative(sums["gate_channel_square"][0], (g * exact).square().sum(0)) < 1e-6
-    assert naive.relative(sums["sums_model"][0, 1, 1], (g[:, 0] * exact.norm(dim=-1)).sum()) < 1e-6
+    assert naive.relative(sums["gate_channel_square"][0], gated.square().sum(0)) < 1e-6
+    assert naive.relative(sums["sums_model"][0, 1, 1], gated.norm(dim=-1).sum()) < 1e-6
 
 
-def test_shifts_of_the_stream() -> None:
-    x = torch.tensor([[3.0, 4.0], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]])
-    added = torch.tensor([[4.0, -3.0], [0.0, 0.0], [-3.0, -4.0], [-6.0, -8.0], [1.0, 0.0]])
-    # cos .707107; no change; nothing left; turned around; no stream to compare with
-    assert shifts(x, added).tolist() == pytest.approx([0.292893, 0, 1, 2, 1], abs=1e-6)
-    assert float(0.6 * 5 * shifts(x, added)[0]) == pytest.approx(0.878680, abs=1e-6)
-    # an angle of 1e-4: cos would be 1 - 5e-9, which is 1 in fp32
+STREAM = torch.tensor([3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("stream", "added", "expected"),
+    [
+        (STREAM, [4.0, -3.0], 0.292893),  # cos .707107
+        (STREAM, [0.0, 0.0], 0),
+        (STREAM, [-3.0, -4.0], 1),  # nothing left
+        (STREAM, [-6.0, -8.0], 2),  # turned around
+        (0 * STREAM, [1.0, 0.0], 1),  # no stream to compare with
+    ],
+)
+def test_shifts_of_the_stream(stream: torch.Tensor, added: list[float], expected: float) -> None:
+    shift = shifts(stream[None], torch.tensor([added]))
+    assert shift.tolist() == pytest.approx([expected], abs=1e-6)
+
+
+def test_shift_times_a_gate_and_the_norm_of_an_output() -> None:
+    shift = shifts(STREAM[None], torch.tensor([[4.0, -3.0]]))
+    assert float(0.6 * 5 * shift) == pytest.approx(0.878680, abs=1e-6)
+
+
+def test_small_shifts_are_not_lost_in_fp32() -> None:
+    """Of an angle of 1e-4, cos would be 1 - 5e-9, which is 1 in fp32."""
     small = torch.tensor([[-4e-4, 3e-4]])
-    assert float(shifts(x[:1], small)) == pytest.approx(5e-9, rel=1e-4)
+    assert float(shifts(STREAM[None], small)) == pytest.approx(5e-9, rel=1e-4)
 
 
 def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
@@ -249,24 +286,25 @@ def test_similarity_statistics_read_every_valid_token(name: str) -> None:
     for layer in moe_layers(model):
         seen = naive.routed(name, torch.float64)[layer.index]
         assert not seen.valid.all()
-        z = seen.logits[seen.valid]
-        outputs = [
-            layer.expert_output(seen.hidden[seen.valid], expert)
-            for expert in range(layer.n_experts)
-        ]
-        gated = [p[:, None] * output for p, output in zip(z.softmax(-1).T, outputs, strict=True)]
+        hidden = seen.hidden[seen.valid]
+        logits = seen.logits[seen.valid]
+        experts = range(layer.n_experts)
+        outputs = torch.stack([layer.expert_output(hidden, expert) for expert in experts])
+        gates = logits.softmax(-1).T[:, :, None]
         expected = {
-            "dense_output_sum": torch.stack([output.sum(0) for output in outputs]),
-            "dense_gated_output_sum": torch.stack([output.sum(0) for output in gated]),
-            "router_gram": sum(torch.outer(row, row) for row in z),
+            "dense_output_sum": outputs.sum(1),
+            "dense_gated_output_sum": (gates * outputs).sum(1),
+            "router_gram": sum(torch.outer(row, row) for row in logits),
         }
         for key, value in expected.items():
             assert naive.relative(layers[layer.index][key], value) < 1e-9, key
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")]
-)
+GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
+UNGROUPED = [name for name in tiny.ARCHITECTURES if name not in GROUPED]
+
+
+@pytest.mark.parametrize("name", UNGROUPED)
 def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     """Reference: in fp64, the block run again on the rows of a router that has lost the expert's
     row."""
@@ -277,16 +315,13 @@ def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
     layer = layers[-1]
     seen = naive.routed(name)[layer.index]
     hidden = seen.block_input.double()
-    every_expert = {moe_layer.index: tuple(range(moe_layer.n_experts)) for moe_layer in layers}
+    counts = {moe_layer.index: moe_layer.n_experts for moe_layer in layers}
+    every_expert = {index: tuple(range(count)) for index, count in counts.items()}
     with torch.no_grad():
         unpruned = naive.block(layer, hidden)
         for expert in range(layer.n_experts):
             retained = tuple(index for index in range(layer.n_experts) if index != expert)
-            plan = Plan.of_experts(
-                {**every_expert, layer.index: retained},
-                {moe_layer.index: moe_layer.n_experts for moe_layer in layers},
-                {},
-            )
+            plan = Plan.of_experts({**every_expert, layer.index: retained}, counts, {})
             with mask(wide, plan):
                 difference = unpruned - naive.block(layer, hidden)
             expected = difference[seen.experts[expert].token].norm(dim=-1).sum()
@@ -297,15 +332,15 @@ def every_output(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
     """(T, N, H) outputs of all experts for all tokens, in fp64."""
     experts = copy.deepcopy(layer.experts).double()
     gates = torch.ones(len(hidden), 1, dtype=torch.float64)
+    outputs = []
     with torch.no_grad():
-        outputs = [
-            experts(hidden, torch.full_like(gates, expert, dtype=torch.long), gates)
-            for expert in range(layer.n_experts)
-        ]
+        for expert in range(layer.n_experts):
+            index = torch.full_like(gates, expert, dtype=torch.long)
+            outputs.append(experts(hidden, index, gates))
     return torch.stack(outputs, 1)
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")])
+@pytest.mark.parametrize("name", GROUPED)
 def test_damage_of_group_limited_routers(name: str) -> None:
     """Reference: the routing rule by hand, token by token, with sets of experts."""
     model = naive.model(name)
@@ -341,23 +376,27 @@ def routed_by_hand(
         scores[remaining] = logits[remaining].softmax(-1)
         choice = scores
         best = 1
-    groups = [
-        [e for e in range(g * size, (g + 1) * size) if e in remaining]
-        for g in range(router.num_group)
-    ]
-    worth = [
-        sum(sorted((float(choice[e]) for e in group), reverse=True)[:best]) for group in groups
-    ]
-    reached = sorted(range(len(groups)), key=lambda g: -worth[g])[: router.topk_group]
-    chosen = sorted((e for g in reached for e in groups[g]), key=lambda e: -float(choice[e]))[:k]
+
+    def choice_of(expert: int) -> float:
+        return float(choice[expert])
+
+    def choice_of_group(group: list[int]) -> float:
+        return sum(sorted(map(choice_of, group), reverse=True)[:best])
+
+    groups = [[e for e in remaining if e // size == g] for g in range(router.num_group)]
+    reached = sorted(groups, key=choice_of_group, reverse=True)[: router.topk_group]
+    chosen = sorted(chain(*reached), key=choice_of, reverse=True)[:k]
     gates = torch.zeros_like(logits)
-    gates[chosen] = scores[chosen] / (scores[chosen].sum() if sigmoid else 1)
+    gates[chosen] = scores[chosen]
+    if sigmoid:
+        gates /= gates.sum()
     return set(chosen), gates * router.routed_scaling_factor
 
 
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe", "gpt_oss"])
 def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (ids, _) = naive.model(name), naive.batch()
+    model = naive.model(name)
+    ids, _ = naive.batch()
     plain = tiny.logits(model, ids)
     sums = []
     for tokens in (40, 2048):  # 96 tokens: three parts, the last one shorter; or one
@@ -375,7 +414,8 @@ def test_a_signal_to_end_waits_until_sums_are_saved(tmp_path: Path) -> None:
     try:
         with SaveTimer(tmp_path) as timer:
             signal.raise_signal(signal.SIGTERM)
-            assert timer.due() and signals == []
+            assert timer.due()
+            assert signals == []
             with timer.saving():
                 assert signals == []
             assert signals == [signal.SIGTERM]

@@ -25,6 +25,7 @@ def expert_sums(phi: Any, gradient: Any, gate: Any) -> dict[str, torch.Tensor]:
     """Statistics of an expert from activations and their gradients (T, I), and gates (T)."""
     none = torch.zeros(1, phi.shape[1])
     gated = gate[:, None] * phi
+    product = phi * gradient
     return {
         "tokens": torch.tensor(len(phi)),
         "channel_square": phi.square().sum(0),
@@ -32,8 +33,8 @@ def expert_sums(phi: Any, gradient: Any, gate: Any) -> dict[str, torch.Tensor]:
         "gate_channel_square": gated.square().sum(0),
         "gate_channel_max": torch.cat((gated.abs(), none)).amax(0),
         "channel_gradient_square": gradient.square().sum(0),
-        "channel_product": (phi * gradient).sum(0),
-        "channel_product_abs": (phi * gradient).abs().sum(0),
+        "channel_product": product.sum(0),
+        "channel_product_abs": product.abs().sum(0),
     }
 
 
@@ -56,7 +57,15 @@ def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss"]
+    "name",
+    [
+        "olmoe",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v3:grouped",
+        "ernie4_5_moe",
+        "gpt_oss",
+    ],
 )
 def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     """G = mean g g^T per expert, then mean over the same tokens of 1/2 e^T G e for each channel's
@@ -73,14 +82,14 @@ def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
                 assert (scores[index][expert] == -1).all()
                 continue
             fisher = torch.stack([torch.outer(row, row) for row in g]).mean(0)
+            down = naive.down(layers[index], expert)
             expected = []
-            for channel, weight in zip(phi.T, naive.down(layers[index], expert).T, strict=True):
+            for channel, weight in zip(phi.T, down.T, strict=True):
                 outputs = torch.outer(channel, weight)
-                expected.append(torch.stack([e @ fisher @ e / 2 for e in outputs]).mean())
-            assert (
-                naive.relative(torch.from_numpy(scores[index][expert]), torch.stack(expected))
-                < 1e-9
-            )
+                losses = torch.stack([output @ fisher @ output / 2 for output in outputs])
+                expected.append(losses.mean())
+            actual = torch.from_numpy(scores[index][expert])
+            assert naive.relative(actual, torch.stack(expected)) < 1e-9
 
 
 def test_rows_without_a_next_token_have_no_loss() -> None:
@@ -94,10 +103,13 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
     model = naive.model("granitemoe", torch.float64)  # divides its logits
     expected = gather_gradients(model, GradientHook, [naive.batch()]).layers
     sizes: list[int] = []
+
+    def recorded_head(model: Any, states: torch.Tensor, output: Any) -> torch.Tensor:
+        sizes.append(states.shape[1])
+        return head(model, states, output)
+
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
-    monkeypatch.setattr(
-        gradients, "head", lambda *args: sizes.append(args[1].shape[1]) or head(*args)
-    )
+    monkeypatch.setattr(gradients, "head", recorded_head)
     parts = gather_gradients(model, GradientHook, [naive.batch()]).layers
     assert max(sizes) == 7
     for layer, tensors in expected.items():
@@ -105,21 +117,27 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
             assert torch.allclose(parts[layer][key], part, rtol=1e-9, atol=1e-18), key
 
 
+VALID = torch.tensor(
+    [
+        [True, True, False, True, True, True],
+        [False, True, True, True, False, False],
+    ]
+)
+
+
 def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
     model = naive.model("olmoe", torch.float64)
     ids = tiny.tokens(rows=2, length=6)
-    valid = torch.tensor(
-        [[True, True, False, True, True, True], [False, True, True, True, False, False]]
-    )
     with differentiable(model):
-        output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
-        gradient = loss_gradient(model, output, ids, valid) / LOSS_SCALE
+        output = model.base_model(input_ids=ids, attention_mask=VALID.long(), use_cache=False)
+        gradient = loss_gradient(model, output, ids, VALID) / LOSS_SCALE
         states = output.last_hidden_state.detach().requires_grad_()
         logits = model.lm_head(states)
         pairs = [(0, 0), (0, 3), (0, 4), (1, 1), (1, 2)]
         sum(cross_entropy(logits[row, t], ids[row, t + 1]) for row, t in pairs).backward()
     assert torch.allclose(gradient, states.grad, rtol=1e-12, atol=1e-18)
-    assert {tuple(pair) for pair in gradient.abs().sum(-1).nonzero().tolist()} == set(pairs)
+    positions = gradient.abs().sum(-1).nonzero().tolist()
+    assert {tuple(position) for position in positions} == set(pairs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -131,9 +149,11 @@ def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None
         (GradientHook, "channel_gradient_square", 0.2),
         (WeightGradientHook, "snip_down", 0.1),
     ):
-        actual, expected = (gather_gradients(model, hook, data).layers for model in (half, full))
+        actual = gather_gradients(half, hook, data).layers
+        expected = gather_gradients(full, hook, data).layers
         for layer, tensors in expected.items():
-            assert abs(float(actual[layer][key].sum() / tensors[key].sum()) - 1) < most, key
+            ratio = float(actual[layer][key].sum() / tensors[key].sum())
+            assert abs(ratio - 1) < most, key
 
 
 def by_hand(
@@ -150,15 +170,23 @@ def by_hand(
         for weight in layer.experts.parameters():
             weight.data = (weight * weight.grad).abs()
         products = [layer.projections(expert) for expert in range(layer.n_experts)]
-        scores[layer.index] = {
-            f"snip_{role}": torch.stack([product[role].sum(1) for product in products]).detach()
-            for role in ("gate", "up", "down")
-        }
+        scores[layer.index] = {}
+        for role in ("gate", "up", "down"):
+            sums = torch.stack([product[role].sum(1) for product in products])
+            scores[layer.index][f"snip_{role}"] = sums.detach()
     return scores
 
 
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "minimax_m2"]
+    "name",
+    [
+        "olmoe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "granitemoe",
+        "minimax_m2",
+    ],
 )
 def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     ids, valid = naive.batch()
@@ -166,12 +194,13 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
     model = naive.model(name, torch.float64)
     result = gather_gradients(model, WeightGradientHook, data)
     assert result.header["kind"] == "weight_gradients"
-    assert not any(
-        weight.requires_grad or weight.grad is not None for weight in model.parameters()
-    ), "as it was"
+    for weight in model.parameters():
+        assert not weight.requires_grad, "as it was"
+        assert weight.grad is None, "as it was"
     expected = by_hand(tiny.build(name, dtype=torch.float64), data)
     for layer, sums in expected.items():
         assert result.layers[layer].keys() == sums.keys()
         for part, scores in sums.items():
-            assert result.layers[layer][part].dtype == torch.float64
-            assert (result.layers[layer][part] - scores).abs().max() < 1e-9 * scores.max()
+            actual = result.layers[layer][part]
+            assert actual.dtype == torch.float64
+            assert (actual - scores).abs().max() < 1e-9 * scores.max()
