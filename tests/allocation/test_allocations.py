@@ -2,6 +2,7 @@
 settings."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,23 +22,29 @@ from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.selection import make_channel_plan, make_plan
 
-OF_EXPERTS, OF_CHANNELS = (
-    [
-        name
-        for name, allocation in ALLOCATIONS.items()
-        if allocation.functions.get(granularity) and name != "list"
-    ]
-    for granularity in ("expert", "channel")
-)
+
+def decided_from_scores(granularity: str) -> list[str]:
+    """Allocations of experts or of channels, without that which reads a file."""
+    functions = {name: allocation.functions for name, allocation in ALLOCATIONS.items()}
+    return [name for name in functions if functions[name].get(granularity) and name != "list"]
+
+
+OF_EXPERTS = decided_from_scores("expert")
+OF_CHANNELS = decided_from_scores("channel")
 COVERAGE: list[dict[str, Any]] = [
-    *({"inter": inter} for inter in ("uniform", "u_shaped", "loss_based")),
-    *({"intra": intra} for intra in ("proportional", "uniform", "ranking")),
+    {"inter": "uniform"},
+    {"inter": "u_shaped"},
+    {"inter": "loss_based"},
+    {"intra": "proportional"},
+    {"intra": "uniform"},
+    {"intra": "ranking"},
     {"layer_prior": "none", "prior": "none"},
     {"prior": "ala_lm", "expert_smoothing": "huber"},
     {"prior": "usage", "layer_prior": "nll", "layer_smoothing": "clip"},
 ]
-CHOICES = [(name, {}) for name in OF_CHANNELS] + [
-    ("coverage", parameters) for parameters in COVERAGE
+CHOICES = [
+    *((name, {}) for name in OF_CHANNELS),
+    *(("coverage", parameters) for parameters in COVERAGE),
 ]
 
 
@@ -47,33 +54,28 @@ class Case:
     def __init__(self, seed: int, groups: int, width: int) -> None:
         random = numpy.random.default_rng(seed)
         counts = groups * random.integers(2, 8, random.integers(1, 5))
-        self.layers = {
-            2 * index: {
-                **layer(int(count), top_k=int(random.integers(1, 3)), n_group=groups, width=width),
-                "protected": random.choice(
-                    count, random.integers(0, 3) * (seed % 2), replace=False
-                ).tolist(),
-            }
-            for index, count in enumerate(counts)
-        }
-        self.experts = {
-            index: random.normal(size=facts["n_experts"]) for index, facts in self.layers.items()
-        }
-        self.channels = {
-            index: random.gamma(0.5, size=(len(row), width)) for index, row in self.experts.items()
-        }
+        self.layers: dict[int, Any] = {}
+        self.experts: dict[int, Any] = {}
+        self.channels: dict[int, Any] = {}
+        self.evidence: dict[str, Any] = {"statistics": {}, "gradients": {}, "scaling": {}}
+        for number, count in enumerate(counts.tolist()):
+            facts = layer(count, top_k=int(random.integers(1, 3)), n_group=groups, width=width)
+            protected = random.choice(count, random.integers(0, 3) * (seed % 2), replace=False)
+            self.layers[2 * number] = {**facts, "protected": protected.tolist()}
+        for index, facts in self.layers.items():
+            self.experts[index] = random.normal(size=facts["n_experts"])
+        for index, row in self.experts.items():
+            self.channels[index] = random.gamma(0.5, size=(len(row), width))
         for values in self.channels.values():
             values[random.random(len(values)) < 0.1] = -1.0  # as an expert that saw no token
-        self.evidence: dict[str, Any] = {"statistics": {}, "gradients": {}, "scaling": {}}
         for index, values in self.channels.items():
             self.evidence["statistics"][index] = {
                 "layer_loss": random.gamma(1) + 1e-6,
                 "ala_first": random.normal(1, 1, len(values)),
                 "tokens": random.integers(0, 9, len(values)),
             }
-            self.evidence["gradients"][index] = {
-                "channel_product": random.normal(size=values.shape)
-            }
+            gradients = random.normal(size=values.shape)
+            self.evidence["gradients"][index] = {"channel_product": gradients}
             self.evidence["scaling"][index] = {"scaling": random.gamma(1) + 1e-6}
 
 
@@ -100,7 +102,8 @@ def feasible(decide: Callable[[float], Mapping[int, Any]], ratio: float) -> Deci
             assert "no other ratio is feasible" in str(error) or "multiple_of" in str(error)
             return None
         nearest = float(match[1])
-        assert 0 <= nearest < 1 and (nearest < ratio) == (match[2] == "largest")
+        assert 0 <= nearest < 1
+        assert (nearest < ratio) == (match[2] == "largest")
         return Decision(nearest, decide(nearest))
 
 
@@ -128,8 +131,9 @@ def test_allocations_drop_equally_many_experts(case: Case, multiple_of: int, rat
         if decision is not None:
             totals.setdefault(decision.ratio, set()).add(sum(decision.layers.values()))
     assert all(len(total) == 1 for total in totals.values())
-    plain = multiple_of == 1 and case.layers[0]["n_group"] == 1
-    for feasible_ratio, total in totals.items() if plain else ():
+    if multiple_of > 1 or case.layers[0]["n_group"] > 1:
+        return
+    for feasible_ratio, total in totals.items():
         counts = [int(facts["n_experts"] * feasible_ratio) for facts in case.layers.values()]
         assert total == {sum(counts)}
 
@@ -172,8 +176,9 @@ def test_refusal_names_the_nearest_feasible_ratio(
         decide = expert_decider(name, case, multiple_of)
         decision = feasible(decide, ratio)
         if decision is not None and abs(decision.ratio - ratio) > 0.0011:
+            nearer = decision.ratio + math.copysign(0.001, ratio - decision.ratio)
             with pytest.raises(UserError):
-                decide(decision.ratio + (0.001 if decision.ratio < ratio else -0.001))
+                decide(nearer)
 
 
 @given(CASES, MULTIPLES, RATIOS)
@@ -200,7 +205,8 @@ def decided_channels(
         chosen = settings(name, ratio, zero_expert="keep_null", **parameters)
         retained = allocate(chosen, case.layers, case.channels, case.evidence)
         again = allocate(chosen, case.layers, case.channels, case.evidence)
-        assert all((row == again[index]).all() for index, row in retained.items()), "random"
+        for index, row in retained.items():
+            assert (row == again[index]).all(), "random"
         return retained
 
     return feasible(decide, ratio)
@@ -233,7 +239,8 @@ def test_allocations_retain_the_exact_number_of_channels(
     elif not aligned:
         assert count == budget
     else:
-        assert count <= budget and all(not (row % block).any() for row in rows)
+        assert count <= budget
+        assert all(not (row % block).any() for row in rows)
     check_widths(case, decision.layers)
 
 
@@ -241,8 +248,10 @@ def check_widths(case: Case, retained: dict[int, Any]) -> None:
     """Each expert retains at most its channels, a protected one all, and a plan can be made."""
     for index, row in retained.items():
         facts = case.layers[index]
-        assert row.shape == (facts["n_experts"],) and row.dtype == numpy.int64
-        assert (row >= 0).all() and (row <= facts["width"]).all()
+        assert row.shape == (facts["n_experts"],)
+        assert row.dtype == numpy.int64
+        assert (row >= 0).all()
+        assert (row <= facts["width"]).all()
         assert (row[facts["protected"]] == facts["width"]).all()
     if any(row.any() for row in retained.values()):
         make_channel_plan(case.channels, retained, tiny.routers(retained, 1), provenance={})
@@ -345,17 +354,15 @@ def test_check_fits_says_without_scores_what_cannot_be_had() -> None:
         check_fits(settings(name, 0.5), layers, "expert")
         with pytest.raises(UserError, match=r"0.562 is the largest feasible ratio"):
             check_fits(settings(name, 0.75), layers, "expert")
-    for ratio, block in ((0.75, None), (0.75, 16), (0.75, 32)):
-        check_fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
-    for ratio, block, message in (
-        (0.75, 64, "block=64"),
-        (0.25, 32, "block=32.* smallest"),
+    for align in (None, {"block": 16}, {"block": 32}):
+        check_fits(settings("global", 0.75, align=align), layers, "channel")
+    for ratio, align, message in (
+        (0.75, {"block": 64}, "block=64"),
+        (0.25, {"block": 32}, "block=32.* smallest"),
         (1, None, "ratio=1"),
     ):
         with pytest.raises(UserError, match=message):
-            check_fits(
-                settings("global", ratio, align=block and {"block": block}), layers, "channel"
-            )
+            check_fits(settings("global", ratio, align=align), layers, "channel")
     assert get("reconstruction").step == "reconstruction"
 
 
@@ -367,9 +374,11 @@ def test_layers_have_limits_of_their_own() -> None:
     scores = {0: [0.0] * 16, 1: [0.0] * 24}
     assert allocate(settings("uniform", 0.5), facts, scores) == {0: 8, 1: 12}
     assert allocate(settings("uniform", 0.45), facts, scores) == {0: 7, 1: 8}
-    assert allocate(
-        {**settings("uniform", 0.3), "multiple_of": 8}, {0: layer(64, top_k=8)}, {0: [0.0] * 64}
-    ) == {0: 16}
+
+
+def test_layers_retain_a_multiple_of_experts() -> None:
+    eights = {**settings("uniform", 0.3), "multiple_of": 8}
+    assert allocate(eights, {0: layer(64, top_k=8)}, {0: [0.0] * 64}) == {0: 16}
 
 
 @given(st.integers(0, 500), st.floats(0, 0.9))
@@ -377,16 +386,15 @@ def test_global_is_a_walk_down_one_list(seed: int, ratio: float) -> None:
     """Lowest first over all layers; layers that hold only top-k are passed over."""
     random = numpy.random.default_rng(seed)
     layers = {0: layer(8, top_k=2), 1: layer(12, top_k=4), 5: layer(8, top_k=1)}
-    scores = {
-        index: random.normal(index, 1, size=facts["n_experts"]) for index, facts in layers.items()
-    }
-    budget = sum(int(facts["n_experts"] * ratio) for facts in layers.values())
+    most = {0: 6, 1: 8, 5: 7}
+    scores = {}
+    budget = 0
+    for index, facts in layers.items():
+        scores[index] = random.normal(index, 1, size=facts["n_experts"])
+        budget += int(facts["n_experts"] * ratio)
     remove = dict.fromkeys(layers, 0)
     for _, index in sorted((score, index) for index, row in scores.items() for score in row):
-        if (
-            sum(remove.values()) < budget
-            and layers[index]["n_experts"] - remove[index] > layers[index]["top_k"]
-        ):
+        if sum(remove.values()) < budget and remove[index] < most[index]:
             remove[index] += 1
     if sum(remove.values()) == budget:
         assert allocate(settings("global", ratio), layers, scores) == remove
@@ -417,11 +425,9 @@ def test_global_in_steps_goes_by_their_means() -> None:
 def test_u_shape_spares_the_ends() -> None:
     def removed(count: int, ratio: float, layers: int = 5, **parameters: float) -> list[int]:
         facts = {index: layer(count) for index in range(layers)}
-        return list(
-            allocate(
-                settings("u_shaped", ratio, **parameters), facts, {i: [0.0] * count for i in facts}
-            ).values()
-        )
+        scores = {index: [0.0] * count for index in range(layers)}
+        chosen = settings("u_shaped", ratio, **parameters)
+        return list(allocate(chosen, facts, scores).values())
 
     # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept:
     # 79.3, 56.4, 48.7.
@@ -436,7 +442,9 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
     scores = {index: [0.0] * 20 for index in layers}
     losses = {
         "statistics": {
-            index: {"layer_loss": numpy.array(x)} for index, x in enumerate((1.0, 4.0, 9.0))
+            0: {"layer_loss": numpy.array(1.0)},
+            1: {"layer_loss": numpy.array(4.0)},
+            2: {"layer_loss": numpy.array(9.0)},
         }
     }
     assert allocate(settings("loss_based", 0.5), layers, scores, losses) == {0: 15, 1: 10, 2: 5}
@@ -462,18 +470,22 @@ def test_infeasible_ratios_name_a_nearest(
 ) -> None:
     layers = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}
     scores = {0: [0.0] * 16, 1: [0.0] * 16}
-    with pytest.raises(
-        UserError, match=f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}"
-    ) as refused:
-        allocate({**settings(name, ratio), "multiple_of": multiple_of}, layers, scores)
+    chosen = {**settings(name, ratio), "multiple_of": multiple_of}
+    message = f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}"
+    with pytest.raises(UserError, match=message) as refused:
+        allocate(chosen, layers, scores)
     assert re.search(reason, str(refused.value))
 
 
-def test_multiples_and_losses_that_no_layer_can_have() -> None:
+def test_multiples_that_no_layer_can_have() -> None:
+    eighties = {**settings("uniform", 0.25), "multiple_of": 80}
     with pytest.raises(UserError, match=r"allocation\.multiple_of"):
-        allocate({**settings("uniform", 0.25), "multiple_of": 80}, {0: layer(60)}, {0: [0.0] * 60})
+        allocate(eighties, {0: layer(60)}, {0: [0.0] * 60})
+
+
+def test_losses_that_no_layer_can_have() -> None:
+    evidence = {"statistics": {0: {"layer_loss": 0.0}}}
     with pytest.raises(UserError, match=r"layer_loss is \[0.0\]"):
-        evidence = {"statistics": {0: {"layer_loss": 0.0}}}
         allocate(settings("loss_based", 0.25), {0: layer(4)}, {0: [0.0] * 4}, evidence)
 
 
@@ -502,27 +514,41 @@ def listed(path: Path, ratio: float, content: Any = None, multiple_of: int = 1) 
     return {**settings("list", ratio), "path": str(path), "multiple_of": multiple_of}
 
 
-def test_listed_schedule_and_plan_decide_each_layer(tmp_path: Path) -> None:
-    assert allocate(listed(tmp_path / "list", 0.5, {"3": 6, "0": 2}), LISTED, SCORES) == {
-        0: 2,
-        3: 6,
-    }
-    make_plan(SCORES, {0: 1, 3: 3}, LISTED, provenance={}).save(tmp_path / "plan.json")
+def test_listed_schedule_decides_each_layer(tmp_path: Path) -> None:
+    schedule = listed(tmp_path / "list", 0.5, {"3": 6, "0": 2})
+    assert allocate(schedule, LISTED, SCORES) == {0: 2, 3: 6}
+
+
+def test_listed_plan_of_experts_decides_each_layer(tmp_path: Path) -> None:
+    plan = make_plan(SCORES, {0: 1, 3: 3}, LISTED, provenance={})
+    plan.save(tmp_path / "plan.json")
     assert allocate(listed(tmp_path / "plan.json", 0.25), LISTED, SCORES) == {0: 1, 3: 3}
+
+
+def test_listed_plan_of_channels_decides_each_layer(tmp_path: Path) -> None:
     random = numpy.random.default_rng(0)
     path = tmp_path / "channels.json"
     scores = {index: random.random((8, 8)) for index in LISTED}
     keep = {index: random.integers(0, 9, 8) for index in LISTED}
     make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
-    chosen = listed(path, 1 - sum(int(row.sum()) for row in keep.values()) / 128)
+    retained_channels = int(keep[0].sum() + keep[3].sum())
+    chosen = listed(path, 1 - retained_channels / 128)
     result = allocate(chosen, LISTED, scores)
     assert all(result[index].tolist() == keep[index].tolist() for index in LISTED)
-    check(AllocationConfig(name="list", path=str(path)), "channel")
-    with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
-        check(AllocationConfig(name="list", path=str(path)), "expert")
+    wide = {index: layer(8, width=9) for index in LISTED}
     with pytest.raises(UserError, match="layer 0 has 8 experts of width 8, expected 8 of 9"):
-        wide = {index: layer(8, width=9) for index in LISTED}
         allocate(chosen, wide, {index: numpy.ones((8, 9)) for index in LISTED})
+
+
+def test_listed_plan_of_channels_needs_scores_of_channels(tmp_path: Path) -> None:
+    path = tmp_path / "channels.json"
+    scores = {index: numpy.ones((8, 8)) for index in LISTED}
+    keep = {index: numpy.full(8, 4) for index in LISTED}
+    make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
+    chosen = AllocationConfig(name="list", path=str(path))
+    check(chosen, "channel")
+    with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
+        check(chosen, "expert")
 
 
 @pytest.mark.parametrize(
@@ -539,5 +565,6 @@ def test_listed_schedule_and_plan_decide_each_layer(tmp_path: Path) -> None:
     ],
 )
 def test_files_that_do_not_fit(tmp_path: Path, content: Any, multiple_of: int, field: str) -> None:
+    chosen = listed(tmp_path / "list", 0.5, content, multiple_of)
     with pytest.raises(UserError, match=field):
-        allocate(listed(tmp_path / "list", 0.5, content, multiple_of), LISTED, SCORES)
+        allocate(chosen, LISTED, SCORES)
