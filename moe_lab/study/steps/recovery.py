@@ -263,8 +263,8 @@ def unpruned_model(model: ModelConfig) -> Pruned:
 
 
 class Export(Step):
-    """The pruned and recovered model as a checkpoint in `export.format`. With `verify`, and without
-    a recovery, the checkpoint is compared with the masked model."""
+    """The checkpoint of a pruned and recovered model, in the format `export.format`. If `verify` is
+    set and the model is not recovered, the checkpoint is compared with the masked model."""
 
     kind = "export"
     facts: Facts
@@ -283,46 +283,47 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of writing the checkpoint. If it is converted to GGUF, they include a check
-        that the converter is installed where the step runs."""
+        """Resources of writing the checkpoint. For the format GGUF, their field `programs` has a
+        check that llama.cpp's converter is installed."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
-        needed = resources.export(
+        export_resources = resources.export(
             pruned.model, pace, is_changed=pruned.is_changed, is_converted=is_converted
         )
         if not is_converted:
-            return needed
+            return export_resources
         from moe_lab.pruning.export import gguf
 
-        return needed._replace(programs=[(gguf.converter, self.shape)])
+        return export_resources._replace(programs=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
-        """Write the checkpoint in up to three stages: pruned, then recovered if there is a
-        recovery, then converted if the format is GGUF. The last stage is the result. Earlier stages
-        are in the folder of partial results, from which an interrupted step resumes. In a store of
-        a group, this folder is emptied first, and after an error it is removed."""
+        """Write up to three checkpoints, each from the one before: the pruned model; with a
+        recovery, the recovered model; for the format GGUF, the converted model. The last checkpoint
+        is the result. Earlier checkpoints are in `files.partial`, from which an interrupted step
+        resumes. In a store of a group, `files.partial` is emptied first. After an error in recovery
+        or conversion, `files.partial` is removed."""
         from moe_lab.models.files import local_folder
-        from moe_lab.pruning.export import export as write
+        from moe_lab.pruning.export import export as write_pruned
 
         source = local_folder(self.pruned.model)
         plan = files.plan(self.plan)
-        shape = str(self.shape.shape)
         out = files.out / "checkpoint"
         is_recovered = self.pruned.is_recovered
         is_converted = self.shape.format == "gguf"
         if is_recovered:
             from moe_lab.recovery.export import check_widths
 
-            # before all work: the exported experts must have the form in which they are evaluated
+            # UserError before any work if experts are stacked in one of the recovered and the
+            # exported model, and packed in the other
             check_widths(source, plan, self._evaluation_dtype(source))
-        # a checkpoint in a folder of a group may have code of another user, which would be run
+        # another member of the group may have written code into a checkpoint, which would be run
         if is_of_group(files.partial):
             for leftover in files.partial.glob("*/"):
                 shutil.rmtree(leftover)
         pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
         if not pruned_folder.exists():
-            write(source, plan, pruned_folder, shape=shape)
+            write_pruned(source, plan, pruned_folder, shape=str(self.shape.shape))
         if self.verify and not is_recovered:
             self._compare(source, pruned_folder, files)
         recovered_folder = pruned_folder
@@ -340,13 +341,15 @@ class Export(Step):
                     gguf.converter(self.shape),
                     f"{self.pruned.model.name}, pruned",
                 )
-        except Exception:  # not KeyboardInterrupt and SystemExit, after which the step resumes
+        except Exception:  # an interrupted step (KeyboardInterrupt, SystemExit) can resume
             shutil.rmtree(files.partial, ignore_errors=True)
             raise
 
     def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
-        """Compare the checkpoint in `pruned_folder` with the masked model in `source`, and write
-        the difference. Both run on the CPU, where they are equal bit for bit."""
+        """Compare the checkpoint in `pruned_folder` with the model in `source` under the plan's
+        mask, and write their largest relative difference to verified.json. Both run on the CPU,
+        where `verify` expects most outputs to be equal bit for bit. UserError if outputs differ by
+        more than `verify` accepts."""
         from moe_lab.pruning.export.verify import verify
 
         trust = self.pruned.model.trust_remote_code
@@ -356,24 +359,24 @@ class Export(Step):
         write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
-        """Write a copy of the checkpoint in `pruned_folder` to `out`, with the weights of the
-        recovered model."""
+        """Write a copy of the checkpoint in `pruned_folder` to the folder `out`, with the weights
+        of the recovered model and, in the model card, a sentence about the training."""
         from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
         from moe_lab.recovery.export import recovery_changes
 
         dtype = self._evaluation_dtype(pruned_folder)
-        text = self.finetune.text.name if self.finetune else None
-        sentence = training_sentence(self.pruned.recovery, text)
+        text_name = self.finetune.text.name if self.finetune else None
+        sentence = training_sentence(self.pruned.recovery, text_name)
         changes = recovery_changes(
             pruned_folder, dtype=dtype, sentence=sentence, **self.pruned.changes(files)
         )
         rewrite(pruned_folder, changes, out)
 
     def _evaluation_dtype(self, folder: Path) -> Any:
-        """The torch dtype in which the recovered model is evaluated. The `dtype` "stored" stands
-        for the dtype of the checkpoint in `folder`. The default dtype of this machine is not used,
-        since evaluations may run on another machine."""
+        """The torch dtype in which the recovered model is evaluated: the dtype that `self.dtype`
+        names, or the dtype of the checkpoint in `folder` if `self.dtype` is "stored". The default
+        dtype of this machine is not used, since evaluations may run on another machine."""
         from moe_lab.models.load import DTYPES
         from moe_lab.models.streamed import stored_dtype
 
@@ -394,6 +397,6 @@ def export_of(
         pruned.storage,
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
         shape,
-        verify or None,  # None is left out of the identity
+        verify or None,  # fields that are None do not change the id of the step
         pruned,
     )

@@ -25,8 +25,8 @@ ByLayer = Mapping[int, Mapping[str, Any]]
 
 
 def needed_class(name: str) -> Any:
-    """The class of the steps of the kind `name`, which a criterion or an allocation needs.
-    UserError, with the nearest name, for an unknown kind."""
+    """The class of the steps of the kind `name`. `name`: a kind of input step, as criteria and
+    allocations state them in `needs`. UserError, with the nearest name, for an unknown kind."""
     check_known("step in needs", name, KINDS)
     return KINDS[name]
 
@@ -38,16 +38,17 @@ def evidence_roles(cell: Cell) -> tuple[str, ...]:
 
 
 def reads_text(cell: Cell) -> bool:
-    """Whether the cell's criterion or its allocation needs steps that read the calibration set. The
-    criterion `allocation.by` and the step that makes the plan count, too."""
-    needs = [
+    """Whether the cell's plan depends on the calibration set: whether the set is read by the step
+    that makes the plan, or by one of the input steps. Input steps are those that the cell's
+    criterion, the criterion `allocation.by` and the allocation need."""
+    kinds = [
         *criteria.get(cell.criterion.name).needs,
-        # "by" is a criterion, not a step
-        *(need for need in evidence_roles(cell) if need != "by"),
+        # "by" is no kind of step: it stands for the criterion `allocation.by`, which follows
+        *(role for role in evidence_roles(cell) if role != "by"),
     ]
     if cell.allocation.by is not None:
-        needs += criteria.get(cell.allocation.by).needs
-    if any(needed_class(need).reads_text for need in needs):
+        kinds += criteria.get(cell.allocation.by).needs
+    if any(needed_class(kind).reads_text for kind in kinds):
         return True
     return KINDS[allocation.get(cell.allocation.name).step].reads_text
 
@@ -62,7 +63,8 @@ def evidence(need: str, cell: Cell) -> Step:
 
 
 class Scores(Step):
-    """A score per expert, or per channel. Experts with lower scores are removed first."""
+    """The scores of experts by a criterion, or the scores of their channels by a criterion of
+    channels. What has the lowest scores is removed first."""
 
     kind = "scores"
     small = True
@@ -84,8 +86,8 @@ class Scores(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that scores experts, or channels, by a cell's criterion. Its inputs are the sums
-        that the criterion needs."""
+        """The step that scores experts, or channels, by a cell's criterion. Its input steps gather
+        the sums that the criterion needs."""
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
@@ -99,8 +101,9 @@ class Scores(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Write a table with the scores of experts. For a criterion of channels, write the scores
-        as arrays instead, and a table of their concentration in each expert."""
+        """Write a table with the scores of experts. For a criterion of channels, write two other
+        files: the scores of channels as arrays, and a table with the concentration curve of each
+        expert, see `tables.concentration`."""
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
         if criteria.get(self.criterion.name).granularity == "channel":
             from safetensors.numpy import save_file
@@ -127,22 +130,22 @@ def gate_and_seed(cell: Cell) -> tuple[str | None, int | None]:
 
 
 def plugin_locations(cell: Cell) -> tuple[Mapping[str, str], ...]:
-    """Locations of the plugins that define the cell's criterion and allocation; () if moe_lab
-    defines both."""
+    """Locations of the plugins that define the cell's criterion and allocation, see
+    `plugins.module_location`. () if moe_lab defines both."""
     criterion = criteria.get(cell.criterion.name)
-    registered = allocation.get(cell.allocation.name)
+    cell_allocation = allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = []
     if criterion.source:
         functions.append(criterion.function)
-    if registered.source:
-        functions += [function for function in registered.functions.values() if function]
+    if cell_allocation.source:
+        functions += [function for function in cell_allocation.functions.values() if function]
     return tuple(plugins.module_location(function) for function in functions)
 
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores: (E,), or (E, I) for channels. `step`: a step with the fields criterion, gate
-    and seed. `inputs`: layer -> sums over tokens and weights. `layers`: layer -> facts, for the
-    layers to score."""
+    """Layer -> scores: (E,), or (E, I) for a criterion of channels. `step`: a step with the fields
+    criterion, gate and seed. `inputs`: layer -> name of a statistic -> array. `layers`: number of
+    each layer to score -> facts about the layer, with `n_experts` (E) and `width` (I)."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -162,8 +165,8 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """Scores S(b, alpha, beta) of every expert for the 17 combinations of b, alpha and beta that
-    give different scores, for figures of the overlap between criteria."""
+    """Scores of every expert by the 17 criteria S(b, alpha, beta) of `criteria.experts.family`, for
+    figures of the overlap between criteria."""
 
     kind = "family"
     small = True
@@ -178,7 +181,7 @@ class Family(Step):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The family of scores on a cell's calibration set."""
+        """The step that computes the scores from statistics of a cell's calibration set."""
         return cls(Pass.of(cell, "statistics"), cell.gate)
 
     def work(self, files: Files) -> None:

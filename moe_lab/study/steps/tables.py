@@ -22,31 +22,31 @@ POINTS = 21
 """Maximum number of points of an expert's concentration curve."""
 
 
-def _of_experts(layer: int, *columns: Sequence[Any]) -> list[Row]:
-    """Rows (layer, expert, value of the expert in each column), one per expert of the layer. Each
-    column has one value per expert."""
+def _expert_rows(layer: int, *columns: Sequence[Any]) -> list[Row]:
+    """One row (layer, expert, value in each column) per expert of a layer. A column has one value
+    per expert."""
     return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
 
 
 def coverage(layers: Layers) -> list[Row]:
-    """Rows of COVERAGE, one per expert."""
+    """One row of COVERAGE per expert: (layer, expert, number of tokens routed to the expert)."""
     return [
         row
         for layer, arrays in layers.items()
-        for row in _of_experts(layer, list(map(int, arrays["tokens"])))
+        for row in _expert_rows(layer, list(map(int, arrays["tokens"])))
     ]
 
 
 def experts(layers: Layers) -> list[Row]:
-    """Rows of EXPERTS, one per expert."""
+    """One row of EXPERTS per expert, with sums over the tokens that are routed to the expert."""
     rows = []
     for layer, arrays in layers.items():
         tokens = _array(arrays["tokens"])
-        # (E, alpha, beta): the sum over tokens of gate^alpha |output|^beta
+        # (E, alpha, beta), sums over tokens of gate^alpha |output|^beta
         sums = _array(arrays["sums_model"])
-        # of activations of channels, (E, I)
+        # (E, I), sums over tokens of the squared activation of a channel
         squares = _array(arrays["channel_square"])
-        # in the order of EXPERTS, before the widths and the sums of roots
+        # the columns `tokens` to `channel_max` of EXPERTS; `channels` and `channel_root_sum` follow
         columns = (
             tokens,
             sums[:, 1, 0],
@@ -57,7 +57,7 @@ def experts(layers: Layers) -> list[Row]:
             _array(arrays["channel_max"]).max(axis=1),
         )
         widths = [squares.shape[1]] * len(squares)
-        rows += _of_experts(
+        rows += _expert_rows(
             layer, *map(np.ndarray.tolist, columns), widths, _root_sums(squares, tokens)
         )
     return rows
@@ -74,70 +74,71 @@ def _root_sums(squares: Array, tokens: Array) -> list[float]:
 
 
 def losses(layers: Layers) -> list[Row]:
-    """Rows of LOSSES, one per layer."""
+    """One row of LOSSES per layer: (layer, sum of its loss over tokens)."""
     return [(layer, float(arrays["layer_loss"])) for layer, arrays in layers.items()]
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES, one per bin of a layer's histogram of router entropies. There are none for
-    layers whose router does not return the logits of all experts."""
+    """Rows (layer, upper end of a bin, number of tokens in the bin) of ENTROPIES. Each layer has a
+    histogram of the entropies of its router, with one row per bin. A layer has no rows if its
+    router does not return the logits of all experts."""
     rows = []
     for layer, arrays in layers.items():
         counts = _array(arrays.get("router_entropy", ()))
-        for number, count in enumerate(counts.tolist(), start=1):
-            rows.append((layer, number / len(counts), count))
+        for bin_number, count in enumerate(counts.tolist(), start=1):
+            rows.append((layer, bin_number / len(counts), count))
     return rows
 
 
 def gradients(layers: Layers) -> list[Row]:
-    """Rows of GRADIENTS, one per expert."""
+    """One row of GRADIENTS per expert, with sums over the tokens that are routed to the expert."""
     rows = []
     for layer, arrays in layers.items():
-        # of gradients at activations of channels, (E, I)
+        # (E, I), sums over tokens of the squared gradient at the activation of a channel
         squares = _array(arrays["channel_gradient_square"])
         tokens = _array(arrays["tokens"])
-        totals = [float(square.sum()) for square in squares]
+        totals = [float(channel_squares.sum()) for channel_squares in squares]
         widths = [squares.shape[1]] * len(squares)
-        rows += _of_experts(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
+        rows += _expert_rows(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
     return rows
 
 
 def weights(layers: Layers) -> list[Row]:
-    """Rows of WEIGHTS, one per expert."""
+    """One row of WEIGHTS per expert: (layer, expert, sum of |w|, sum of w^2, number of weights)."""
     rows = []
     for layer, arrays in layers.items():
         abs_sums = _array(arrays["abs_sum"]).tolist()
         square_sums = _array(arrays["square_sum"]).tolist()
         # all experts of a layer have the same number of weights
         counts = [float(arrays["count"])] * len(abs_sums)
-        rows += _of_experts(layer, abs_sums, square_sums, counts)
+        rows += _expert_rows(layer, abs_sums, square_sums, counts)
     return rows
 
 
 def ablations(layers: Layers) -> list[Row]:
-    """Rows of ABLATIONS, one per expert."""
+    """One row of ABLATIONS per expert: (layer, expert, rise of the model's loss without it)."""
     return [
         row
         for layer, arrays in layers.items()
-        for row in _of_experts(layer, _array(arrays["ablation"]).tolist())
+        for row in _expert_rows(layer, _array(arrays["ablation"]).tolist())
     ]
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION, at most POINTS per expert. `scores`: layer -> (E, I), scores of
-    channels. Negative scores count as 0. If no channel of an expert has a positive score, the
-    shares of the score are NaN."""
+    """Rows (layer, expert, share of the channels, share of the score) of CONCENTRATION, at most
+    POINTS per expert, see `_curve`. `scores`: layer -> scores of channels (E, I). Negative scores
+    count as 0. If no channel of an expert has a positive score, the shares of the score are NaN."""
     rows = []
-    for layer, experts_scores in scores.items():
-        for expert, channel_scores in enumerate(experts_scores):
+    for layer, layer_scores in scores.items():
+        for expert, channel_scores in enumerate(layer_scores):
             rows += [(layer, expert, *point) for point in _curve(channel_scores)]
     return rows
 
 
 def _curve(scores: Array) -> Iterator[tuple[float, float]]:
-    """Points (x, y) of the concentration curve of an expert. A share x of its channels, those with
-    the highest scores, has the share y of the sum of its scores. y is NaN if no score is positive.
-    `scores`: scores of the expert's channels (I,)."""
+    """Points (x, y) of the concentration curve of an expert. The channels with the highest scores,
+    a share x of the expert's channels, have the share y of the sum of its scores. y is NaN if no
+    score is positive. `scores`: scores of the expert's channels (I,)."""
     ordered = np.sort(_positive(scores))[::-1]
     total = ordered.sum()
     score_shares = np.concatenate([[0.0], np.cumsum(ordered)]) / (total if total > 0 else np.nan)
@@ -146,9 +147,10 @@ def _curve(scores: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS, one per layer. `scores`: layer -> scores of channels (E, I). `retained`:
-    layer -> mask of the channels that a plan retains (E, I). Negative scores count as 0. If no
-    channel of a layer has a positive score, the share of the score is NaN."""
+    """One row of BUDGETS per layer: (layer, share of the layer's score that the retained channels
+    have, share of the layer's channels that is retained). `scores`: layer -> scores of channels
+    (E, I). `retained`: layer -> mask of the channels that a plan retains (E, I). Negative scores
+    count as 0. If no channel of a layer has a positive score, the share of the score is NaN."""
     rows = []
     for layer, mask in retained.items():
         values = _positive(scores[layer])
@@ -164,8 +166,10 @@ def budgets(scores: Mapping[int, Array], retained: Mapping[int, NDArray[np.bool_
 
 
 def _array(values: Any) -> Array:
+    """The values as a numpy array of fp64."""
     return np.asarray(values, dtype=float)
 
 
 def _positive(values: Array) -> Array:
+    """The values in fp64, with 0 in place of negative values."""
     return np.maximum(_array(values), 0)
