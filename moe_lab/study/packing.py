@@ -47,9 +47,9 @@ class Packing:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.large_steps: set[str] = set()
-        """Starts of the ids of steps that are too large for a pack, or that have subfolders."""
+        """Starts of the ids of steps that do not go into packs: too large, or with subfolders."""
         self.next_time = time.monotonic() + EVERY
-        """Monotonic time before which `pack_regularly` does nothing."""
+        """Monotonic time, in seconds, before which `pack_regularly` does nothing."""
 
     def pack_regularly(self) -> None:
         """Call `pack` if EVERY seconds have passed since this method last called it, or since the
@@ -59,10 +59,11 @@ class Packing:
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
-        """Move small steps from folders into a pack, unless another process packs. At least MANY
-        steps are packed at once; if this is the end of a run (`last`) and the store has packs
-        already, any number. After an error, such as of a full disk, the steps stay in folders and a
-        notice is added; nothing is raised, so that the run continues."""
+        """Move small steps from folders into a pack, unless another process is writing packs. If
+        fewer than MANY small steps are in folders, they stay there. At the end of a run (`last`),
+        any number of steps is moved, provided that the store already has packs. An error, such as
+        that of a full disk, is not raised, so that the run continues: the steps stay in folders,
+        and a notice is added."""
         try:
             self._pack(last)
         except (OSError, sqlite3.Error) as error:
@@ -71,15 +72,15 @@ class Packing:
             )
 
     def _pack(self, last: bool) -> None:
-        """Do the work of `pack`. Raises errors of the disk. Also removes damaged steps from packs.
-        If more than MOST_PACKS packs have fewer than FULL bytes, these packs are merged."""
+        """Do as `pack`, and raise errors of the disk. Also removes damaged steps from packs, and
+        merges the packs with fewer than FULL bytes if there are more than MOST_PACKS of them."""
         store = self.store
         if store.packs.damaged_steps:
             drop(store, store.packs.damaged_steps)
         folders: dict[str, Path] = {}
-        for name, kind in KINDS.items():
-            if kind.small:
-                folders.update(store.folders(name))
+        for kind, step_class in KINDS.items():
+            if step_class.small:
+                folders.update(store.folders(kind))
         for start in self.large_steps & folders.keys():
             del folders[start]
         if not folders:
@@ -95,7 +96,7 @@ class Packing:
             small_steps = self._small_steps(candidates[:STEPS_PER_PACK])
             if first := next(small_steps, None):  # without a first step, no pack is written
                 _publish(store, store.packs.add(chain([first], small_steps)), claim)
-            # the steps packed now, and those that a killed process had packed
+            # remove folders of the steps packed now, and of steps that a killed process had packed
             for start in folders.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hide(folders[start], start), ignore_errors=True)
@@ -104,15 +105,15 @@ class Packing:
                 _rewrite(store, small_packs, (), claim)  # no step is left out
 
     def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
-        """The steps in `folders` with the contents of their files. Damaged steps are left out.
-        Large steps are left out, too, and added to `large_steps`. `folders`: pairs (start of the
-        step's id, folder)."""
+        """The steps in `folders`, read for a pack. `folders`: pairs (start of a step's id, its
+        folder). Damaged steps are left out. Steps that are large or have subfolders are left out,
+        too, and added to `large_steps`."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
                 entries = document["files"]
-                # a pack stores no subfolders
                 size = sum(entry["bytes"] for entry in entries.values())
+                # a pack stores no subfolders
                 if size > SMALL or any("/" in name for name in entries):
                     self.large_steps.add(start)
                     continue
@@ -126,10 +127,12 @@ class Packing:
 
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy steps from packs of `other` into packs of `store`, if at least MANY of the steps are in
-    packs of `other`. `names`: KIND/NAME of the steps. Damaged steps are left out. If another
-    process packs, nothing is copied. An error, such as of a full disk, ends the copying and is not
-    reported. The caller copies the remaining steps one by one, and reports errors then."""
+    """Copy steps from packs of `other` into packs of `store`. `names`: KIND/NAME of the steps.
+
+    Steps in folders and damaged steps are not copied. Nothing is copied if fewer than MANY of the
+    steps are in packs of `other`, or if another process is writing packs. An error, such as that of
+    a full disk, ends the copying and is not raised. The caller then copies the remaining steps one
+    by one, and meets the error again."""
     packed_names = [name for name in names if name[-DIGITS:] in other.packs]
     if len(packed_names) < MANY:
         return
@@ -141,7 +144,8 @@ def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
 
 
 def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
-    """The steps `names` (KIND/NAME), read from packs of `other`. Damaged steps are left out."""
+    """The steps `names` (KIND/NAME) with their files, read from packs of `other`. Damaged steps are
+    left out."""
     for name in names:
         if not other.damage(name, hash_all=True):
             start = name[-DIGITS:]
@@ -150,12 +154,13 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
-    """Starts of the ids of a step's inputs, from its STEP."""
+    """Starts of the ids of a step's inputs. `document`: content of STEP of the step."""
     return [name[-DIGITS:] for name in document["inputs"].values()]
 
 
 def drop(store: Store, starts: Collection[str]) -> None:
-    """Remove steps from packs. `starts`: first digits of the ids of the steps."""
+    """Remove steps from packs, by writing new packs without these steps. Waits for the claim PACKS.
+    `starts`: first digits of the ids of the steps."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
         for name in store.packs.packs_with(starts):
@@ -175,8 +180,9 @@ def _rewrite(store: Store, names: Collection[str], starts: Collection[str], clai
 
 
 def _publish(store: Store, path: Path, claim: Claim) -> None:
-    """Publish the new pack in the file `path`, with the permissions of the store's group. `claim`:
-    that of packs. Raises Busy, and publishes nothing, if another process took over the claim."""
+    """Publish the new pack in the file `path`. If the store belongs to a group, let the group write
+    the file. `claim`: the claim PACKS, which this process has taken. Raises Busy, and publishes
+    nothing, if another process has taken over the claim."""
     claim.check()
     store.share(path)
     store.packs.publish(path)

@@ -52,7 +52,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             config.backend, benchmarks, [cell.model for cell in _deduplicate(cells, "model")]
         )
         for groups, check in CELL_CHECKS:
-            # a check reads only these groups of settings, so equal groups are checked once
+            # a check reads only these groups, so cells that share the groups are checked once
             for cell in _deduplicate(cells, *groups):
                 sentences += user_errors(check, cell, config)
         sentences += _text_problems(cells)
@@ -64,15 +64,15 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 
 def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each choice of a study that a user may not expect."""
-    cells = [cell for requested, _ in requests for cell in requested]
-    own_models = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
-    if config.suite.benchmarks is None and own_models:
+    cells = [cell for request_cells, _ in requests for cell in request_cells]
+    user_models = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))
+    if config.suite.benchmarks is None and user_models:
         yield (
-            f"model={','.join(own_models)} is not evaluated, as no suite is named: add "
+            f"model={','.join(user_models)} is not evaluated, as no suite is named: add "
             "suite=perplexity suite.path=FILE"
         )
     job_configs = [config.resources.of_model(cell.model) for cell in _deduplicate(cells, "model")]
-    # a shipped model that the study does not use may have an entry
+    # an unused entry is a mistake only if its name is not that of a shipped model
     unused_names = [name for name, job in config.resources.models.items() if job not in job_configs]
     if unknown_names := [
         name for name in unused_names if not (conf() / "model" / f"{name}.yaml").is_file()
@@ -97,23 +97,24 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 
 def _unread_field_remarks(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each calibration set with one-word fields that a model does not read.
+    """A sentence for each calibration set whose records have fields of one word that models do not
+    read. Models that do not read the same fields of the same set share a sentence.
 
-    A field counts if neither the model's chat template reads the field nor the text of the document
-    has its word. Models that leave out the same fields of the same set share a sentence."""
+    A model does not read a field if its chat template does not read the field and the text of the
+    document does not have the word. Longer fields that are not read raise UserError elsewhere."""
     # criterion and allocation decide whether a cell reads its calibration set
     distinct_cells = _deduplicate(cells, "model", "calibration", "criterion", "allocation")
     text_cells = [cell for cell in distinct_cells if reads_text(cell)]
-    # (calibration set, *fields that are not read) -> names of models, as keys
+    # (calibration set, *unread fields) -> names of models as keys of a dictionary, for their order
     models = defaultdict[Any, dict[str, None]](dict)
     for cell in _deduplicate(text_cells, "model", "calibration"):
-        if keys := calibrations.unread_keys(cell.calibration, cell.model):
-            models[cell.calibration.name, *keys][cell.model.name] = None
-    for (name, *keys), names in models.items():
+        if fields := calibrations.unread_keys(cell.calibration, cell.model):
+            models[cell.calibration.name, *fields][cell.model.name] = None
+    for (calibration, *fields), names in models.items():
         yield (
-            f"calibration={name}: model={','.join(names)} does not read texts of one word, of "
-            f"{', '.join(keys)}: name these fields in calibration.template to read them, or in "
-            f"calibration.ignored=[{','.join(keys)}]"
+            f"calibration={calibration}: model={','.join(names)} does not read texts of one word, "
+            f"of {', '.join(fields)}: name these fields in calibration.template to read them, or "
+            f"in calibration.ignored=[{','.join(fields)}]"
         )
 
 
@@ -125,24 +126,27 @@ BETWEEN_SEEDS = 0.05
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each request: the smallest difference between the averages of two methods that
-    the study would find with a power of 80 %. The test is a two-sided t-test. Its level is 5 %,
-    divided by the number of pairs of methods that have several seeds. The variance of a difference
-    is the sum of two variances: over seeds and over items. Random criteria are no methods here. A
-    request gets no sentence if no benchmark has a known size, or if there are fewer than two
-    methods. If fewer than two methods have several seeds, the sentence asks for seeds instead."""
+    the study would detect with a power of 80 %. A method is a pruned cell without its seed. Random
+    criteria do not count as methods.
+
+    The test is a two-sided t-test between methods that have several seeds. Its level is 5 % divided
+    by the number of pairs of these methods. The variance of a difference is the sum of the variance
+    over seeds and the variance over items. If fewer than two methods have several seeds, the
+    sentence asks for more seeds instead. A request with fewer than two methods, or without a
+    benchmark of known size, gets no sentence."""
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        sizes = [
+        item_counts = [
             min(benchmark.expected, benchmark.limit or benchmark.expected)
             for benchmark in benchmarks
             if benchmark.expected
         ]
-        seed_count_of: Counter[Cell] = Counter()  # a method is a pruned cell without its seed
+        seed_count_of: Counter[Cell] = Counter()  # method, a cell with seed 0 -> number of seeds
         for cell in cells:
             if cell.ratio and cell.criterion.name not in RANDOM:
                 seed_count_of[replace(cell, seed=0)] += 1
-        if not sizes or len(seed_count_of) < 2:
+        if not item_counts or len(seed_count_of) < 2:
             continue
         seed_counts = [count for count in seed_count_of.values() if count > 1]
         if len(seed_counts) < 2:
@@ -154,31 +158,33 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
         degrees_of_freedom = sum(seed_counts) - len(seed_counts)
         pair_count = len(seed_counts) * (len(seed_counts) - 1) / 2
         seed_variance = 2 * BETWEEN_SEEDS**2 / min(seed_counts)
-        item_variance = sum(DIFFERING_ITEMS / size for size in sizes) / len(sizes) ** 2
-        # two sides of 0.025 make the level of 5 %
+        item_variance = sum(DIFFERING_ITEMS / n for n in item_counts) / len(item_counts) ** 2
+        # quantiles of Student's t distribution; the level of 5 % has 2.5 % on each side
         level_quantile = stdtrit(degrees_of_freedom, 1 - 0.025 / pair_count)
         power_quantile = stdtrit(degrees_of_freedom, 0.8)
         difference = (level_quantile + power_quantile) * math.sqrt(seed_variance + item_variance)
         yield (
             f"visible: differences between averages of {len(seed_counts)} methods "
-            f"({min(seed_counts)} seeds) from about {difference:.3f} on, with {sum(sizes):,} items"
+            f"({min(seed_counts)} seeds) from about {difference:.3f} on, "
+            f"with {sum(item_counts):,} items"
         )
 
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """One sentence for each requirement of `steps` that is missing or not allowed on this
-    machine."""
+    """One sentence for each requirement of `steps` that is missing or not allowed on this machine.
+    Requirements are those in `Resources.conditions` and `Resources.programs`, and the device of the
+    model."""
     distinct_checks: dict[tuple[Any, ...], Check] = {}
     for step in steps:
-        needed = step.resources()
-        checks = list(needed.conditions)
+        resources = step.resources()
+        checks = list(resources.conditions)
         if launcher.python is None:  # otherwise the steps run in another Python than this one
-            checks += needed.programs
+            checks += resources.programs
         # jobs of a cluster run on nodes with other devices than this machine
-        if launcher.name != "slurm" and needed.model and needed.runs_model:
-            checks.append((check_device, needed.model.device))
+        if launcher.name != "slurm" and resources.model and resources.runs_model:
+            checks.append((check_device, resources.model.device))
         for check, *arguments in checks:
-            # steps share settings, and a check of the same objects is made once
+            # many steps have the same check with the same objects, which is made once
             distinct_checks[check, *map(id, arguments)] = (check, *arguments)
     problems: list[str] = []
     for check, *arguments in distinct_checks.values():
@@ -187,18 +193,19 @@ def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> lis
 
 
 def capacity_problems(store: Path, steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
-    """A sentence if the disk of `store` is too small for the results of `steps`. Unless
-    launcher=slurm, also a sentence for each kind of step and model if the main memory of this
-    machine is too small for the weights."""
+    """Sentences about the capacity of this machine: one if the disk of `store` is too small for the
+    results of `steps`. Unless launcher=slurm, also one for each kind of step and model whose
+    weights the main memory does not hold."""
     problems = disk_problems(store, steps)
     if launcher.name != "slurm":
-        problems += (sentence for step in steps for sentence in user_errors(check_memory, step))
+        for step in steps:
+            problems += user_errors(check_memory, step)
     return list(dict.fromkeys(problems))
 
 
 def _deduplicate(cells: Iterable[Cell], *groups: str) -> list[Cell]:
-    """One cell for each combination of values in some groups of settings. `groups`: names of fields
-    of a cell, whose values are compared by identity."""
+    """The first cell with each combination of values of some fields. `groups`: names of these
+    fields of a cell, such as "model". Values are compared by object identity."""
     cell_of: dict[Any, Cell] = {}
     for cell in cells:
         cell_of.setdefault(tuple(id(getattr(cell, group)) for group in groups), cell)
@@ -255,12 +262,15 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
 
 
 def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
-    """A sentence for each problem with a text that a model reads, or with the pair of a text and a
-    model. Also a sentence for each cell that reads its calibration set although none is set."""
-    readings = {}  # by identity: role of a text, the text and the model
+    """A sentence for each problem with a text that a model reads, or with a pair of a text and a
+    model. Also a sentence for each cell that reads its calibration set, if no set is named and the
+    model does not ship with moe_lab. The default set is only for shipped models."""
+    # (role of a text, id() of the text, id() of the model) -> (role, text, model)
+    readings = {}
     for cell in _deduplicate(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
-        # an unknown criterion or allocation may read the calibration set, which is then checked
+        # `reads_text` raises UserError for an unknown criterion or allocation; as it may read the
+        # calibration set, the set is checked
         with suppress(UserError):
             if not reads_text(cell):
                 del texts["calibration"]
@@ -281,7 +291,7 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
             for sentence in user_errors(check, part)
         ]
         yield from problems
-        # the text for FLOPs is read only by models whose experts differ in width
+        # the text for FLOPs is not checked, as it is rarely read: only if experts differ in width
         if role != "flops" and not problems:
             yield from user_errors(calibrations.check_chat_template, text, model)
             if role not in WITH_ANSWERS:
@@ -293,8 +303,9 @@ def _text_problems(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when a benchmark has chat=true and the model has no chat template. For a
-    benchmark that gives tools, the template must also have tools."""
+    """Raise UserError when a benchmark has chat=true and the model has no chat template. If the
+    questions of the benchmark come with tools, raise UserError also when the chat template does not
+    accept tools."""
     harness = harness_of(benchmark)
     if benchmark.chat:
         alternative = (
@@ -307,8 +318,8 @@ def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
 
 
 def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
-    """A sentence for each problem with the export of the pruned model of a cell. No sentence if
-    the settings of the export have their defaults and no verification is requested."""
+    """A sentence for each problem with the export of the pruned model of a cell. Nothing is checked
+    if the settings of the export have their defaults and no verification is requested."""
     if config.export == ExportConfig() and not config.verify:
         return
     from moe_lab.pruning.export import settings
@@ -319,22 +330,22 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     yield from settings.wrong(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
-    # the plan retains different numbers of experts in layers, or of channels in experts
+    # layers retain unequal numbers of experts, or experts retain unequal numbers of channels
     if granularity in allocation_rule.uneven:
         yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
 
 
 def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
     """A sentence for each problem with a plan that replaces dropped experts by constants or by
-    merged experts; no sentence for other plans. If the router still routes tokens to dropped
-    experts, only the code of transformers can compute the model."""
+    merged experts. Other plans are not checked. If tokens are still routed to the dropped experts,
+    the model runs only in transformers: with backend=hf, or with the code of a natural export."""
     settings = cell.allocation
     shape = config.export.shape
     if settings.replacement != "none":
         setting = f"allocation.replacement={settings.replacement}"
         grouping = GROUPINGS.get(settings.replacement)
-        # without a grouping, constants replace the dropped experts; with the rows "all", the router
-        # retains the rows of all experts of a group
+        # Without a grouping, constants replace the dropped experts. With rows="all", the router
+        # keeps the rows of all experts of a group.
         routes_to_dropped = grouping is None or grouping.rows == "all"
     elif (plan := plan_in(settings)) is not None and (plan.has_constants or plan.merged_layers):
         setting = f"the plan allocation.path={settings.path}"
@@ -362,8 +373,8 @@ def _replacement_problems(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _plan_problems(cell: Cell, _: Config) -> Iterator[str]:
-    """A sentence for each problem with the plan of a cell, found by the checks of the class of the
-    step that makes the plan."""
+    """A sentence for each problem with the plan of a cell. The attribute `checks` of the class of
+    the step that makes the plan lists the functions that check the cell."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in step_class.checks:
         yield from user_errors(check, cell)

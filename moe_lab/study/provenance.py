@@ -31,9 +31,10 @@ CODE_STATE_FILE = "code_state.json"
 
 @cache
 def code_state() -> dict[str, Any]:
-    """State of the code of moe_lab. In a git checkout: `version`, `commit` and `edits`, a digest of
-    uncommitted changes, or None without changes. In the copy of the package that Slurm jobs run:
-    the state of the original package, read from CODE_STATE_FILE. Elsewhere: only `version`."""
+    """State of the code of moe_lab as a JSON object with the entry `version`. For a git checkout it
+    also has `commit`, the hash of the commit, and `edits`, a digest of uncommitted changes (None
+    without changes). In the copy of the package that Slurm jobs run, the result is the state of the
+    original package, read from CODE_STATE_FILE."""
     package = Path(moe_lab.__file__).parent
     with contextlib.suppress(FileNotFoundError, Damaged):
         original: dict[str, Any] = read_json(package / CODE_STATE_FILE, {"version": str})
@@ -47,8 +48,8 @@ def code_state() -> dict[str, Any]:
         return process.stdout.decode(errors="surrogateescape")
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        # this error is intended: it is raised where the package is installed inside the checkout of
-        # another project, whose commit is not that of moe_lab
+        # fails, as intended, if the package is installed inside the checkout of another project,
+        # whose commit says nothing about moe_lab
         git("ls-files", "--error-unmatch", "__init__.py")
         edits = git("diff", "HEAD", "--", ".")
         for file in git("ls-files", "--others", "--exclude-standard", "-z").split("\0")[:-1]:
@@ -82,10 +83,10 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions,
-    machine, time and memory. `threads` is None in a process without torch; `gpus`, `driver` and
-    `peak_gpu_memory_bytes` are None in a process that used no GPU. If the version of the driver
-    cannot be read, `driver` is the version of CUDA.
+    """Provenance of a step that began at `start` (seconds since the epoch), as a JSON object: code,
+    versions, machine, time and memory. `threads` is None if torch was not imported. `gpus`,
+    `driver` and `peak_gpu_memory_bytes` are None if this process used no GPU. `driver` is the
+    version of the GPU driver, or the version of CUDA if the version of the driver cannot be read.
     """
     torch: Any = sys.modules.get("torch")
     on_gpu = torch is not None and torch.cuda.is_initialized()
@@ -129,15 +130,18 @@ TRANSIENT = {
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON. message: for the user. trace: for the log; "" for a UserError. user:
-    whether the message suffices without the trace. transient: whether the error may be gone at
-    another time or on another machine. environment: whether the error is about installed software.
-    After an error that is transient or environment, the next run tries the step again."""
+    """The exception with which a step failed, as a JSON object with these entries:
+
+    message: text for the user. type: name of the class of the exception. trace: text for the log,
+    "" for a UserError. code: `code_state`. user: whether the message suffices without the trace.
+    transient: whether the error may not occur at another time or on another machine. environment:
+    whether installed software causes the error. After an error that is `transient` or
+    `environment`, the next run tries the step again."""
     text = str(error) or type(error).__name__
     transient = isinstance(error, (MemoryError, Unavailable)) or (
         isinstance(error, OSError) and error.errno in TRANSIENT
     )
-    # by name, as torch, whose error is OutOfMemoryError, may not be imported
+    # the class is compared by name, as OutOfMemoryError is in torch, which may not be imported
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         text = f"out of memory: a smaller batch_size, or a device with more of it, helps ({text})"
         transient = True
@@ -148,7 +152,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "user": isinstance(error, UserError) or transient,
         "transient": transient,
-        "environment": _is_of_environment(error),
+        "environment": _is_environment_error(error),
         "trace": ""
         if isinstance(error, UserError)
         else mask("".join(traceback.format_exception(error))),
@@ -164,13 +168,13 @@ MISSING_SYMBOL = re.compile(
 their messages."""
 
 
-def _is_of_environment(error: BaseException | None) -> bool:
-    """Whether an exception, or one of the exceptions that caused it, is about installed software: a
-    package, a name in a package, or a library."""
+def _is_environment_error(error: BaseException | None) -> bool:
+    """Whether an exception, or an exception that caused it, is due to installed software: a missing
+    package, a missing name in a module, or a missing library or symbol."""
     while error is not None:
         is_missing_name = isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)
         if isinstance(error, ImportError) or is_missing_name or MISSING_SYMBOL.search(str(error)):
             return True
-        # the next exception that a trace of Python would show
+        # the exception that Python prints as the cause of `error`
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

@@ -55,9 +55,9 @@ class Study:
     """The models that earlier studies of this process have loaded."""
 
     def in_store(self, ids_elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
-        """The steps of the study, without shares that a finished step has merged; and the ids of
-        the finished steps. Prints the numbers of steps and of finished steps. `ids_elsewhere`: ids
-        of steps that are finished in other stores and will be copied."""
+        """(steps of the study, ids of the finished steps). Steps whose results a finished step has
+        merged are left out of both. Prints both numbers. `ids_elsewhere`: ids of steps that count
+        as finished because they are finished in other stores and will be copied."""
         done = self.store.done_of(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
@@ -73,17 +73,18 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report after the steps of `schedule` have ended. If a step failed
-    because the disk is full, no report is made. Returns the exit code: 0 if all is done, 2 if steps
-    failed and the message of each error suffices without a trace, otherwise 1."""
-    # the last job on a cluster is another process, which has not loaded the plugins
+    """Finish a run after the steps of `schedule` have ended: write the record, print errors, make
+    the report and log to the tracker. If a step failed because the disk is full, no report is made
+    and nothing is logged. Returns the exit code: 0 if all is done; 2 if steps failed and for every
+    error the message suffices without a trace; otherwise 1."""
+    # the job that finishes a run on a cluster is a new process, in which no plugins are loaded
     plugins.load(study.config.plugins)
     store = study.store
     name = study.config.study
     store.check_exists()
     errors = {step_id: error.document for step_id, error in schedule.failed.items()}
     document = record_of(study, run, errors)
-    # a run that computed nothing, and would not change the record, leaves no trace
+    # the folder of a run that computed nothing, and whose record would change nothing, is removed
     if not schedule.total and _is_recorded(store, name, run, document):
         run.remove()
     else:
@@ -109,20 +110,20 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
 
 
 def _write_end(store: Store, study: str) -> None:
-    """Write ended.json of the last recorded run of a study, if the run has jobs: it tells `status`
-    that record and report are complete."""
+    """Write ended.json to the folder of the last recorded run of a study, if this run has jobs. The
+    file tells `status` that record and report are complete."""
     recorded_runs = [run for run in runs(store, study) if (run.folder / RECORD).exists()]
     if recorded_runs and recorded_runs[-1].jobs:
         store.write(recorded_runs[-1].folder / ENDED, {"time": time.time()})
 
 
 def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -> bool:
-    """Whether one more record would change nothing in the joined records of a study but time and
-    settings. `document`: this record, which is that of `run`. The records that it replaces are left
-    out of the join."""
+    """Whether the new record of a run would leave the joined records of a study as they are, except
+    for time and settings. `document`: the new record of `run`. The records that `document` replaces
+    are left out of the new join."""
 
-    # the fields that may change are set to None
     def content(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """The joined records, with None in the fields that may differ."""
         record = join_records(records) if len(records) > 1 else next(iter(records.values()))
         return {**record, **dict.fromkeys(("created", "config", "replaces", "run"))}
 
@@ -139,11 +140,13 @@ def _is_recorded(store: Store, study: str, run: Run, document: dict[str, Any]) -
 
 
 def _print_errors(study: Study, schedule: Schedule) -> None:
-    """Print the errors of steps. If another run of the study has recorded cells of the same names
-    with other settings, also print the number of these cells."""
+    """Print the error message of each failed step, and where the traces are. If another run of the
+    study has recorded cells with the same names but other settings, also print the number of these
+    cells."""
     store = study.store
     name = study.config.study
-    # the names of records are separated by spaces; records are only read if there are several
+    # `fingerprint` separates the names of recorded runs by spaces. Only several runs can differ,
+    # and reading their records takes time.
     has_several_records = " " in fingerprint(store, name)
     if has_several_records and (differing := read(store, name).get("differing")):
         inform(
@@ -161,8 +164,8 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
 
 
 def _print_ties(study: Study, schedule: Schedule) -> None:
-    """Print the plans of finished steps in which experts or channels have equal scores at the cut,
-    so that ids decide which are dropped. At most LISTED_PLANS of them are named."""
+    """Print the plans of this study that are made and have ties: experts or channels with equal
+    scores at the cut, so that the lowest ids are dropped. At most LISTED_PLANS plans are named."""
     plans = {cell.plan.id: cell.plan for cell in study.graph.cells if cell.plan}
     descriptions = []
     for step_id, step in plans.items():
@@ -170,8 +173,9 @@ def _print_ties(study: Study, schedule: Schedule) -> None:
             continue
         with suppress(FileNotFoundError, Damaged):  # a plan without ties has no such file
             content = study.store.content(step.folder, TIES)
-            numbers = parse_sealed(content, {str: int}, step.folder).values()
-            descriptions.append(f"{sum(numbers)} in {len(numbers)} layers of {step.label()}")
+            # layer -> number of experts or channels with equal scores
+            tie_counts = parse_sealed(content, {str: int}, step.folder).values()
+            descriptions.append(f"{sum(tie_counts)} in {len(tie_counts)} layers of {step.label()}")
     if not descriptions:
         return
     listed = ", ".join(descriptions[:LISTED_PLANS])
@@ -202,9 +206,9 @@ def _print_exports(study: Study, schedule: Schedule) -> None:
 
 
 def _update_report(study: Study) -> bool:
-    """Make the report of a study, unless it is up to date, and print its summary. Returns whether
-    the report is complete. A claim lets one run at a time write to the folder of the report, which
-    all runs of a study share."""
+    """Make the report of a study, unless it is up to date. Print the summary of the report. Returns
+    whether the report is complete. All runs of a study share one report folder, so a claim makes
+    them take turns."""
     store = study.store
     name = study.config.study
     page = store.root / "reports" / name / "report.html"
@@ -219,7 +223,7 @@ def _update_report(study: Study) -> bool:
             if not _make_report(study, page):
                 return False
             write_text(fingerprint_file, current_fingerprint, store.file_mode)
-    # without evaluations there is no summary; that of another user may not be readable
+    # a report without evaluations has no summary; another user's summary may not be readable
     with suppress(FileNotFoundError, PermissionError):
         inform(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
     inform(f"report: {page.absolute()}")
@@ -235,7 +239,7 @@ def _make_report(study: Study, page: Path) -> bool:
     argv = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
     progress_file = folder / progress.NAME
     with show_regularly(
-        # [1] is the text of the progress
+        # `progress.read` returns (share of the work, text)
         lambda: f"report: {progress.read(progress_file)[1] or 'reading the results'}"
     ):
         environment = {**os.environ, progress.FILE: str(progress_file)}
@@ -265,34 +269,36 @@ def _make_report(study: Study, page: Path) -> bool:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Names of the runs of a study that have a record, separated by spaces. A report made when
-    these names were the same is up to date, as records are never changed."""
+    """Names of the runs of a study that have a record, separated by spaces. As records never
+    change, a report that was made with the same fingerprint is up to date."""
     return " ".join(run.folder.name for run in runs(store, study) if (run.folder / RECORD).exists())
 
 
 def outdate_reports(store: Store) -> None:
-    """Mark all reports as outdated, because a step that was set aside may be part of them."""
+    """Mark all reports of a store as outdated, by removing their fingerprints. It is called when
+    damaged steps were set aside, whose results reports may contain."""
     for file in (store.root / "reports").glob(f"*/{FINGERPRINT_FILE}"):
         file.unlink(missing_ok=True)
 
 
 @uncollected()
 def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The record of a run: every cell with the folders of its steps, and with error messages of
-    failed steps. `failed`: id -> error document.
+    """The record of a run: for every cell, the folders of its steps and the error messages of its
+    failed steps. `failed`: id of a failed step -> error document.
 
-    The record replaces the records that existed when the run began, so that the records of
-    simultaneous runs all count. With `study.add` it replaces no record, as each job of a multirun
-    has only its own cells."""
+    The record replaces the records that existed when the run began. Records of runs at the same
+    time do not replace each other. With `study.add`, as in jobs of a multirun, each of which has
+    only some of the cells, the record replaces no record."""
     store = study.store
     config = study.config
     graph = study.graph
 
-    # start of a step's id -> KIND/NAME; names of packed steps are known without a system call
+    # start of a step's id -> KIND/NAME; packed steps are entered first, as looking up any other
+    # step takes a system call
     names: dict[str, str | None] = {**store.packs.steps()}
 
     def name_of(step: Step | None) -> str | None:
-        """KIND/NAME of a step; None without a step or a result."""
+        """KIND/NAME of a finished step. None if the step is not finished, or `step` is None."""
         if step is None:
             return None
         start = step.id[:DIGITS]
