@@ -124,8 +124,8 @@ def longest_array() -> int:
 
 
 def time_limits() -> dict[str, float]:
-    """Partition -> time limit in minutes, which is infinite for a partition without a limit. The
-    key "" stands for the default partition, which sinfo marks with an asterisk."""
+    """Partition -> time limit in minutes; inf for a partition without a limit. The key "" stands
+    for the default partition, which sinfo marks with an asterisk."""
     limits = {}
     for line in run_command("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
@@ -137,27 +137,27 @@ def time_limits() -> dict[str, float]:
 
 
 def minutes(limit: str) -> float:
-    """Minutes of a time limit in sinfo's format, such as 1-12:00:00, 30:00 or infinite."""
+    """Minutes of a time limit in sinfo's format DAYS-HOURS:MINUTES:SECONDS; the first parts may be
+    missing, as in 30:00. inf for a limit that is not a number, such as infinite."""
     days, _, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in parts):
         return inf
-    # a second, a minute and an hour are 60**-1, 60**0 and 60**1 minutes
-    clock_minutes = sum(
-        int(part) * 60.0**power for power, part in enumerate(reversed(parts), start=-1)
-    )
-    return clock_minutes + 1440 * int(days or 0)  # a day has 1440 minutes
+    seconds = 0
+    for part in parts:
+        seconds = 60 * seconds + int(part)
+    return seconds / 60 + 1440 * int(days or 0)  # a day has 1440 minutes
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel the jobs with these ids, except jobs that have already ended. Raises UserError, with
-    the scheduler's message, when a job could not be cancelled."""
+    """Cancel the jobs with the ids `jobs`. Jobs that have already ended are no error. Raises
+    UserError, with the first error message of scancel, when a job could not be cancelled."""
     ids = list(jobs)
     errors: list[str] = []
     for start in range(0, len(ids), IDS_PER_CALL):
         answer = _run("scancel", *ids[start : start + IDS_PER_CALL])
         if answer.returncode:
-            # a call that fails without a message counts as an error, too
+            # if the call fails without a message, the error is "scancel says: nothing"
             lines = answer.stderr.strip().splitlines() or ["nothing"]
             errors += [line for line in lines if not ENDED_MESSAGE.search(line)]
     if errors:
@@ -165,15 +165,16 @@ def cancel(jobs: Iterable[str]) -> None:
 
 
 def job_state(job: str, limit: float | None = None) -> dict[str, str]:
-    """Field -> value of a job in Slurm, such as JobState. {} for a job that Slurm has forgotten,
-    which by default happens five minutes after the job's end (MinJobAge). `limit`: seconds in which
-    Slurm must answer; None for LIMIT."""
+    """All that Slurm states about a job: name of a field, such as JobState -> value. {} for a job
+    that Slurm has forgotten. By default Slurm forgets a job five minutes after the job's end
+    (MinJobAge). `limit`: seconds in which Slurm must answer; None for LIMIT."""
     answer = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
     return dict(item.split("=", 1) for item in answer.stdout.split() if "=" in item)
 
 
 def run_command(*command: str) -> str:
-    """Output of a Slurm command. Raises UserError, with the command's message, when it fails."""
+    """Output of a Slurm command. Raises UserError, with the command's error message, when the
+    command fails."""
     answer = _run(*command)
     if answer.returncode:
         raise UserError(f"launcher=slurm: the scheduler does not answer: {answer.stderr.strip()}")
@@ -181,10 +182,11 @@ def run_command(*command: str) -> str:
 
 
 def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command, which may fail. Raises UserError when the command cannot be started or
-    takes longer than `limit` seconds (None: LIMIT)."""
+    """Run a Slurm command, and return the exit code and the output, also when the command fails.
+    Raises UserError when the command cannot be started or takes longer than `limit` seconds. If
+    `limit` is None, it is LIMIT."""
     limit = LIMIT if limit is None else limit
-    # `subprocess` does not find programs if a folder in PATH may not be read
+    # if a folder in PATH may not be read, `which` finds the program, and `subprocess` does not
     program = shutil.which(command[0])
     problem = f"there is no {command[0]} here"
     if program is not None:
@@ -197,32 +199,35 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
                 timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            problem = f"{command[0]} has not answered for {limit:g} s"
-            raise UserError(f"launcher=slurm: {problem}") from None
+            raise UserError(
+                f"launcher=slurm: {command[0]} has not answered for {limit:g} s"
+            ) from None
         except OSError as error:
             problem = f"{command[0]} cannot be started ({error.strerror})"
-    advice = "start this on a machine that submits jobs, or use launcher=local"
-    raise UserError(f"launcher=slurm: {problem}: {advice}")
+    remedy = "start this on a machine that submits jobs, or use launcher=local"
+    raise UserError(f"launcher=slurm: {problem}: {remedy}")
 
 
 def environment(retained: Collection[str] = ()) -> dict[str, str]:
-    """The environment variables of this process, without those that change what Slurm's commands do
-    and show. `retained`: names of variables that stay although they do so."""
+    """Environment variables of this process without those for Slurm's commands (SLURM_PREFIXES):
+    name -> value. `retained`: names of variables for Slurm's commands that stay, in addition to
+    CLUSTER_VARIABLES."""
     variables = {}
     for name, value in os.environ.items():
-        is_other = not name.startswith(SLURM_PREFIXES)
-        if is_other or name in CLUSTER_VARIABLES or name in retained:
+        is_for_slurm = name.startswith(SLURM_PREFIXES)
+        if not is_for_slurm or name in CLUSTER_VARIABLES or name in retained:
             variables[name] = value
     return variables
 
 
 @contextmanager
 def submission_environment(options: Collection[str]) -> Iterator[None]:
-    """A context in which sbatch is called. `options`: options of sbatch that the script of the job
-    sets. Variables of the shell would override the script, so only variables for other options in
-    SHELL_OPTIONS remain. In jobs the hub is offline, as all downloads are done before."""
-    from_shell = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
-    variables = {**environment(from_shell), "HF_HUB_OFFLINE": "1"}
+    """A context with the environment variables for calls of sbatch. `options`: options of sbatch
+    that the script of the job sets. Variables SBATCH_* of the shell would override the script, so
+    they are removed, except those for SHELL_OPTIONS that the script does not set. Jobs inherit the
+    variables, with HF_HUB_OFFLINE=1, because all downloads are done before the submission."""
+    retained = [f"SBATCH_{name.upper()}" for name in SHELL_OPTIONS if name not in options]
+    variables = {**environment(retained), "HF_HUB_OFFLINE": "1"}
     with patch.dict(os.environ, variables, clear=True):
         yield
 
@@ -244,7 +249,8 @@ NO_ANSWER = re.compile(r"Socket timed out|Unable to contact slurm controller|^ti
 
 
 def advice(message: str, kind: str) -> str:
-    """Advice for the user after sbatch has refused jobs of the kind `kind` with `message`."""
+    """Advice for the user after sbatch has refused jobs. `message`: error message of sbatch.
+    `kind`: kind of the jobs."""
     if NO_ANSWER.search(message):
         return (
             "the scheduler has not answered, and may have accepted them: see squeue before you "

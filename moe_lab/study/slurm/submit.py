@@ -64,16 +64,17 @@ SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[ass
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps, except steps that pending jobs of earlier submissions will
-    do. If this fails, all jobs of this submission are cancelled. Raises UserError, with the
-    scheduler's message, when the scheduler refuses a job."""
+    """Submit jobs for the waiting steps of `schedule`, except steps that pending jobs of earlier
+    submissions will do. If the submission fails, all its jobs are cancelled, and the run is
+    removed. Raises UserError, with the scheduler's message, when the scheduler refuses a job."""
     submission = Submission(study, run)
     try:
         _submit_missing(schedule, submission)
     except BaseException as error:
         try:
-            if run.logs.exists():  # sbatch may have submitted a job without getting an answer
+            if run.logs.exists():
                 scheduler.cancel({job.array for job in run.jobs})
+                # `run.jobs` lacks jobs whose submission sbatch could not confirm
                 scheduler.cancel(scheduler.jobs_from(run.logs.absolute()))
         except UserError as failure:
             raise UserError(
@@ -85,26 +86,27 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 
 
 def _download(steps: Iterable[Step]) -> None:
-    """Download the models and texts that steps read from the hub, each once, as nodes may have no
-    network."""
+    """Download the models and the calibration sets that steps read from the hub, because nodes may
+    have no network. A model or set that several steps read is downloaded once."""
+    # settings of the model or set, as text -> function that downloads it
     downloads: dict[str, Callable[[], object]] = {}
     for step in steps:
         if model := step.resources().model:
             downloads[repr(model)] = partial(files.local_folder, model)
-        for text in (
-            value for value in vars(step).values() if isinstance(value, CalibrationConfig)
-        ):
-            downloads |= {
-                repr(part): partial(sources.download, part) for _, part in shares_and_sets(text)
-            }
+        for value in vars(step).values():
+            if isinstance(value, CalibrationConfig):
+                for _, part in shares_and_sets(value):
+                    downloads[repr(part)] = partial(sources.download, part)
     for download in downloads.values():
         download()
 
 
 def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: bool = True) -> None:
-    """Submit jobs for the waiting steps that no pending job will do, and the job that writes the
-    record. Downloads come before that. If they take more than a minute, pending jobs may have ended
-    meanwhile; with `may_repeat`, everything is then done once more."""
+    """Download what the waiting steps read. Then submit jobs for the waiting steps that no pending
+    job will do, and the job that writes the record.
+
+    Pending jobs may end during a long download. With `may_repeat`, a download of more than a minute
+    is therefore followed by a second call of this function in place of the submission."""
     study = submission.study
     config = study.config
     store = study.store
@@ -112,10 +114,11 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
     pending = pending_jobs(
         earlier_jobs, scheduler.queue(job.user for job in earlier_jobs), schedule.waiting
     )
-    needed = unmerged(schedule.waiting.values(), pending.job_of.keys())
-    missing = [step for step in needed if step.id not in pending.job_of]
+    # a pending job may compute a pass in other shares: its shares in `schedule` are left out
+    steps = unmerged(schedule.waiting.values(), pending.job_of.keys())
+    new_steps = [step for step in steps if step.id not in pending.job_of]
     submission.jobs.update(pending.job_of)
-    if not missing and pending.record_jobs:  # pending jobs will do all steps and the record
+    if not new_steps and pending.record_jobs:  # pending jobs will do all steps and the record
         return
     resources_of = partial(
         job_resources,
@@ -123,7 +126,7 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
         seconds=seconds_estimator(store),
         time_limits=scheduler.time_limits(),
     )
-    arrays = arrange(missing, resources_of, config.launcher, scheduler.longest_array())
+    arrays = arrange(new_steps, resources_of, config.launcher, scheduler.longest_array())
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:
         if array.resources["minutes"] * 60 <= signal_seconds + EARLY_SECONDS:
@@ -133,7 +136,7 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
                 f"the end, and may do so {EARLY_SECONDS} s early"
             )
     start = time.monotonic()
-    _download(missing)
+    _download(new_steps)
     if may_repeat and time.monotonic() - start > 60:
         _submit_missing(schedule, submission, may_repeat=False)
         return
@@ -159,17 +162,18 @@ class Submission:
         return copy_code(private_cache("jobs"), self.study.config.plugins)
 
     def add(self, array: Array) -> None:
-        """Submit one array. It starts when the jobs whose results it needs have succeeded."""
+        """Submit one array. It starts when the submitted jobs that compute inputs of its steps have
+        succeeded."""
         steps = [step for job in array.jobs for step in job]
         step_ids = {step.id for step in steps}
         input_ids = {needed.id for step in steps for needed in step.needs} - step_ids
         needed_jobs = [self.jobs[step_id] for step_id in input_ids if step_id in self.jobs]
         store = self.study.store.root
         launcher = self.study.config.launcher
-        run = str(self.run.folder.relative_to(store / "runs"))
-        jobs = [StepsJob(str(store.absolute()), job, run, launcher) for job in array.jobs]
+        run_path = str(self.run.folder.relative_to(store / "runs"))
+        functions = [StepsJob(str(store.absolute()), job, run_path, launcher) for job in array.jobs]
         array_id = self._submit(
-            array.kind, array.resources, jobs, array.jobs, "afterok", needed_jobs
+            array.kind, array.resources, functions, array.jobs, "afterok", needed_jobs
         )
         self.jobs.update(dict.fromkeys(step_ids, array_id))
 
@@ -177,11 +181,11 @@ class Submission:
         """Submit the job that writes the record. It starts when all other jobs have ended,
         successfully or not."""
         resources = {**merge_configs([self.study.config.resources.every]), **RECORD_RESOURCES}
-        if resources["memory"] != 0:  # with 0, memory is not requested
+        if resources["memory"] != 0:  # resources.every.memory=0: jobs request no memory
             resources["memory"] = RECORD_MEMORY
-        job = RecordJob(self.study, self.run)
-        # the list of the job's steps is empty
-        self._submit(RECORD, resources, [job], [[]], "afterany", self.jobs.values())
+        function = RecordJob(self.study, self.run)
+        # [[]]: an array of one job, which has no steps
+        self._submit(RECORD, resources, [function], [[]], "afterany", self.jobs.values())
 
     def _submit(
         self,
@@ -193,8 +197,9 @@ class Submission:
         needed_jobs: Iterable[str],
     ) -> str:
         """Submit jobs with the same resources as one array, and add them to the run. Returns the
-        array's id. `functions`: the callable of each job. `steps`: the steps of each job.
-        `condition`: type of Slurm's dependency, such as afterok, on the jobs `needed_jobs`."""
+        array's id. `functions`: for each job, what it calls. `steps`: for each job, its steps.
+        `condition`: type of Slurm's dependency, such as afterok. `needed_jobs`: ids of jobs and
+        arrays that must end in this way before the new jobs start."""
         after = tuple(sorted(set(needed_jobs)))
         name = f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
@@ -207,12 +212,12 @@ class Submission:
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
         parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
-        optional = {"partition": resources["partition"]} if resources["partition"] else {}
+        node_options = {"partition": resources["partition"]} if resources["partition"] else {}
         if resources["memory"] and not any(key.startswith("mem-per-") for key in parameters):
-            optional["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
+            node_options["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
         if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
             type_and_count = (resources["gpu_type"], resources["gpus"])
-            optional["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
+            node_options["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
         executor.update_parameters(
             job_name=name,
             time=resources["minutes"],
@@ -221,13 +226,13 @@ class Submission:
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=parameters,
-            **optional,
+            **node_options,
         )
         try:
-            with scheduler.submission_environment([*optional, *sbatch_options]):
+            with scheduler.submission_environment([*node_options, *sbatch_options]):
                 ids = self._submit_array(executor, functions)
         except (FailedJobError, FailedSubmissionError) as error:
-            requested = {**resources, **sbatch_options, "sbatch": None}
+            requested = {**resources, **sbatch_options, "sbatch": None}  # replaced by its options
             message = " ".join(str(error).split())
             request = " ".join(
                 f"{key}={value}" for key, value in requested.items() if value not in (None, [])
@@ -247,21 +252,21 @@ class Submission:
         self, executor: SlurmExecutor, job_functions: Sequence[Callable[[], Any]]
     ) -> list[str]:
         """Submit jobs as one array, and return the jobs' ids. If Slurm's controller does not
-        answer, sbatch is tried again after PAUSES. After a try succeeds, jobs that earlier tries
-        submitted without an answer are cancelled."""
-        tries = 0
+        answer, sbatch is called again after each of the PAUSES. A call without an answer may have
+        submitted jobs. These are cancelled after a later call has succeeded."""
+        retries = 0
         while True:
             try:
                 ids = [job.job_id for job in executor.submit_array(job_functions)]
                 break
             except (FailedJobError, FailedSubmissionError) as error:
-                if tries == len(PAUSES) or not scheduler.NO_ANSWER.search(str(error)):
+                if retries == len(PAUSES) or not scheduler.NO_ANSWER.search(str(error)):
                     raise
-            time.sleep(PAUSES[tries])
-            tries += 1
-        if tries:
-            run_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.jobs_from(self.run.logs.absolute()) - run_arrays)
+            time.sleep(PAUSES[retries])
+            retries += 1
+        if retries:
+            confirmed_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
+            scheduler.cancel(scheduler.jobs_from(self.run.logs.absolute()) - confirmed_arrays)
         return ids
 
 
@@ -272,8 +277,9 @@ ERR, since a setup line may source a file that calls `exit`."""
 
 
 def setup_lines(setup: Iterable[str]) -> list[str]:
-    """Shell lines that a job runs before Python. The first line of `setup` that fails ends the job,
-    whose log then names the line."""
+    """Shell lines that a job runs before Python: the lines `setup`, and lines that handle failures.
+    The first line of `setup` that fails ends the job, and SETUP_TRAP prints this line to the
+    log."""
     lines = [SETUP_TRAP, "set -e"]
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
@@ -281,14 +287,16 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
 
 
 def _announce(submission: Submission) -> None:
-    """Print the submitted arrays, and the jobs of earlier submissions that will do further
-    steps."""
+    """Print the id, the kind and the size of each submitted array. Then print the ids of jobs of
+    earlier submissions that will do the other missing steps, and the command that shows the state
+    of the study."""
     study = submission.study.config.study
     jobs = submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
-        tasks = [job for job in jobs if job.array == array]
-        steps = sum(len(job.steps) for job in tasks)
-        print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
+        array_jobs = [job for job in jobs if job.array == array]
+        job_count = _quantity(len(array_jobs), "job")
+        step_count = _quantity(sum(len(job.steps) for job in array_jobs), "step")
+        print(f"{array}  {kind}: {job_count}, {step_count}", flush=True)
     step_ids = {step_id for job in jobs for step_id in job.steps}
     if earlier := {job for step_id, job in submission.jobs.items() if step_id not in step_ids}:
         inform(
@@ -301,8 +309,9 @@ def _announce(submission: Submission) -> None:
         )
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"
+def _quantity(number: int, noun: str) -> str:
+    """Number and noun as text, such as "1 job" or "2 jobs"."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 @dataclass
@@ -320,15 +329,17 @@ class PendingJobs:
 def pending_jobs(
     jobs: Iterable[SubmittedJob], queue: Mapping[str, QueuedJob], missing: Iterable[str]
 ) -> PendingJobs:
-    """The jobs in `queue`, sorted by whether they can do their steps. `jobs`: all jobs of earlier
-    submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
+    """The jobs of earlier submissions that are in Slurm's queue, divided into jobs that will do
+    missing steps, jobs that no longer can, and jobs that will write the record. `jobs`: all jobs of
+    earlier submissions, in order. `queue`: id -> job. `missing`: ids of missing steps.
 
-    Slurm cancels jobs that wait for an array as soon as one task of the array fails. So a pending
-    job cannot do its steps if it waits for a job that has ended without doing a missing step.
+    A job is lost if it has ended without doing a missing step. Slurm cancels jobs that wait for an
+    array as soon as one task of the array fails. So a pending job that waits for a lost job, or for
+    the array of a lost job, is lost, too.
     """
     missing = set(missing)
     pending = PendingJobs()
-    lost: set[str] = set()
+    lost: set[str] = set()  # ids of lost jobs and of their arrays
     for job in jobs:
         queued = queue.get(job.id)
         if queued is not None and queued.name != job.name:
@@ -341,6 +352,7 @@ def pending_jobs(
             pending.job_of.update(dict.fromkeys(steps, job.id))
         elif steps:
             lost |= {job.id, job.array}
+            # only jobs of this user can be cancelled
             if queued and job.user == os.getuid():
                 pending.failed_jobs.append(job.id)
     return pending
@@ -351,27 +363,27 @@ FOLDERS = ("moe_lab", "analysis", "conf")
 
 
 def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code and plugins to a folder in `jobs`/code, unless a copy of the same code
-    is there. Returns the path of start.py in the copy. `modules`: names of plugins.
+    """Copy the present code and plugins to a folder in `jobs`/code, unless `jobs`/code already has
+    a copy of the same code. Returns the path of start.py in the copy. `jobs`: folder for files of
+    jobs. `modules`: names of plugins.
 
     Jobs and the processes that they start run the copy. Edits and updates of the code while jobs
     wait in the queue then do not change the jobs.
     """
     root = Path(moe_lab.__file__).parents[1]
+    # path in the copy -> path of the original, for files and folders
     paths = {path.relative_to(root): path for name in FOLDERS for path in (root / name).rglob("*")}
     paths |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
-    present_files = {
+    originals = {
         file: path
         for file, path in paths.items()
         if path.is_file() and "__pycache__" not in file.parts
     }
-    digests = {
-        str(file): sha256(path.read_bytes()).hexdigest() for file, path in present_files.items()
-    }
+    digests = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in originals.items()}
     folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        for file, path in present_files.items():
+        for file, path in originals.items():
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, scratch / file)
         write_json(scratch / "moe_lab" / CODE_STATE_FILE, code_state())
