@@ -398,9 +398,10 @@ def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[s
 
 
 def _item_texts(item: Item) -> Iterator[list[str]]:
-    """Lists of texts, each of which counts as one item. Each non-empty paragraph of a document is a
-    list of its own. All other requests of the item together give one list: prompts followed by the
-    answer, if it is known, and messages of conversations."""
+    """Yield lists of texts; each list is compared as one item. A document gives one list for each
+    non-empty paragraph, with this paragraph alone. All other requests of the item together give one
+    list. A prompt and its answer are one text; a conversation gives one text for each message and
+    one for the answer. An unknown answer counts as ""."""
     texts: list[str] = []
     for request in item.requests:
         if isinstance(request, Document):

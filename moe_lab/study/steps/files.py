@@ -30,20 +30,21 @@ ROLES_WITHOUT_SUMS = ("facts", "scores", "by")
 
 
 class Models:
-    """Cache of the models of a process, so that the next step need not load the same model again.
-    The cache has at most one loaded model, one recovered copy, one skeleton and one engine."""
+    """Cache of the models in this process, so that the next step need not load a model again. The
+    cache has at most one loaded model, one copy of this model that is pruned and recovered, one
+    skeleton (a model without weights), and one engine of vLLM."""
 
     def __init__(self) -> None:
         # slots: loaded, recovered and skeleton
         self._keys: dict[str, Any] = {}
-        """Slot -> what the object in the slot was made from."""
+        """Slot -> settings from which the object in the slot was made."""
         self._objects: dict[str, Any] = {}
         """Slot -> object."""
         self._engine: OpenEngine | None = None
 
     def _cached(self, slot: str, key: Any, make: Callable[[], Any]) -> Any:
-        """The object in `slot` if it was made for an equal `key`. Otherwise, the result of `make`
-        replaces it and is returned."""
+        """The object in `slot`. If the slot is empty, or was filled for another key, the result
+        of `make` is put into the slot first."""
         if self._keys.get(slot) != key:
             self._free(slot)  # before `make`, as memory may not be enough for both objects
             self._objects[slot] = make()
@@ -62,14 +63,16 @@ class Models:
 
         if self._engine:
             self._engine.close()
-        if self._keys.get("loaded", model) != model:
-            self._free("recovered")  # a copy of the model that is about to be replaced
+        if self._keys.get("loaded") != model:
+            # the recovered copy shares tensors with the loaded model, which is about to be replaced
+            self._free("recovered")
         pair: tuple[Any, Any] = self._cached("loaded", model, lambda: load_model(model))
         return pair
 
     def recover(self, model: ModelConfig, plan: Any, **changes: Any) -> Any:
-        """Copy the loaded model with the changes of a plan and a recovery, unless the copy is in
-        the cache, and return the copy. `changes`: arguments of `recovery.apply.recovered`."""
+        """A copy of the loaded model that is pruned by `plan` and changed by a recovery. It is only
+        made if the cache does not have it. `changes`: settings of the recovery, which are arguments
+        of `recovery.apply.recovered`."""
         from moe_lab.recovery.apply import recovered
 
         network, _ = self.load(model)
@@ -78,13 +81,13 @@ class Models:
         )
 
     def skeleton(self, model: ModelConfig) -> Any:
-        """The model on the meta device, without weights, in eval mode and with the top_k of its
-        config."""
+        """The model on the meta device, that is, without weights, in eval mode. Its routers select
+        `model.top_k` experts if this setting is set."""
         from moe_lab.models import load
         from moe_lab.models.files import local_folder
 
         def make() -> Any:
-            """The model, newly made from its config.json."""
+            """A new skeleton, made from config.json."""
             folder = local_folder(model)
             network = load.skeleton(folder, trust_remote_code=model.trust_remote_code).eval()
             load.set_top_k(network, model.top_k)
@@ -95,8 +98,9 @@ class Models:
     def engine(
         self, checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Any
     ) -> VllmModel:
-        """An engine of vLLM with the model in `checkpoint`, masked by `plan` unless `plan` is None.
-        All models of the cache are freed first."""
+        """An engine of vLLM that runs the checkpoint in the folder `checkpoint`, masked by `plan`
+        unless `plan` is None. All cached models are dropped first, as the engine needs the memory.
+        `model`: settings with which the engine loads the checkpoint, such as the dtype."""
         from moe_lab.evaluation.engines.vllm import OpenEngine
 
         self._keys.clear()
@@ -108,7 +112,8 @@ class Models:
 
 @dataclass(frozen=True)
 class Files:
-    """Paths for the work of one step, its inputs, and the models in memory."""
+    """What the work of one step uses: folders to write to, the results of the step's inputs, and
+    the models in memory."""
 
     out: Path
     """Folder of the result."""
@@ -125,9 +130,9 @@ class Files:
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path, models: Models | None = None) -> Files:
-        """The files of a step that writes its result to the folder `scratch`, and whose inputs, log
-        and partial results are in `store`. `models`: the cache of this process; None for an empty
-        cache."""
+        """The `Files` of `step`. The step writes its result to the folder `scratch`. `store` has
+        the results of the step's inputs, its log and its partial results. `models`: the cache of
+        this process; None for an empty cache."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
         partial = store.partial(step).absolute()
@@ -135,28 +140,29 @@ class Files:
         return cls(scratch.absolute(), partial, folders, log, root, models or Models())
 
     def path(self, step: Step, name: str) -> Path:
-        """Path of a file of a finished step. The step must not be `small`, since results of small
-        steps may move to a pack."""
+        """Path of the file `name` of the input step `step`. The class of the step must have
+        small=False. Files of small steps may be in a pack, a database, and then have no path."""
         return self.folders[step.id] / name
 
     def read(self, step: Step, name: str) -> bytes:
-        """Content of a file of a finished step, read from the step's folder or from a pack, to
-        which the result may move at any time."""
+        """Content of the file `name` of the input step `step`. The file is in the folder of the
+        step or, for a small step, in a pack: a database with the results of many steps."""
         try:
             return (self.folders[step.id] / name).read_bytes()
-        except FileNotFoundError:
-            # packs name a result by the first digits of its id
+        except FileNotFoundError:  # the step may be moved to a pack at any time
+            # in a pack, a step is found by the first digits of its id
             return packs_in(self.store).read(step.id[:DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
-        """The result of a `Facts` step, with layer numbers as int instead of JSON's strings."""
+        """The result of a `Facts` step. The keys of "layers" are numbers, which in JSON are
+        strings."""
         content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
         layers = {int(layer): facts for layer, facts in content["layers"].items()}
         return {**content, "layers": layers}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Role -> layer -> name -> array: the sums of the steps, except for the roles in
-        ROLES_WITHOUT_SUMS. `steps`: role -> input step."""
+        """Role -> layer -> name of a sum -> array: the results of input steps. Steps with a role in
+        ROLES_WITHOUT_SUMS are left out. `steps`: role -> input step."""
         from moe_lab.statistics import read
 
         return {
@@ -166,13 +172,14 @@ class Files:
         }
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
-        """Layer -> name -> array: the sums of all steps, merged. `steps`: role -> input step."""
+        """Layer -> name of a sum -> array: as `sums`, with the arrays of all roles in one
+        dictionary for each layer. `steps`: role -> input step."""
         from moe_lab.statistics import merge_passes
 
         return merge_passes(self.sums(steps).values())
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
-        """Layer -> scores of its experts, from the result of a `Scores` step."""
+        """Layer -> score of each expert of the layer, from the result of a `Scores` step."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -183,37 +190,40 @@ class Files:
         return scores
 
     def plan(self, step: Step | None) -> Any:
-        """The plan that `step` has made. None if `step` is None, as for the unpruned model."""
+        """The plan that `step` has made. None if `step` is None, which stands for the unpruned
+        model."""
         from moe_lab.pruning.plan import Plan
 
         if step is None:
             return None
+        # the files of a plan are plan.json and, if the plan has arrays, plan.npz
         return Plan.read(lambda suffix: self.read(step, f"plan{suffix}"), step.folder)
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        """Write `rows` as a Parquet table to the file `name` of the result. `columns`: names of the
-        values of a row."""
+        """Write a Parquet table to the file `name` of this step's result. `columns`: names of the
+        columns. `rows`: the values of each row, in the order of `columns`."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
         # a table without rows still has all columns
-        values = list(zip(*rows, strict=True)) or [()] * len(columns)
+        column_values = list(zip(*rows, strict=True)) or [()] * len(columns)
         parquet.write_table(
-            arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name
+            arrow.table(dict(zip(columns, map(list, column_values), strict=True))), self.out / name
         )
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
-    """The batches (ids, valid) of `text`, or only those of the share `rows` of its rows. Also
-    writes the report, which is on the whole text."""
+    """The batches (ids, valid) of `text`. Also writes the report on the whole text to the file
+    REPORT of the result. `rows`: (first row, end) of the rows whose batches are returned;
+    None for all rows."""
     from moe_lab.calibration.batches import batches
 
     tokenised = batches(text, tokenizer)
     write_json(files.out / REPORT, tokenised.report)
     if rows is None:
-        return tokenised.rows
+        return tokenised.rows  # a list of batches
     start, end = rows
-    # from rows to batches; the end is rounded up, as the last batch may be shorter
+    # numbers of rows become numbers of batches; the end is rounded up to include a short last batch
     return tokenised.rows[start // text.batch_size : -(-end // text.batch_size)]
 
 
@@ -223,8 +233,8 @@ Rows = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Resident:
-    """Passes of a model over a text, with the whole model in memory. `text`: batches (ids, valid).
-    `out`: folder of the files from which an interrupted pass resumes."""
+    """Runs a model over a text, with the whole model in memory. `text`: batches (ids, valid).
+    `out`: folder of the files from which an interrupted pass over the text resumes."""
 
     model: Any
     text: Any
@@ -243,30 +253,31 @@ class Resident:
         return gather_gradients(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The routing of the text's tokens under a plan, measured in a pass. `pruned`: the layers
-        of the pruned model."""
+        """The channels that the text's tokens use, as a `pruning.cost.Routing`. The model runs
+        masked by `plan`; None masks nothing. `pruned`: the MoE layers of the pruned model."""
         from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, pruned, self.text)
 
 
 class Streamed(Resident):
-    """The same passes with one decoder layer in memory at a time."""
+    """Runs a model over a text as `Resident` does, but with one decoder layer in memory at a
+    time."""
 
     def gather(self, hook: type) -> Any:
-        """The sums of a forward pass, as in `Resident`."""
+        """The sums that hooks of class `hook` compute in a forward pass."""
         from moe_lab.statistics.streaming import stream
 
         return stream(self.model, hook, self.text, out=self.out)
 
     def gather_gradients(self, hook: type) -> Any:
-        """The sums of a forward and a backward pass, as in `Resident`."""
+        """The sums that hooks of class `hook` compute in a forward and a backward pass."""
         from moe_lab.statistics.streaming import stream_back
 
         return stream_back(self.model, hook, self.text, out=self.out)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
-        """The routing of the text's tokens under a plan, as in `Resident`."""
+        """The channels that the text's tokens use; see `Resident.routing`."""
         from moe_lab.pruning.cost import layered_routing
 
         return layered_routing(self.model, plan, pruned, self.text, out=self.out)
@@ -275,9 +286,9 @@ class Streamed(Resident):
 def engine(
     model: ModelConfig, text: CalibrationConfig, files: Files, rows: Rows = None
 ) -> Resident:
-    """The object whose methods run `model` over `text`, or over the share `rows` of its rows. It is
-    a `Streamed` if `text.engine` is streamed. Otherwise it is a `Resident`, for which the whole
-    model is loaded. Also writes the report on the text."""
+    """An object whose methods run `model` over `text`: a `Streamed` if `text.engine` is streamed,
+    otherwise a `Resident`, which loads the whole model. `rows`: the rows of the text to read. Also
+    writes the report on the whole text, see `read_text`."""
     if text.engine != "streamed":
         network, tokenizer = files.models.load(model)
         return Resident(network, read_text(text, tokenizer, files, rows), files.partial)

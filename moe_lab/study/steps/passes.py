@@ -49,11 +49,12 @@ class Facts(Step):
         return self.model.name
 
     def resources(self) -> Resources:
+        """Resources of a step that takes a few seconds. How many depends on the model."""
         return Resources(pace=[self.id], steps_per_job="short")
 
     def work(self, files: Files) -> None:
-        """Write the facts of the model, and the hash of its files and the commit that identify it.
-        The commit is None for a folder outside the hub's cache."""
+        """Write the facts of the model, the hash of its files, and its commit on the Hugging Face
+        hub. The commit is None for a model outside the cache of the hub."""
         from moe_lab.models.facts import facts
         from moe_lab.models.files import fingerprint, local_folder
 
@@ -79,8 +80,8 @@ class Arithmetic:
 
 
 class Loaded(StepFields):
-    """The identity of a model that a step loads: the step with the model's facts, and the settings
-    of computation. Nothing is loaded."""
+    """The model that a step will load. Its identity is the step with the model's facts, and
+    `arithmetic`. This object has only settings, and no weights."""
 
     facts: Facts
     arithmetic: Arithmetic
@@ -89,20 +90,20 @@ class Loaded(StepFields):
 
     @property
     def pace(self) -> list[Any]:
-        """The part of `Resources.pace` that depends on the loaded model: the id of its facts, and
-        its device."""
+        """What determines how fast the model runs, for `Resources.pace`: the id of the step with
+        the model's facts, and the device."""
         return [self.facts.id, self.model.device]
 
 
 class StepModel(IdentifiedModel):
-    """The config of a model with resolved device, from which the field `loaded` of steps is
-    computed once."""
+    """The config of a model whose device is resolved, that is, not auto. The object caches the
+    field `loaded` of the steps that load the model."""
 
     @cached_property
     def loaded_field(self) -> Loaded:
-        """The field `loaded` of all steps that load the model. It has the device type, cpu or cuda.
-        A dtype auto becomes float32 on the CPU, and on a GPU the precision of the files
-        (stored)."""
+        """The field `loaded` of all steps that load the model. Its arithmetic has the type of the
+        device, cpu or cuda. dtype=auto becomes "float32" on the CPU. On a GPU it becomes "stored",
+        the precision in the model's files."""
         device = "cpu"
         auto_dtype = "float32"
         if self.device != "cpu":
@@ -114,13 +115,14 @@ class StepModel(IdentifiedModel):
 
 
 def loaded_as(model: ModelConfig) -> Loaded:
-    """The field `loaded` of steps that load the model, whose device is resolved. Loads nothing."""
+    """The field `loaded` of steps that load `model`. The device in `model` must be resolved (not
+    auto). The model is not loaded here."""
     return StepModel.of(model).loaded_field
 
 
 def save_sums(sums: Any, figures: Iterable[Table], files: Files) -> None:
-    """Write the sums of all layers, and the small tables that are computed from them. `figures`:
-    (file, columns, function that computes the rows) of each table."""
+    """Write the sums of all layers, and small tables for figures. `figures`: (name of the file,
+    columns, function that computes the rows from the sums) of each table."""
     sums.save(files.out / STATISTICS)
     for name, columns, compute_rows in figures:
         files.table(name, columns, compute_rows(sums.layers))
@@ -145,7 +147,7 @@ class Measurement:
 
 class Pass(Step):
     """Sums over the tokens of a calibration set, or of a share of its rows. A step with `merges`
-    adds the sums of shares and reads no text."""
+    adds the sums that the steps in `merges` have computed from shares, and reads no text."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
@@ -191,13 +193,14 @@ class Pass(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The pass of a kind over the calibration set of a cell. If calibration.parts divides the
-        set, the pass merges the passes over its parts. The set is not divided if sums of parts
-        cannot be added, or if the model needs several GPUs."""
+        """The step with the sums of a kind over a cell's calibration set. If calibration.parts
+        divides the set, each part has a step of its own, and the returned step merges their sums.
+        The set is not divided if sums of parts cannot be added, or if the model needs several
+        GPUs."""
         model = loaded_as(cell.model)
         text = IdentifiedText.of(cell.calibration)
-        # a text is streamed if one GPU does not hold the model; a step with `whole_model` loads
-        # this model entirely
+        # the engine is "streamed" if one GPU does not hold the model, but a step with
+        # `whole_model` cannot stream
         needs_several_gpus = cls.whole_model and text.engine == "streamed"
         shares: tuple[Self, ...] = ()
         if cls.kinds[kind].can_divide and not needs_several_gpus:
@@ -206,7 +209,7 @@ class Pass(Step):
         return cls(kind, model, text, merges=shares)
 
     def resources(self) -> Resources:
-        """Resources of the pass, or of adding up the sums of shares."""
+        """Resources of a pass over the text or, with `merges`, of adding the sums of shares."""
         model = self.loaded.model
         pace = self.loaded.pace
         if self.merges:
@@ -223,8 +226,8 @@ class Pass(Step):
         )
 
     def work(self, files: Files) -> None:
-        """Write the sums and their tables. The sums are merged from shares if the step has any, and
-        are otherwise computed."""
+        """Write the sums, and the tables for figures. The sums are computed in a pass over the text
+        or, with `merges`, merged from shares."""
         from moe_lab.statistics import Statistics, header
 
         if self.merges:
@@ -237,22 +240,23 @@ class Pass(Step):
         save_sums(sums, self.kinds[self.kind].figures, files)
 
     def gather(self, files: Files) -> Any:
-        """Compute the sums over the rows of this step in a pass over the text."""
+        """The sums over the rows of this step, computed in a pass over the text."""
         measurement = self.kinds[self.kind]
         passes = engine(self.loaded.model, self.text, files, self.rows)
         hook = resolve_name(measurement.function)
         return passes.gather_gradients(hook) if measurement.has_backward else passes.gather(hook)
 
     def merge(self, shares: list[Path]) -> Any:
-        """Layer -> name -> tensor: the sums in the files `shares`, added."""
+        """Layer -> name of a sum -> tensor: the totals of the sums in the files `shares`."""
         from moe_lab.statistics import merge, read
 
         return merge(read(file, framework="pt") for file in shares)
 
 
 class LossRise(Pass):
-    """The rise of the loss when one part of the model is changed. There is one pass for each part,
-    which starts at the layer of the part. Shares are merged as means."""
+    """The rise of the model's loss when an expert, or the routed output of a layer, is changed. The
+    model runs again for each change, from the changed layer on. Results are means over tokens, so
+    merging shares gives means, not sums."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # the output of one expert is set to 0
@@ -265,13 +269,13 @@ class LossRise(Pass):
     whole_model = True
 
     def gather(self, files: Files) -> Any:
-        """Compute the rises of the loss on the rows of this step."""
+        """The rises of the loss, computed on the rows of this step."""
         network, tokenizer = files.models.load(self.loaded.model)
         text = read_text(self.text, tokenizer, files, self.rows)
         return resolve_name(LOSS_RISES)(network, self.kind, text, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
-        """Layer -> name -> tensor: the means over the tokens of all shares."""
+        """Layer -> name of a mean -> tensor: means over the tokens of all files in `shares`."""
         from moe_lab.statistics import Statistics, merge_means
 
         return merge_means([Statistics.load(file) for file in shares])
@@ -297,15 +301,14 @@ class WeightSums(Step):
 
     @classmethod
     def of(cls, cell: Cell, kind: str) -> Self:
-        """The step with the sums over the weights of a cell's model."""
+        """The step with the sums of a kind over the weights of a cell's model."""
         return cls(kind, loaded_as(cell.model).facts)
 
     def resources(self) -> Resources:
         return read_files(self.facts.model, [self.facts.id])
 
     def work(self, files: Files) -> None:
-        """Write the sums over the weights, which are read from the model's files, and their
-        tables."""
+        """Write the sums over the weights in the model's files, and the tables for figures."""
         from moe_lab.models.files import local_folder
 
         model = self.facts.model
@@ -317,9 +320,9 @@ class WeightSums(Step):
 
 
 def device_for_sums(model: ModelConfig) -> str:
-    """The device on which sums over the weights of a checkpoint are computed: that of the model. A
-    device map would spread a model over several GPUs, so it stands for cuda. On machines without a
-    GPU, such as in Slurm jobs for such steps, the device is the CPU."""
+    """The device on which sums over the weights of a checkpoint are computed: the device of the
+    model. A device map, which would divide a model among several GPUs, gives cuda. On a machine
+    without GPUs the device is the CPU. Slurm jobs for these sums have no GPU."""
     import torch
 
     from moe_lab.config.pruning import DEVICE_MAPS

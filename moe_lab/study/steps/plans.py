@@ -41,22 +41,22 @@ TIES = "ties.json"
 
 
 def _layer_facts(cell: Cell) -> dict[str, int] | None:
-    """Facts of one layer of the model, from config.json or `model.expected`; None if neither has
-    them. One group of experts is assumed; the step that makes the plan reads the true number of
-    groups."""
+    """Facts of one MoE layer of the model, from config.json or `model.expected`; None if neither
+    states them. The facts are n_experts, top_k, n_group, topk_group and, if known, width. n_group
+    and topk_group are assumed to be 1; the step that makes the plan reads the true numbers."""
     shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
 def _settings_with_ratio(cell: Cell) -> dict[str, Any]:
-    """Settings of the cell's allocation, and the ratio."""
+    """Name of a setting -> value: the settings of the cell's allocation, and the ratio."""
     return {**vars(cell.allocation), "ratio": cell.ratio}
 
 
 def check_ratio(cell: Cell) -> None:
     """Raise UserError when the model cannot be pruned by the cell's ratio. Nothing is checked if
-    the facts of the layers are unknown before the model is read."""
-    if layer := _layer_facts(cell):  # one layer stands for all
+    the facts of its layers are not known yet."""
+    if layer := _layer_facts(cell):  # all layers are assumed to be like this one
         allocation.check_fits(
             _settings_with_ratio(cell), {0: layer}, criteria.get(cell.criterion.name).granularity
         )
@@ -64,8 +64,9 @@ def check_ratio(cell: Cell) -> None:
 
 def removed_share(cell: Cell) -> float:
     """The share of experts that the cell's plan removes: the ratio, rounded to whole experts. The
-    ratio is returned unrounded if the share is unknown before the plan is made. So it is for
-    channels, which are so many that rounding hardly matters."""
+    ratio is not rounded if the facts of the layers are not known yet, or if allocation=list reads
+    the numbers of experts from a file. It is not rounded for channels either: they are so many that
+    rounding hardly matters."""
     layer = _layer_facts(cell)
     is_listed = cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
@@ -75,15 +76,15 @@ def removed_share(cell: Cell) -> float:
 
 
 def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed if the allocation makes its plan by a step
-    that needs the whole model in memory, or reads the result of such a step. An example is a
-    search, which runs the model for every candidate."""
+    """Raise UserError when the cell has calibration.engine=streamed, and the plan needs a step that
+    must have the whole model in memory. This is checked for the step that makes the plan, such as
+    a search, and for the input steps of the allocation."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
-    # "by" is a criterion, not a kind of steps
-    steps = [allocation.get(name).step, *(need for need in evidence_roles(cell) if need != "by")]
-    if any(KINDS[step].whole_model for step in steps):
+    # "by" stands for the scores of a criterion, and is not a kind of step
+    kinds = [allocation.get(name).step, *(need for need in evidence_roles(cell) if need != "by")]
+    if any(KINDS[kind].whole_model for kind in kinds):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one "
             "decoder layer in memory: expected calibration.engine=resident, or an allocation from "
@@ -92,9 +93,9 @@ def check_engine(cell: Cell) -> None:
 
 
 def check_layout(cell: Cell) -> None:
-    """Raise UserError when the cell's plan would change channels of experts, but the layout of the
-    model's experts does not allow such changes. Nothing is checked if config.json is not available.
-    The layout is checked again when the plan is applied to the model."""
+    """Raise UserError when the cell's plan would change channels of experts, but the experts of the
+    model's family do not allow this. Nothing is checked if config.json is not available. The
+    experts are checked again when the plan is applied to the model."""
     if drops_whole_experts(cell):
         return
     reason = family_of(config_of(cell.model).get("model_type")).unfit
@@ -110,10 +111,10 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when the plan in the file allocation.path is of another model, or has merged
-    experts that are not aligned. Nothing is checked if the file has no plan. Models are only
-    compared if the cell's model is a folder on this machine; the step that makes the plan compares
-    them again."""
+    """Raise UserError when the plan in the file allocation.path has merged experts whose channels
+    are not aligned, or was made for another model. Nothing is checked if the file has no plan. The
+    models are compared only if the cell's model is a folder on this machine. The step that makes
+    the plan always compares the models."""
     plan = plan_in(cell.allocation)
     folder = Path(resolve(cell.model.path)).expanduser()
     if plan is None:
@@ -125,8 +126,8 @@ def check_plan_file(cell: Cell) -> None:
 
 
 def plan_in(settings: AllocationConfig) -> Any:
-    """The plan in the file allocation.path; None if the setting is null, and if the file is a list
-    of numbers."""
+    """The plan in the file allocation.path. None if allocation.path is null, or if the file has a
+    number of experts for each layer instead of a plan."""
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
@@ -136,8 +137,8 @@ def plan_in(settings: AllocationConfig) -> Any:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan only removes experts from the router, without merging any, so that
-    retained experts keep all their channels."""
+    """Whether the cell's plan only removes experts from the router. Such a plan merges no experts,
+    and leaves all channels of the retained experts."""
     if cell.allocation.replacement != "none":
         return False
     if plan := plan_in(cell.allocation):
@@ -146,23 +147,24 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError for unknown or invalid parameters of a search, and when no schedule of the
-    search removes the share `cell.ratio`."""
+    """Raise UserError for invalid parameters of an evolutionary search, and when no schedule that
+    the search can try removes the share `cell.ratio` of the experts. A schedule is a number of
+    experts to remove for each layer."""
     from moe_lab.search.evolution import parse, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _layer_facts(cell):
-        # two layers stand for all layers, as a search moves experts between layers
+        # two equal layers stand for all layers, as a search moves removals from layer to layer
         space_to_search(_settings_with_ratio(cell), {"layers": {0: layer, 1: layer}}, parameters)
 
 
 def check_choices(cell: Cell) -> None:
-    """Raise UserError when the model cannot be pruned by the cell's ratio, or when the number of
-    choices of experts is above parameters.limit."""
+    """Raise UserError when the model cannot be pruned by the cell's ratio, or when there are more
+    than allocation.parameters.limit ways to choose the removed experts of a layer."""
     check_ratio(cell)
     if layer := _layer_facts(cell):
-        # empty if the parameter is not set, so that the function's default holds
+        # {} if the parameter is not set, so that the default of `removals_within_limit` holds
         limit = {
             name: value for name, value in cell.allocation.parameters.items() if name == "limit"
         }
@@ -172,11 +174,12 @@ def check_choices(cell: Cell) -> None:
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion needs forward statistics, and otherwise only sums over
-    weights. Other sums over the text are not computed again after lower layers were pruned."""
+    """Raise UserError unless the criterion needs forward statistics. The criterion may also need
+    sums over weights, but no other sums over a text. Once earlier layers are pruned, only
+    forward statistics are computed again."""
 
     def can_use(needs: Sequence[str]) -> bool:
-        """Whether a criterion that needs these input steps can be used."""
+        """Whether a criterion can be used. `needs`: kinds of the steps that the criterion needs."""
         return "statistics" in needs and not any(
             KINDS[need].reads_text for need in needs if need != "statistics"
         )
@@ -191,7 +194,7 @@ def check_sequential(cell: Cell) -> None:
 
 
 class PlanRequest(StepFields):
-    """Settings and inputs of a cell's plan. All kinds of steps that make plans have them."""
+    """Settings and input steps of a cell's plan, for every kind of step that makes a plan."""
 
     allocation: IdentifiedAllocation
     ratio: float
@@ -208,13 +211,15 @@ class PlanRequest(StepFields):
 
     @property
     def allocation_settings(self) -> dict[str, Any]:
-        """Settings of the allocation from the identity of the step, and the ratio. Instead of the
-        file's path, `path` has the digest that the file had when the id was computed."""
+        """Name of a setting -> value: the settings of the allocation in the identity of the step,
+        and the ratio. The value of "path" is not the path of the file, but the digest that the
+        file's content had when the id of the step was computed."""
         return {**self.identity_entries["allocation"].value, "ratio": self.ratio}
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
-        """The facts of a model. With allocation.protect, the facts of each layer also have the
-        experts that the plan must retain."""
+        """The result of `model`, the step with the facts of the model. With allocation.protect, the
+        facts of each layer also have the key "protected": ids of experts that the plan must
+        retain."""
         facts = files.facts(model)
         if self.allocation_settings["protect"] is None:
             return facts
@@ -227,8 +232,8 @@ class PlanRequest(StepFields):
         return protection.with_protected(self.allocation_settings, facts, statistics)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Provenance of the plan: settings, the hash of the model's files and, with
-        allocation.protect, how experts were protected. `model`: the facts of the model, from
+        """Provenance of the plan: settings of the allocation, the hash of the model's files and,
+        with allocation.protect, the ids of protected experts. `model`: the facts of the model, from
         `facts_of`."""
         origin = {"allocation": self.allocation_settings, "model_sha256": model["sha256"]}
         if self.allocation_settings["protect"] is not None:
@@ -239,7 +244,8 @@ class PlanRequest(StepFields):
 
 
 def plan_request(cell: Cell) -> PlanRequest:
-    """The settings and inputs of a cell's plan, and the label of the step that makes the plan."""
+    """The settings and input steps of a cell's plan, and the label of the step that makes the
+    plan."""
     settings = cell.allocation
     parts = [cell.model.name, cell.calibration.name, cell.criterion.name]
     if settings.name != "uniform":
@@ -256,8 +262,9 @@ def plan_request(cell: Cell) -> PlanRequest:
 def save_plan(
     plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
-    """Check a plan against the facts of the model, and write the plan. `ties`: layer -> number of
-    equal scores at the cut; only written if not empty."""
+    """Write a plan. UserError if the plan does not fit `model`, the facts of the model. `ties`:
+    layer -> number of experts or channels with tied scores, as from `pruning.selection.ties`; also
+    written unless it is empty."""
     plan.check(model["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -280,7 +287,7 @@ class CellPlan(Step):
 
 
 class FromScores(CellPlan):
-    """A plan from scores, without running the model."""
+    """A plan made from scores, or read from a file, without running the model."""
 
     kind = "plan"
     checks = (check_ratio, check_layout)
@@ -288,6 +295,7 @@ class FromScores(CellPlan):
     scores: Scores
 
     def resources(self) -> Resources:
+        """Resources of a step that takes a few seconds. How many depends on the model."""
         return Resources(pace=[self.facts.id], steps_per_job="short")
 
     @classmethod
@@ -301,15 +309,16 @@ class FromScores(CellPlan):
         )
 
     def work(self, files: Files) -> None:
-        """Write the plan from scores, or the plan in the file allocation.path. A plan of channels
-        also gets a table of budgets."""
+        """Write the plan made from scores. If the file allocation.path has a plan, write that plan
+        instead. For scores and a plan of channels, also write a table of budgets: how much of each
+        layer's channels and scores the plan retains."""
         from safetensors.numpy import load
 
         from moe_lab.pruning.selection import plan_from_scores, ties
 
-        model = self.request.facts_of(self.facts, files)
-        origin = {**self.request.origin(model), "scores": Path(self.scores.folder).name}
-        # `allocation_settings` has a digest of the file instead of its path
+        facts = self.request.facts_of(self.facts, files)
+        origin = {**self.request.origin(facts), "scores": Path(self.scores.folder).name}
+        # `plan_from_scores` reads the file, and `allocation_settings` has only a digest as "path"
         settings = {**self.request.allocation_settings, "path": self.request.allocation.path}
         evidence: dict[str, Any] = files.sums(self.request.evidence)
         if "by" in self.request.evidence:
@@ -320,14 +329,15 @@ class FromScores(CellPlan):
             scores: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scores = files.expert_scores(self.scores)
-        plan = plan_from_scores(settings, scores, model["layers"], evidence, provenance=origin)
-        tie_counts = ties(plan, scores, model["layers"])
-        # the plan in allocation.path is the result; above, it was checked like other allocations
+        plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
+        tie_counts = ties(plan, scores, facts["layers"])
+        # from a plan in the file allocation.path, `plan_from_scores` takes only the numbers of
+        # experts or channels, and so checks them
         if plan_of_file := plan_in(self.request.allocation):
             plan = plan_of_file
             tie_counts = {}
-            plan.check_origin([("model_sha256", lambda: str(model["sha256"]))], "this model")
-        save_plan(plan, model, files, tie_counts)
+            plan.check_origin([("model_sha256", lambda: str(facts["sha256"]))], "this model")
+        save_plan(plan, facts, files, tie_counts)
         if granularity == "channel" and plan.has_channels:
             masks = {
                 number: layer.channels
@@ -350,9 +360,9 @@ class Search(CellPlan):
     seed: int
 
     def resources(self) -> Resources:
-        """One pass over the text for each of P + (T - 1)(P - m) candidates. P is the population, T
-        the number of generations, and m the number of elites of each generation, which are not
-        evaluated again in the next."""
+        """Resources of P + (T - 1)(P - m) passes over the text, one for each candidate. P is the
+        population, T the number of generations, and m the number of elites. Elites are not
+        evaluated again in the next generation."""
         from moe_lab.search.evolution import parse
 
         search = parse(self.request.allocation.parameters)
@@ -364,16 +374,17 @@ class Search(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The search for a cell's plan, on the cell's text for searches."""
+        """The step that searches for a cell's plan. Candidates are evaluated on the text "search"
+        of the cell."""
         text = IdentifiedText.of(cell.texts["search"])
         return cls(plan_request(cell), loaded_as(cell.model), text, Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
-        """Search for the plan, and write it and the records of the search."""
-        from moe_lab.search.run import search as run
+        """Search for the plan. Write the plan and the records of the search."""
+        from moe_lab.search.run import search
 
         network, tokenizer = files.models.load(self.loaded.model)
-        run(
+        search(
             network,
             tokenizer,
             facts=self.request.facts_of(self.loaded.facts, files),
@@ -387,8 +398,8 @@ class Search(CellPlan):
 
 
 class Reconstruction(CellPlan):
-    """The plan whose layers have outputs that are closest to the outputs of the unpruned layers.
-    All choices of retained experts in each layer are tried."""
+    """The plan whose pruned layers have outputs closest to those of the unpruned layers. All
+    possible sets of retained experts are compared in each layer."""
 
     kind = "reconstruction"
     reads_text = True
@@ -407,33 +418,32 @@ class Reconstruction(CellPlan):
         return cls(plan_request(cell), loaded_as(cell.model), text, cell.seed)
 
     def work(self, files: Files) -> None:
-        """Write the plan whose experts reconstruct the layers' outputs best, and a table of
-        errors."""
+        """Write the plan whose retained experts reconstruct the outputs of the layers best, and a
+        table of the errors of all sets of experts."""
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        model = self.request.facts_of(self.loaded.facts, files)
+        facts = self.request.facts_of(self.loaded.facts, files)
         settings = self.request.allocation_settings
-        best = reconstruct(
+        result = reconstruct(
             engine(self.loaded.model, self.text, files).gather,
-            facts=model,
+            facts=facts,
             ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
-        counts = {layer: facts["n_experts"] for layer, facts in model["layers"].items()}
-        plan = Plan.of_experts(best.retained, counts, self.request.origin(model))
-        save_plan(plan, model, files)
-        files.table("errors.parquet", COLUMNS, best.errors)
+        counts = {number: layer["n_experts"] for number, layer in facts["layers"].items()}
+        plan = Plan.of_experts(result.retained, counts, self.request.origin(facts))
+        save_plan(plan, facts, files)
+        files.table("errors.parquet", COLUMNS, result.errors)
 
 
 class Sequential(CellPlan):
-    """A plan that is made layer by layer: each layer is scored on the output of the pruned layers
-    below.
+    """A plan that is made layer by layer. A layer is scored by its forward statistics when all
+    earlier layers are already pruned.
 
-    In each layer, the numbers of retained experts are those of allocation=uniform, and the numbers
-    of retained channels those of allocation=layerwise. The model is always streamed, since only one
-    layer is needed at a time.
+    Each layer retains as many experts as with allocation=uniform, or as many channels as with
+    allocation=layerwise. The model is always streamed, since only one layer is needed at a time.
     """
 
     kind = "sequential"
@@ -452,12 +462,14 @@ class Sequential(CellPlan):
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        """The step that makes a cell's plan on its calibration set. Of what the criterion needs,
-        sums over weights are inputs, and forward statistics are gathered in the step itself."""
-        needs = [
-            need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text
-        ]
-        sums = {need: evidence(need, cell) for need in needs}
+        """The step that makes a cell's plan on its calibration set. If the criterion needs sums
+        over weights, they are inputs of the step. The forward statistics, which the criterion also
+        needs, are computed in the step itself."""
+        sums = {
+            kind: evidence(kind, cell)
+            for kind in criteria.get(cell.criterion.name).needs
+            if not KINDS[kind].reads_text
+        }
         text = IdentifiedText.of(cell.calibration)
         criterion = IdentifiedCriterion.of(cell.criterion)
         return cls(
@@ -478,13 +490,13 @@ class Sequential(CellPlan):
         from moe_lab.statistics import merge_passes
 
         streamed, tokenizer = open_streamed(self.loaded.model)
-        model = self.request.facts_of(self.loaded.facts, files)
+        facts = self.request.facts_of(self.loaded.facts, files)
         weight_steps = {**self.sums, **self.request.evidence}
-        # these are of the unpruned model; `choose` gets statistics of the pruned one
+        # statistics of the unpruned model; `choose` gets those with all earlier layers pruned
         weight_steps.pop("statistics", None)
         weights = merge_passes(files.sums(weight_steps).values())
         granularity = criteria.get(self.criterion.name).granularity
-        # one layer alone is pruned as it would be by one of these allocations
+        # allocation=sequential has no rule for a single layer, so `choose` uses one of these two
         settings = {
             **self.request.allocation_settings,
             "name": "uniform" if granularity == "expert" else "layerwise",
@@ -493,11 +505,11 @@ class Sequential(CellPlan):
         tie_counts: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            """The plan of one layer. `sums`: forward statistics of the layer."""
-            facts = {layer: model["layers"][layer]}
-            scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, facts)
-            plan = plan_from_scores(settings, scores, facts, {}, provenance={})
-            tie_counts.update(ties(plan, scores, facts))
+            """The plan of the layer of this number. `sums`: forward statistics of the layer."""
+            layer_facts = {layer: facts["layers"][layer]}
+            scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, layer_facts)
+            plan = plan_from_scores(settings, scores, layer_facts, {}, provenance={})
+            tie_counts.update(ties(plan, scores, layer_facts))
             return plan
 
         plan = prune_sequentially(
@@ -508,7 +520,7 @@ class Sequential(CellPlan):
             provenance={
                 "criterion": self.settings["criterion"],
                 "text": self.settings["text"],
-                **self.request.origin(model),
+                **self.request.origin(facts),
             },
         )
-        save_plan(plan, model, files, tie_counts)
+        save_plan(plan, facts, files, tie_counts)

@@ -29,8 +29,9 @@ NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
-    """The step that makes the cell's plan. Its kind depends on the allocation. If the allocation
-    merges experts that must be aligned, the step that aligns this plan is returned instead."""
+    """The step whose result is the cell's plan. The kind of this step depends on the allocation. If
+    the allocation merges experts whose channels must be aligned, an `AlignedPlan` is returned: a
+    step that aligns the plan of its input step."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = step_class.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
@@ -44,7 +45,8 @@ def plan_of(cell: Cell) -> PlanStep:
 
 
 class AlignedPlan(Step):
-    """A plan in which channels of merged experts are matched to each other."""
+    """The plan of the input step `plan`, after the channels of merged experts are matched to each
+    other."""
 
     small = True
     loaded: Loaded
@@ -61,7 +63,8 @@ class AlignedPlan(Step):
 
 
 class Alignment(AlignedPlan):
-    """A plan whose channels are matched by weights. The text only determines the engine."""
+    """A plan whose channels are matched by their weights. Of `text`, only the engine is used: it
+    determines whether the model is streamed."""
 
     kind = "alignment"
     runtime = frozenset({"text"})
@@ -89,14 +92,14 @@ class Alignment(AlignedPlan):
 
 
 class ActivationAlignment(AlignedPlan):
-    """A plan whose channels are matched by weights and by activations on the text."""
+    """A plan whose channels are matched by their weights and by their activations on the text."""
 
     kind = "activation_alignment"
     reads_text = True
 
     def resources(self) -> Resources:
-        """Resources of a pass, with memory for products of channels in each layer and for the
-        weights of one layer in fp32."""
+        """Resources of a pass over the text. The memory also holds the products of the activations
+        of channels for each layer in memory, and the weights of one layer's experts in fp32."""
         return text_pass(
             self.loaded.model,
             self.text,
@@ -130,7 +133,8 @@ class Storage:
 
 
 def storage_of(recovery: RecoveryConfig) -> Storage | None:
-    """How a recovery stores weights in 4 bits; None if it keeps them in 16 bits."""
+    """How a recovery with bits=4 stores weights. None with bits=16, which leaves all weights as
+    they are loaded."""
     if recovery.bits != 4:
         return None
     # sorted, as the order of modules in settings must not change the id
@@ -138,7 +142,7 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
 
 
 class Finetune(Step):
-    """The weights that have changed after fine-tuning a pruned model or fitting its merged
+    """The weights that are changed by fine-tuning a pruned model, or by fitting its merged
     experts."""
 
     kind = "finetune"
@@ -153,8 +157,9 @@ class Finetune(Step):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def resources(self) -> Resources:
-        """Resources of fine-tuning. Adapters change a second copy of the model, and merged experts
-        are copies, too. Otherwise only the loaded model, which is masked, is in memory."""
+        """Resources of fine-tuning or fitting. Memory holds two copies of the model's weights if
+        adapters are trained or experts are merged. Otherwise the loaded model is masked, and memory
+        holds its weights once."""
         copies = 2 if self.recovery.train == "adapters" or self.plan.request.merges_experts else 1
         return resources.finetuning(
             self.loaded.model, self.text, self.recovery, self.loaded.pace, copies=copies
@@ -175,7 +180,8 @@ class Finetune(Step):
 
 
 class Pruned(StepFields):
-    """The model of a cell with a plan and a recovery. If `plan` is None, the unpruned model."""
+    """A model with the plan by which it is pruned and the recovery that follows. If `plan` is None,
+    the model is not pruned."""
 
     loaded: Loaded
     plan: PlanStep | None = None
@@ -216,9 +222,9 @@ class Pruned(StepFields):
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """A context with (model, tokenizer). With a recovery, the model is a changed copy, which is
-        cached for the next benchmark. Otherwise it is the loaded model, under a mask if there is a
-        plan."""
+        """Yield (model, tokenizer). With a recovery, the yielded model is a changed copy of the
+        loaded model, and stays in the cache for the next benchmark. Without a recovery, it is the
+        loaded model, which is masked by the plan, if any, until the context ends."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = files.models.load(self.model)
@@ -232,14 +238,15 @@ class Pruned(StepFields):
             yield network, tokenizer
 
     def changes(self, files: Files) -> dict[str, Any]:
-        """Arguments of `recovery.apply.recovered`: `bits`, `modules`, and `tuned`, the folder with
-        the weights that fine-tuning has changed, or None without fine-tuning."""
+        """Keyword arguments of `recovery.apply.recovered`: "bits", "modules" and "tuned". The value
+        of "tuned" is the folder with the result of `finetune`, or None without this step."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
         return {**vars(self.storage or Storage()), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
-    """The model of a cell, pruned and recovered. It is fine-tuned if the recovery reads a text."""
+    """The model of a cell with its plan and recovery. A recovery that reads a text has the step
+    `Finetune`."""
     plan = plan_of(cell)
     model = loaded_as(cell.model)
     finetune = None
@@ -258,7 +265,7 @@ def pruned_of(cell: Cell) -> Pruned:
 
 
 def unpruned_model(model: ModelConfig) -> Pruned:
-    """The unpruned model as a `Pruned`."""
+    """A `Pruned` of `model` without a plan and a recovery."""
     return Pruned(loaded_as(model))
 
 
