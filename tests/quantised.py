@@ -150,9 +150,25 @@ def compressed(layout: str, weights: dict[str, Any], **inputs: Any) -> dict[str,
 
 
 FP8 = {"quant_method": "fp8"}
-EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
-INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+EIGHT_BITS = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "channel",
+}
+INPUTS = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+INTEGERS = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": GROUP,
+}
 UNEVEN = {**INTEGERS, "symmetric": False, "actorder": "group"}
 FORMATS = {
     "fp8": Format(

@@ -193,7 +193,13 @@ def hostile(tmp_path: Path) -> Path:
     [(["-u", "-m", RUNNER, "limited"], ""), (["-m", "analysis", "help"], "unified.table1")],
 )
 @pytest.mark.parametrize(
-    "variables", [{}, {"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "packages"}], ids=str
+    "variables",
+    [
+        {},
+        {"PYTHONSAFEPATH": "1"},
+        {"PYTHONPATH": "packages"},
+    ],
+    ids=str,
 )
 def test_programs_start_from_this_installation(
     variables: dict[str, str], arguments: list[str], output: str, hostile: Path

@@ -28,7 +28,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 GENERAL = "pocket:calibration/general.jsonl"
-POCKET = {"tokens": 32_768, "length": 512, "packing": "chunk", "gap": "eos", "batch_size": 8}
+POCKET = {
+    "tokens": 32_768,
+    "length": 512,
+    "packing": "chunk",
+    "gap": "eos",
+    "batch_size": 8,
+}
 """conf/calibration/pocket_general.yaml."""
 
 
@@ -271,7 +277,18 @@ def test_an_allocation_reads_the_statistics_of_the_scores(
     assert plan.removed == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.parametrize("dtype", [str, float, object, "category", "string", "Int64", "uint8"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        str,
+        float,
+        object,
+        "category",
+        "string",
+        "Int64",
+        "uint8",
+    ],
+)
 @pytest.mark.parametrize("columns", [["expert"], ["layer", "expert"]])
 def test_ids_are_whole_numbers_of_any_type(
     statistics: moe_lab.ModelStatistics, dtype: Any, columns: list[str]

@@ -145,7 +145,15 @@ def test_secret_texts_are_refused_by_the_name_of_their_setting(text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["api_key", "HF_TOKEN", "Authorization", "x-api-key", "auth_token", "password"]
+    "name",
+    [
+        "api_key",
+        "HF_TOKEN",
+        "Authorization",
+        "x-api-key",
+        "auth_token",
+        "password",
+    ],
 )
 def test_settings_with_names_of_secrets_are_refused(name: str) -> None:
     (sentence,) = storage_problems({"extra": {"headers": {name: "abc"}}}, "judge")

@@ -415,7 +415,11 @@ def test_further_grids_take_missing_axes_from_the_first() -> None:
     ]
 
 
-LISTS = {"model": ["pocket_olmoe"], "criterion": ["man", "reap"], "ratio": [0.25, 0.5]}
+LISTS = {
+    "model": ["pocket_olmoe"],
+    "criterion": ["man", "reap"],
+    "ratio": [0.25, 0.5],
+}
 MORE = {"model": ["pocket_qwen3_moe"]}
 
 

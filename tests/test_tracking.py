@@ -23,8 +23,18 @@ from moe_lab.study.store import Store
 
 SETTINGS = TrackerConfig(name="wandb", plans=True)
 KEY = "0123456789abcdef0123456789abcdef01234567"
-UNPRUNED = {"model": "tiny", "criterion": "none", "ratio": 0.0, "seed": 0}
-PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25, "seed": 42}
+UNPRUNED = {
+    "model": "tiny",
+    "criterion": "none",
+    "ratio": 0.0,
+    "seed": 0,
+}
+PRUNED = {
+    "model": "tiny",
+    "criterion": "man",
+    "ratio": 0.25,
+    "seed": 42,
+}
 COST, PLAN, FINETUNE, *EVALUATE = (
     f"{kind}/tiny-{kind * 12:.12}" for kind in ("cost", "plan", "finetune", "a", "b")
 )

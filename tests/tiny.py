@@ -73,7 +73,12 @@ DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-ERNIE = {"moe_num_experts": 16, "moe_k": 4, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
+ERNIE = {
+    "moe_num_experts": 16,
+    "moe_k": 4,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 EVERY = {
     "attn_layer_period": 1,

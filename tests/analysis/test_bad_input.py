@@ -32,7 +32,11 @@ TABLES = (
 )
 CELL = "pocket_olmoe reap pocket_code 0.5"
 """The cell that the changes below damage."""
-FEW = {"calibrations": ("pocket_code",), "ratios": (0.5,), "overlap": False}
+FEW = {
+    "calibrations": ("pocket_code",),
+    "ratios": (0.5,),
+    "overlap": False,
+}
 
 
 @pytest.fixture
@@ -174,7 +178,14 @@ def analyse(store: Path, what: str, capsys: pytest.CaptureFixture[str]) -> Outpu
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing ran", "cell failed", "other suite", "axis unsaid", *OTHERS]
+    "what",
+    [
+        "nothing ran",
+        "cell failed",
+        "other suite",
+        "axis unsaid",
+        *OTHERS,
+    ],
 )
 def test_exit_code_is_1_with_gaps(
     store: Path, what: str, capsys: pytest.CaptureFixture[str]

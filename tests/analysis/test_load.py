@@ -340,7 +340,12 @@ def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> N
     assert "older" in gap.reason and "gsm8k" in gap.where
 
 
-EQUAL_RATIOS = {"calibrations": ("pocket_code",), "tasks": ("rte",), "items": 5, "overlap": False}
+EQUAL_RATIOS = {
+    "calibrations": ("pocket_code",),
+    "tasks": ("rte",),
+    "items": 5,
+    "overlap": False,
+}
 """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of
 channels they are."""
 

@@ -80,7 +80,13 @@ WORDS = {
     "calibration": {"none", "na", "matched"},
 }
 """Words that no setting of this project is called by."""
-ROWS = {"unified": 1310, "evoesap": 1670, "heapr": 371, "aimer": 19, "coverage": 794}
+ROWS = {
+    "unified": 1310,
+    "evoesap": 1670,
+    "heapr": 371,
+    "aimer": 19,
+    "coverage": 794,
+}
 
 
 def stems(*folders: str) -> set[str]:

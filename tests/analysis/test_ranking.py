@@ -27,8 +27,18 @@ from benchmarks import best_of_many
 STUDIES = 2000
 ITEMS = 150
 SETTINGS = {
-    "normal": [(0.04, 0.15), (0.04, 0.4), (0.0, 0.3), (0.08, 0.05)],
-    "binary": [(0.15, 0.3), (0.1, 1.0), (0.0, 0.6), (0.4, 0.1)],
+    "normal": [
+        (0.04, 0.15),
+        (0.04, 0.4),
+        (0.0, 0.3),
+        (0.08, 0.05),
+    ],
+    "binary": [
+        (0.15, 0.3),
+        (0.1, 1.0),
+        (0.0, 0.6),
+        (0.4, 0.1),
+    ],
 }
 """Standard deviations between seeds and of item x method. Of binary answers they are of a latent
 normal, above 0 where an answer is right, in which items differ by 1 and the rest has 1; of normal

@@ -28,7 +28,12 @@ from analysis.render.table import Table
 pytestmark = pytest.mark.slow
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
-FEW = {"calibrations": ("pocket_code",), "ratios": (0.25,), "items": 10, "overlap": False}
+FEW = {
+    "calibrations": ("pocket_code",),
+    "ratios": (0.25,),
+    "items": 10,
+    "overlap": False,
+}
 
 
 def text(page: Path) -> str:
@@ -227,7 +232,14 @@ def test_figures_are_files_that_the_page_links(small_report: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"],
+    [
+        "unified.fig2",
+        "unified.fig3",
+        "winners",
+        "ranking",
+        "aimer.fig3",
+        "tokens_per_expert",
+    ],
 )
 def test_figures_are_drawn(name: str, small_report: Path) -> None:
     figure = ElementTree.parse(small_report.parent / "figures" / f"{name}.svg").getroot()
@@ -236,7 +248,14 @@ def test_figures_are_drawn(name: str, small_report: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"],
+    [
+        "unified.table1",
+        "unified.table2",
+        "unified.table3",
+        "unified.table5",
+        "ranks",
+        "winners",
+    ],
 )
 def test_tables_are_written_in_each_format(name: str, small_report: Path) -> None:
     for suffix in ("csv", "md", "tex", "html"):
@@ -264,7 +283,12 @@ def test_gaps_are_written_about_and_end_with_one(
 
 
 @pytest.mark.parametrize(
-    ("file_format", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")]
+    ("file_format", "start"),
+    [
+        ("svg", b"<?xml"),
+        ("pdf", b"%PDF"),
+        ("png", b"\x89PNG"),
+    ],
 )
 def test_named_output_is_made_in_the_requested_format(
     small: Path, tmp_path: Path, file_format: str, start: bytes, capsys: pytest.CaptureFixture[str]
@@ -443,7 +467,13 @@ def wide(browser: Any, small_report: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")]
+    ("width", "scheme"),
+    [
+        (360, "light"),
+        (360, "dark"),
+        (768, "dark"),
+        (1400, "light"),
+    ],
 )
 def test_nothing_overflows_and_nothing_complains(
     browser: Any, small_report: Path, width: int, scheme: str

@@ -35,12 +35,22 @@ NOTED: list[dict[str, Any]] = [
     {**MESSAGES[1], "reasoning_content": None, "images": []},
 ]
 NOTED_READ = (NOTED[0], {**MESSAGES[1], "images": []})
-METADATA = {"history": "[]", "id": 3, "source": "w3/w4", "is_new": True, "prompt": "w1"}
+METADATA = {
+    "history": "[]",
+    "id": 3,
+    "source": "w3/w4",
+    "is_new": True,
+    "prompt": "w1",
+}
 CHAT = Chat(tuple(MESSAGES))
 BARE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 """A chat template that reads roles and contents."""
 PAIR = {"instruction": "w1", "output": "w2"}
-CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
+CALLED = {
+    "query": "w1",
+    "answers": [{"name": "w2", "arguments": {}}],
+    "tools": [{"name": "w2"}],
+}
 ONE, TWO = {"text": "one\u2028still one\x85"}, {"text": "two"}
 """A newline alone ends a JSON line."""
 
@@ -542,7 +552,11 @@ def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None
 
 # ---- conversations, and functions that are called in them
 
-TOOL = {"name": "w10", "description": "w11", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "name": "w10",
+    "description": "w11",
+    "parameters": {"type": "object", "properties": {}},
+}
 WRAPPED = {"type": "function", "function": TOOL}
 CALL: dict[str, Any] = {
     "type": "function",

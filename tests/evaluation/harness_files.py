@@ -123,7 +123,12 @@ MATHQA: Rows = [
         ("half of 9 is ?", "a ) rs . 4 , b ) 4.5 , c ) 5 , d ) 9 , e ) 18", "b"),
     ]
 ]
-MINIATURES: dict[str, Rows] = {"boolq": BOOLQ, "hellaswag": HELLASWAG, "rte": RTE, "mathqa": MATHQA}
+MINIATURES: dict[str, Rows] = {
+    "boolq": BOOLQ,
+    "hellaswag": HELLASWAG,
+    "rte": RTE,
+    "mathqa": MATHQA,
+}
 
 
 def subject_rows(subject: str, count: int) -> Rows:

@@ -444,7 +444,12 @@ def test_wrong_settings_of_evalscope_are_named(code_benchmark: BenchmarkConfig) 
 
 
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}
-MATH = {"problem": "?", "solution": "", "subject": "Algebra", "level": 1}
+MATH = {
+    "problem": "?",
+    "solution": "",
+    "subject": "Algebra",
+    "level": 1,
+}
 OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "aime25": (
         {},

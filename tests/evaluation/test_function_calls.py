@@ -76,7 +76,14 @@ def test_calls_are_decoded(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", '["f"]', '{"error": "no function helps"}', "[" * 100_000]
+    "text",
+    [
+        "",
+        "7",
+        '["f"]',
+        '{"error": "no function helps"}',
+        "[" * 100_000,
+    ],
 )
 def test_malformed_calls_are_wrong_and_count_as_no_call(text: str) -> None:
     with pytest.raises(Undecodable):

@@ -174,7 +174,14 @@ def score(
 
 
 QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
-ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
+ANSWERS = [
+    [13],
+    [14],
+    [15, 16, 17],
+    [15, 18],
+    [19, 20],
+    [13],
+]
 
 
 @pytest.mark.slow
@@ -200,7 +207,12 @@ def test_answers_to_a_question_have_likelihoods_as_alone(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)]
+    ("name", "tokens"),
+    [
+        ("olmoe", 8 + 2 + 1),
+        ("deepseek_v3", 8 + 2 + 1),
+        ("qwen3_next", 3 * 10),
+    ],
 )
 def test_question_is_read_once_with_full_attention(name: str, tokens: int) -> None:
     model = tiny.build(name)

@@ -195,7 +195,16 @@ def test_file_of_a_url_is_mirrored_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["missing", "changed", "manifest", "subset", "split", "rows", "sha256"]
+    "how",
+    [
+        "missing",
+        "changed",
+        "manifest",
+        "subset",
+        "split",
+        "rows",
+        "sha256",
+    ],
 )
 def test_damaged_mirror_is_refused_and_made_again(
     rte: BenchmarkConfig, tmp_path: Path, how: str

@@ -528,7 +528,11 @@ def test_closed_world_programs_are_told_from_others() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dataset"),
-    [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")],
+    [
+        ("humaneval", "humaneval"),
+        ("mbpp", "mbpp"),
+        ("livecodebench", "humaneval"),
+    ],
 )
 def test_shipped_problems_are_passed_by_their_solutions_only(name: str, dataset: str) -> None:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))

@@ -473,7 +473,11 @@ UP_PROJECTION = "model.layers.1.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize("read", WEIGHT_READERS)
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(torch.inf, r"layer 1, expert 3: weights .*\.up_proj"), (None, "layer"), ("fp8", "F8_E4M3")],
+    [
+        (torch.inf, r"layer 1, expert 3: weights .*\.up_proj"),
+        (None, "layer"),
+        ("fp8", "F8_E4M3"),
+    ],
 )
 def test_broken_missing_and_quantised_weights_are_reported(
     read: Callable[..., Statistics], value: object, message: str, folder: Path

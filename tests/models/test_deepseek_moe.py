@@ -116,7 +116,12 @@ def publish(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"norm_topk_prob": True, "n_shared_experts": None}, {"moe_layer_freq": 2}, {}]
+    "changes",
+    [
+        {"norm_topk_prob": True, "n_shared_experts": None},
+        {"moe_layer_freq": 2},
+        {},
+    ],
 )
 def test_the_forward_pass_is_the_papers(tmp_path: Path, changes: dict[str, Any]) -> None:
     publish(tmp_path, **changes)

@@ -109,7 +109,15 @@ def test_cuda_keeps_the_stored_precision(halved: Path) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"]
+    "name",
+    [
+        "olmoe",
+        "mixtral",
+        "jamba",
+        "deepseek_v3",
+        "lfm2_moe",
+        "gpt_oss",
+    ],
 )
 def test_layers_have_the_models_weights(
     name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path

@@ -173,7 +173,15 @@ def test_measuring_routing_leaves_no_hooks(flops_case: FlopsCase) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-QWEN2 = {"depth": 3, "hidden": 32, "heads": 4, "groups": 2, "width": 8, "experts": 16, "top_k": 4}
+QWEN2 = {
+    "depth": 3,
+    "hidden": 32,
+    "heads": 4,
+    "groups": 2,
+    "width": 8,
+    "experts": 16,
+    "top_k": 4,
+}
 
 
 def qwen2_flops(
@@ -232,7 +240,11 @@ def test_routing_leaves_out_padding(ragged_olmoe: tuple[Any, Plan]) -> None:
     assert measured(*ragged_olmoe, [(padded, padding)]) == measured(*ragged_olmoe, [(ids, valid)])
 
 
-STREAMED = [("olmoe", "unpruned"), ("olmoe", "channels"), ("deepseek_v2", "channels")]
+STREAMED = [
+    ("olmoe", "unpruned"),
+    ("olmoe", "channels"),
+    ("deepseek_v2", "channels"),
+]
 STREAMED += [
     (name, "experts")
     for name in ("deepseek_v3:grouped", "qwen3_next", "gpt_oss", "jamba", "minimax")
@@ -309,7 +321,15 @@ def test_nf4_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen2_moe", "qwen3_next", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"]
+    "name",
+    [
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_next",
+        "deepseek_v2",
+        "hunyuan_v1_moe",
+        "ernie4_5_moe",
+    ],
 )
 @pytest.mark.parametrize(
     "modules", [("experts",), ("experts", "shared_experts", "attention")], ids=len

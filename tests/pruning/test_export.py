@@ -313,7 +313,12 @@ def test_plans_of_other_layers_are_not_exported(tmp_path: Path) -> None:
         export(tmp_path / "model", shallower, tmp_path / "out")
 
 
-GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+GROUPS = {
+    "n_routed_experts": 32,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,11 @@ def test_all_parts_of_an_expert_stay_with_it(name: str, kind: str, tmp_path: Pat
     assert config["quantization_config"] == original["quantization_config"]
 
 
-RELOADED = [("fp8", "natural", True), ("fp8", "natural", False), ("w4a16", "natural", True)]
+RELOADED = [
+    ("fp8", "natural", True),
+    ("fp8", "natural", False),
+    ("w4a16", "natural", True),
+]
 RELOADED += [
     ("compressed_fp8", "natural", False),
     ("mxfp4", "natural", True),
@@ -97,7 +101,11 @@ def test_reloaded_exports_are_the_masked_model(
     )
 
 
-EXPERTS = {0: (3, 4, 5, 6, 7, 8, 9, 15), 1: tuple(range(8)), 2: (2, 3, 4, 5, 6, 7, 8, 11)}
+EXPERTS = {
+    0: (3, 4, 5, 6, 7, 8, 9, 15),
+    1: tuple(range(8)),
+    2: (2, 3, 4, 5, 6, 7, 8, 11),
+}
 COUNTS = dict.fromkeys(range(3), 16)
 LEFT_ALONE = [
     "lm_head",

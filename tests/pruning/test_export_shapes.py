@@ -39,7 +39,15 @@ def check_close(result: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["olmoe", "mixtral", "deepseek_v3", "jamba", "phimoe", "granitemoe"]
+    "name",
+    [
+        "olmoe",
+        "mixtral",
+        "deepseek_v3",
+        "jamba",
+        "phimoe",
+        "granitemoe",
+    ],
 )
 def test_masked_channels_are_zeros_in_tensors_of_the_original_shape(
     name: str, tmp_path: Path
@@ -149,7 +157,13 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "stock"), [("olmoe", True), ("qwen2_moe", True), ("jamba", True), ("dots1", False)]
+    ("name", "stock"),
+    [
+        ("olmoe", True),
+        ("qwen2_moe", True),
+        ("jamba", True),
+        ("dots1", False),
+    ],
 )
 def test_experts_of_one_width_need_code_only_in_some_families(
     name: str, stock: bool, tmp_path: Path
@@ -274,7 +288,12 @@ def test_channels_of_fp8_weights_are_not_removed(olmoe: Any, tmp_path: Path) -> 
 # ---- loaded by a process that has transformers and the folder, and no moe_lab
 
 NAMES = ("olmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe", "jamba", "deepseek")
-PLANS = {"even": "even", "counts": "uneven", "widths": "one width", "ragged": "ragged"}
+PLANS = {
+    "even": "even",
+    "counts": "uneven",
+    "widths": "one width",
+    "ragged": "ragged",
+}
 CASES = ("counts", "widths", "ragged")
 PORTED = "deepseek"
 """A family that transformers lacks: it needs code for layers of one shape too."""

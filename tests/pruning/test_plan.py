@@ -151,7 +151,13 @@ def test_ties_are_those_of_experts_that_compete() -> None:
 
 @pytest.mark.parametrize(
     ("n_group", "topk_group", "fewest"),
-    [(1, 1, 5), (2, 1, 10), (2, 2, 6), (2, None, 6), (4, 2, 12)],
+    [
+        (1, 1, 5),
+        (2, 1, 10),
+        (2, 2, 6),
+        (2, None, 6),
+        (4, 2, 12),
+    ],
 )
 def test_fewest_experts_of_a_group_limited_router(
     n_group: int, topk_group: int | None, fewest: int

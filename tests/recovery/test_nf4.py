@@ -57,7 +57,17 @@ def dequantized(model: Any, original: Any) -> Any:
     return plain
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (48, 32), (64, 96), (7, 9), (300, 64), (1, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (64, 128),
+        (48, 32),
+        (64, 96),
+        (7, 9),
+        (300, 64),
+        (1, 64),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nf4_error_is_at_most_half_the_widest_gap(
     shape: tuple[int, int], dtype: torch.dtype

@@ -45,7 +45,12 @@ NEEDS_VLLM = pytestmark = [
 ]
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LATENT = {
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**HEADS, "intermediate_size": 64},
     "qwen2_moe": HEADS,

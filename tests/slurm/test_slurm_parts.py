@@ -715,7 +715,13 @@ def test_vllm_jobs_ask_for_the_configured_tensor_parallel_size() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["[ -f none ] && . none", "exit 3", "f() { false; }; f", "set -u; echo $none", "(exit 4)"],
+    [
+        "[ -f none ] && . none",
+        "exit 3",
+        "f() { false; }; f",
+        "set -u; echo $none",
+        "(exit 4)",
+    ],
 )
 def test_a_line_of_setup_that_ends_a_job_is_named(tmp_path: Path, command: str) -> None:
     """The line sources a file with a command that ends the job."""

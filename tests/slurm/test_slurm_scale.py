@@ -171,7 +171,13 @@ def test_jobs_whose_inputs_fail_leave_the_queue(submission: Submission) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "\nmodule load cuda\n"],
+    [
+        "--array=0-2%3",
+        "--partition=gpu",
+        "--nodelist=n7",
+        "--time=7",
+        "\nmodule load cuda\n",
+    ],
 )
 def test_settings_of_jobs_are_in_their_script_once(submission: Submission, option: str) -> None:
     assert submission.scripts["evaluate"].count(option) == 1

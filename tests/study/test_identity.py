@@ -298,7 +298,11 @@ def test_dtype_auto_of_an_unknown_model_stays(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("launcher", "gpu_memory", "device"),
-    [("inline", 80, "cuda"), ("inline", 12, "balanced"), ("local", 80, "balanced")],
+    [
+        ("inline", 80, "cuda"),
+        ("inline", 12, "balanced"),
+        ("local", 80, "balanced"),
+    ],
 )
 def test_auto_on_a_machine_with_two_gpus(
     launcher: Any, gpu_memory: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,12 @@ def test_resources_of_unknown_models_are_reported() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "fits"),
-    [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)],
+    [
+        ("chunk", 1600 // 16),
+        ("chunk gap=eos", 1800 // 16),
+        ("none", 200),
+        ("reap", 1600 // 16),
+    ],
 )
 def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_path: Path) -> None:
     """Each of the 200 documents has eight tokens. With packing=reap, only more tokens than any
@@ -170,7 +175,18 @@ NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["../../../evil", "a/b", ".hidden", "-x", "a b", "x" * 300, "a|b", "a%j", ""]
+    "name",
+    [
+        "../../../evil",
+        "a/b",
+        ".hidden",
+        "-x",
+        "a b",
+        "x" * 300,
+        "a|b",
+        "a%j",
+        "",
+    ],
 )
 def test_names_in_paths_are_checked(name: str) -> None:
     errors = problems(*(f"{field}='{name}'" for field in NAMED))
@@ -212,7 +228,11 @@ LAYER_PRIOR = [
 @pytest.mark.parametrize("engine", ["streamed", "resident"])
 @pytest.mark.parametrize(
     ("settings", "runs_whole_model"),
-    [(SEARCH, True), (LAYER_PRIOR, True), (["allocation.name=uniform"], False)],
+    [
+        (SEARCH, True),
+        (LAYER_PRIOR, True),
+        (["allocation.name=uniform"], False),
+    ],
 )
 def test_steps_that_run_the_whole_model_cannot_be_streamed(
     engine: str, settings: list[str], runs_whole_model: bool
@@ -344,7 +364,12 @@ def test_a_listed_plan_is_read_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    ("provenance", "count"), [({}, 1), ({"model_sha256": None}, 1), ({"model_sha256": "0" * 64}, 0)]
+    ("provenance", "count"),
+    [
+        ({}, 1),
+        ({"model_sha256": None}, 1),
+        ({"model_sha256": "0" * 64}, 0),
+    ],
 )
 def test_a_listed_plan_without_a_model_is_reported(
     provenance: dict[str, Any], count: int, tmp_path: Path

@@ -299,7 +299,11 @@ def test_the_table_of_entropies_counts_all_tokens(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("weights", "weights"), ("gradients", "gradients"), ("scores", "expert_concentration")],
+    [
+        ("weights", "weights"),
+        ("gradients", "gradients"),
+        ("scores", "expert_concentration"),
+    ],
 )
 def test_tables_have_all_experts(
     folders: dict[str, Path], layers: dict[str, dict[str, Any]], kind: str, name: str

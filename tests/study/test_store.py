@@ -86,7 +86,14 @@ def test_resume_files_of_finished_steps_are_removed(
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
-@pytest.mark.parametrize(("name", "is_before"), [("seal", True), ("seal", False), ("check", False)])
+@pytest.mark.parametrize(
+    ("name", "is_before"),
+    [
+        ("seal", True),
+        ("seal", False),
+        ("check", False),
+    ],
+)
 def test_late_owners_publish_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
 ) -> None:
@@ -485,7 +492,14 @@ def count_done(root: Path, *steps: Step) -> int:
     return count
 
 
-@pytest.mark.parametrize(("mode", "shared"), [(0o2775, True), (0o2755, False), (0o775, False)])
+@pytest.mark.parametrize(
+    ("mode", "shared"),
+    [
+        (0o2775, True),
+        (0o2755, False),
+        (0o775, False),
+    ],
+)
 def test_mode_of_the_folder_says_whether_a_store_is_shared(
     mode: int, shared: bool, tmp_path: Path
 ) -> None:
