@@ -49,22 +49,24 @@ HOST_MEMORY = 8.0
 
 
 def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch requests GPUs. Such an option replaces the settings `gpus` and
-    `gpu_type`. Of `gres`, a list such as gpu:a100:2,nvme:1, one part about GPUs suffices."""
+    """Whether an option of sbatch requests GPUs, so that it replaces the settings `gpus` and
+    `gpu_type`. `option`: name. The value of `gres` is a list such as gpu:a100:2,nvme:1. It requests
+    GPUs if one of its parts does."""
     if option == "gres":
         return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
     return option in ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def job_options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """The options of sbatch for a job. Options that are null or false are left out and, without
-    `on_gpus`, also options that concern GPUs."""
+    """Name -> value of the options of sbatch for a job. `sbatch`: options in the settings, of which
+    those with the value None or False are left out. `on_gpus`: whether the job uses GPUs. If not,
+    options about GPUs are left out as well."""
     options = {
         name: value for name, value in sbatch.items() if value is not None and value is not False
     }
     if on_gpus:
         return options
-    # `gres` may list GPUs and other resources: only the GPUs are removed
+    # the list `gres` may contain other resources than GPUs, which remain
     other_gres = [
         part
         for part in str(options.pop("gres", "")).split(",")
@@ -96,25 +98,29 @@ def arrange(
     settings: LauncherConfig,
     longest: int = MAX_ARRAY_TASKS,
 ) -> list[Array]:
-    """Divide steps into jobs, and jobs into arrays. `steps`: each comes after its inputs.
-    `resources_of`: function from the steps of a job to the resources of the job. `longest`: maximum
-    number of jobs in an array. In the result, each array comes after the arrays whose results it
-    needs."""
+    """Divide steps into jobs, and jobs into arrays of jobs with the same stage and resources. Each
+    array comes after the arrays whose results it needs.
+
+    `steps`: steps in an order in which each comes after its inputs. `resources_of`: function from
+    the steps of a job to the resources of the job. `longest`: maximum number of jobs in an
+    array."""
     stage_of: dict[str, Stage] = {}
     steps_of: dict[Stage, list[Step]] = defaultdict(list)
-    needs: dict[Stage, set[Stage]] = defaultdict(set)
+    earlier_stages: dict[Stage, set[Stage]] = defaultdict(set)
     for step in steps:
         input_stages = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
         kind = step.resources().job or step.kind
-        # a job cannot wait for its own array, so inputs of the same kind are in earlier stages
+        # jobs of one array run at the same time, so a step is one stage later than its inputs of
+        # the same kind
         depths = (depth + 1 for input_kind, depth in input_stages if input_kind == kind)
         stage = (kind, max(depths, default=0))
         stage_of[step.id] = stage
         steps_of[stage].append(step)
-        needs[stage] |= input_stages - {stage}
+        earlier_stages[stage] |= input_stages - {stage}
     arrays = []
-    for stage in TopologicalSorter(needs).static_order():
+    for stage in TopologicalSorter(earlier_stages).static_order():
         kind, _ = stage
+        # keys: resources as JSON
         jobs_by_resources: dict[str, list[JobSteps]] = defaultdict(list)
         for job in _jobs(steps_of[stage], kind, settings):
             jobs_by_resources[canonical(resources_of(job))].append(job)
@@ -126,30 +132,35 @@ def arrange(
 
 
 def array_table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
-    """Table of arrays, with the resources of each job. `longest`: requested minutes of a job whose
-    time is unknown. `seconds`: step -> estimated seconds."""
+    """A table with a row for each array: numbers of jobs and steps, and the resources of one job.
+    `longest`: requested minutes of a job whose time is unknown. `seconds`: step -> estimated
+    seconds, None if unknown."""
     header = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
-    rows = Table(*header, title="what would be requested from Slurm for each job")
+    table = Table(*header, title="what would be requested from Slurm for each job")
     for array in arrays:
         resources = array.resources
         steps = [step for job in array.jobs for step in job]
         columns = {name: str(resources[name]) for name in ("gpus", "cpus", "memory", "minutes")}
         if resources["minutes"] == longest and any(seconds(step) is None for step in steps):
             columns["minutes"] += "?"
-            rows.caption = (
+            table.caption = (
                 "?: resources.longest, since this store has no such step whose time is known"
             )
         partition = resources["partition"] or "default"
         counts = (str(len(array.jobs)), str(len(steps)))
-        rows.add_row(array.kind, *counts, *columns.values(), partition)
-    return rows
+        table.add_row(array.kind, *counts, *columns.values(), partition)
+    return table
 
 
 def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[JobSteps]:
-    """Divide the steps of a stage into jobs of the kind `kind`, which are about equally long. In a
-    job, steps whose own kind is `kind` come first. With steps_per_job=models, all steps of a job
-    read the same model, and all steps of a pruned model are in the same job."""
-    # model -> plan of a pruned model, or step -> block of steps that stay in one job
+    """Divide the steps of a stage into jobs with about equal numbers of steps. In a job, steps of
+    the kind `kind` come before steps of other kinds. `Resources.steps_per_job` determines which
+    steps may share a job.
+
+    The steps are first divided into blocks, each of which stays in one job. With
+    steps_per_job=models, a block has the steps of one pruned model, and all blocks of a job read
+    the same unpruned model. Otherwise a block is a single step."""
+    # model ("" unless steps_per_job=models) -> id of a plan, or of a step -> block
     groups: dict[str, dict[str, JobSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         needed = step.resources()
@@ -158,13 +169,13 @@ def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[Jo
             groups[repr(needed.model)][plan.id if plan else ""].append(step)
         else:
             groups[""][step.id].append(step)
-    # the same for all steps of one kind of jobs
+    # `steps_per_job` is the same for all steps of one kind of jobs
     steps_per_job = steps[0].resources().steps_per_job
-    most_blocks = {"one": 1, "short": STEPS_PER_JOB}.get(steps_per_job, settings.cells_per_job)
+    max_blocks = {"one": 1, "short": STEPS_PER_JOB}.get(steps_per_job, settings.cells_per_job)
     jobs = []
     for group in groups.values():
         blocks = list(group.values())
-        count = ceil(len(blocks) / most_blocks)
+        count = ceil(len(blocks) / max_blocks)
         bounds = [number * len(blocks) // count for number in range(count + 1)]
         for start, end in pairwise(bounds):
             jobs.append(list(chain.from_iterable(blocks[start:end])))
@@ -177,16 +188,14 @@ def job_resources(
     seconds: Seconds,
     time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Resources of a job that does `steps` one after another. The kind and the model of the first
-    step select the settings.
-
-    Returns the fields of JobConfig, of which gpus, cpus, memory (GiB) and minutes are always
-    numbers. `seconds`: step -> estimated seconds, or None. `time_limits`: partition -> minutes.
-    Estimated minutes are `settings.longest` if the time of a step is unknown, and at most the
-    partition's time limit. UserError for GPUs that are set twice, and for a step that is too large
-    for the GPUs."""
-    needed = list(map(_resources, steps))
-    model = needed[0].model
+    """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind and
+    the model of the first step select the settings. gpus, cpus, memory (GiB) and minutes are
+    estimated if they are not set. The estimate of minutes is `settings.longest` if the time of a
+    step is unknown, and never exceeds the partition's time limit. `seconds`: step -> estimated
+    seconds, or None. `time_limits`: partition -> minutes. Raises UserError if GPUs are set twice,
+    or if a step is too large for the GPUs."""
+    resources = list(map(_known_resources, steps))
+    model = resources[0].model
     kind_config = settings.jobs.get(steps[0].kind)
     model_config = settings.of_model(model) if model else None
     job_config = merge_configs([settings.every, kind_config, model_config])
@@ -202,13 +211,15 @@ def job_resources(
             "one of these"
         )
     if count is None:
-        count = max(needs.gpus(settings.gpu_memory) for needs in needed)
+        count = max(needs.gpus(settings.gpu_memory) for needs in resources)
         max_memory = MEMORY_TOLERANCE * settings.gpu_memory
         too_large = [
-            needs.memory for needs in needed if needs.memory and not needs.fits(count, max_memory)
+            needs.memory
+            for needs in resources
+            if needs.memory and not needs.fits(count, max_memory)
         ]
         if model and too_large and not gpu_options and config_of(model):
-            can_divide = model.device in DEVICE_MAPS or needed[0].weights == "layers"
+            can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             raise UserError(
                 f"{steps[0].kind} of model={model.name} needs about {too_large[0] / GIB:.0f} GiB, "
                 f"and is divided among at most {count} GPUs of "
@@ -216,11 +227,11 @@ def job_resources(
                 f"resources.jobs={{{steps[0].kind}: {{gpus: {count}}}}} where that is enough, "
                 f"{'' if can_divide else 'model.device=auto, '}or weights of fewer bits"
             )
-    elif count and all(needs.weights == "layers" for needs in needed):
-        # one decoder layer is in memory at a time, always on the same GPU
+    elif count and all(needs.weights == "layers" for needs in resources):
+        # one decoder layer at a time is on a GPU, and always on the same GPU
         count = 1
         job_config["gpus"] = count
-    max_gib = max(needs.memory or 0.0 for needs in needed) / GIB
+    max_gib = max(needs.memory or 0.0 for needs in resources) / GIB
     minutes = _minutes([seconds(step) for step in steps], settings.longest)
     estimates = {
         "gpus": count,
@@ -233,8 +244,9 @@ def job_resources(
     }
 
 
-def _resources(step: Step) -> Resources:
-    """Resources of a step. If its memory is unknown, DEFAULT_MEMORY and any of GPU_COUNTS."""
+def _known_resources(step: Step) -> Resources:
+    """Resources of a step. If the memory of the step is unknown, the memory is assumed to be
+    DEFAULT_MEMORY, and the possible numbers of GPUs to be GPU_COUNTS."""
     needs = step.resources()
     if needs.memory is None:
         return needs._replace(memory=DEFAULT_MEMORY, gpu_counts=GPU_COUNTS)
@@ -243,19 +255,20 @@ def _resources(step: Step) -> Resources:
 
 def _minutes(times: Sequence[float | None], longest: float) -> float:
     """Requested minutes of a job: TIME_FACTOR times the estimate, rounded up to a multiple of
-    MINUTES_STEP, but at most `longest`. `times`: estimated seconds of each step. If one is None
-    (unknown), `longest` is returned."""
+    MINUTES_STEP. The result is at most `longest`, and is `longest` if the time of a step is
+    unknown. `times`: estimated seconds of each step, None if unknown."""
     if None in times:
         return longest
-    # for type checkers, as no time is None here
+    # no time is None here, but type checkers need the filter
     expected = TIME_FACTOR * sum(filter(None, times)) / 60
     return min(longest, MINUTES_STEP * max(1, ceil(expected / MINUTES_STEP)))
 
 
 def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
-    """The fields of JobConfig, merged from `settings`: those of every job, of the job's kind and of
-    the job's model, of which each may be None. A field that is set in later settings overrides
-    earlier ones. Options in `sbatch` are merged one by one."""
+    """Field of JobConfig -> value, merged from several settings. `settings`: settings of all jobs,
+    of the job's kind and of the job's model, in this order. None stands for no settings. The last
+    settings in which a field is set determine its value. The options in the field `sbatch` are
+    merged in the same way, one by one."""
     job_config: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {
         "sbatch": {},
         "setup": [],
@@ -271,9 +284,9 @@ def merge_configs(settings: Iterable[JobConfig | None]) -> dict[str, Any]:
 
 
 def _time_limit(job_config: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
-    """The time limit of a job in minutes: the longest limit of the partitions in which it may run.
-    Infinite if their limits are unknown, or if a quality of service (qos) determines the limit.
-    `time_limits`: partition -> minutes."""
+    """The time limit of a job in minutes: the longest limit of the partitions in which the job may
+    run. Infinite if the limits of these partitions are unknown, or if a quality of service (qos)
+    determines the limit. `time_limits`: partition -> minutes."""
     if job_config["sbatch"].get("qos"):
         return inf
     # sbatch reads the variable if no partition is set; "" is the default partition

@@ -44,7 +44,7 @@ class StepsJob:
     """A job that computes steps. submitit calls this object on the node.
 
     `store`: folder of the store. `run`: STUDY/RUN, the run to which the job belongs. `launcher`:
-    settings; `max_requeues` is one less each time the job is requeued.
+    settings, in which `max_requeues` is the number of times that the job may still be requeued.
     """
 
     store: str
@@ -58,8 +58,9 @@ class StepsJob:
         return WorkerProcess(Store(self.store, 60 * self.launcher.stale_minutes, in_queue))
 
     def __call__(self) -> dict[str, int]:
-        """Compute the missing steps. Returns the numbers of steps that are done, failed and
-        skipped. When a step fails, its error is stored, and steps that do not need it continue."""
+        """Compute the steps that have no result yet. Returns the numbers of steps by state: done,
+        failed or skipped. When a step fails, its error is stored, and the job continues with the
+        steps that do not need the failed step."""
         signal.signal(signal.SIGTERM, self.handle_sigterm)
         store = self.worker.store
         store.check_exists()  # a node that does not see the store must not create a new one
@@ -77,27 +78,28 @@ class StepsJob:
         }
 
     def handle_sigterm(self, _: int, __: FrameType | None) -> None:
-        """Requeue this job, or exit with or without saving, depending on the job's state in Slurm.
+        """Requeue this job or exit, depending on the job's state in Slurm.
 
-        A job that Slurm lists as running is being preempted, and is requeued by SIGUSR2, like a job
-        whose time is up. A job of unknown state, as in an image without scontrol, is requeued, too.
-        If Slurm itself requeues the job, the pass saves its state before the exit. A cancelled job
-        exits at once. An exit releases claims."""
+        RUNNING: the job is being preempted. SIGUSR2 requeues the job, as when its time is up. An
+        unknown state, as in a container without scontrol, is treated as RUNNING. Any other state:
+        the job exits, which releases its claims. If Slurm itself requeues the job, a pass saves its
+        state before the exit; if the job was cancelled, the exit is immediate."""
         state: dict[str, str] = {}
         with suppress(UserError):
             state = scheduler.job_state(str(own_job()), limit=5.0)
         if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return
-        # Slurm has counted a restart that this process does not know: it requeues the job
+        # Slurm requeues the job, as it has counted one more restart than when this process started
         if int(state.get("Restarts", "0")) > restarts():
             self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """The job that continues this one; None when `max_requeues` is used up. submitit calls this
-        when the job must stop. The pass first saves its state, within SAVE_SECONDS and at most half
-        of the time that Slurm leaves between its warning signal and the end of the job."""
+        """The job that continues this job; None if this job may not be requeued again. submitit
+        calls this method when the job must stop. The worker process is ended first. A pass has
+        SAVE_SECONDS to save its state, but at most half of `signal_seconds`, the time between
+        Slurm's warning signal and the end of the job."""
         self.worker.end(min(SAVE_SECONDS, self.launcher.signal_seconds / 2))
         requeues = self.launcher.max_requeues
         if requeues == 0:
@@ -107,9 +109,9 @@ class StepsJob:
 
 
 def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
-    """The missing inputs of this job's steps: steps of other jobs that have no result in the store.
-    Waits a while for them, unless one of them has failed. Inputs that have a result are marked as
-    finished in `schedule`."""
+    """Steps of other jobs that are inputs of this job's steps, and that have no result in the
+    store. Waits for their results for a while, as other nodes may just have written results. Does
+    not wait if an input has failed. Inputs with a result are added to `schedule.finished`."""
     step_ids = {step.id for step in schedule.steps}
     inputs = [
         needed for step in schedule.steps for needed in step.needs if needed.id not in step_ids
@@ -125,7 +127,7 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
 
 
 def _has_failed(step: Step, store: Store) -> bool:
-    """Whether a step, or one of its inputs, direct or indirect, has failed."""
+    """Whether a step has failed, or any step that it needs, directly or indirectly."""
     if store.error(step.id) is not None:
         return True
     return any(_has_failed(needed, store) for needed in step.needs)
@@ -133,7 +135,7 @@ def _has_failed(step: Step, store: Store) -> bool:
 
 @dataclass(frozen=True)
 class RecordJob:
-    """The last job of a submission: writes the study's record and its report."""
+    """The last job of a submission, which writes the record and the report of the study."""
 
     study: Study
     run: Run
@@ -149,9 +151,9 @@ class RecordJob:
 
 
 def update_from_store(schedule: Schedule, store: Store) -> None:
-    """Mark waiting steps as finished or failed, according to the store. A step with neither a
-    result nor an error counts as failed if its inputs are finished, because its job was lost. The
-    shares that a finished step has merged are no longer waited for."""
+    """Change the state of waiting steps to finished or failed, according to the store. A step with
+    neither a result nor an error counts as failed if its inputs are finished, because its job was
+    lost. Shares that a finished step has merged are removed from `schedule.waiting`."""
     _finish_present(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {
@@ -161,7 +163,7 @@ def update_from_store(schedule: Schedule, store: Store) -> None:
         if document := store.error(step.id):
             schedule.fail(step, StepError(document))
     for step in list(schedule.waiting.values()):
-        # steps that need a failed step are skipped, and no longer wait
+        # `schedule.fail` also moves steps from `waiting` to `skipped`
         if step.id in schedule.waiting and all(
             needed.id in schedule.finished for needed in step.needs
         ):
@@ -177,17 +179,18 @@ INTERVAL = 3.0
 
 
 def wait_for_jobs(schedule: Schedule, study: Study) -> None:
-    """Wait until no job of the study is in the queue, and meanwhile show the progress. Then update
-    `schedule` from the store."""
+    """Show the progress until no job of the study is in Slurm's queue. Then update `schedule` from
+    the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
     with show_progress(schedule, study.store):
         while True:
             queue, queue_error = queued_jobs(jobs)
-            # an error means that the scheduler does not answer: jobs may still run
+            # after an error, the queue is unknown: jobs may still run
             if not queue and not queue_error:
                 break
             time.sleep(INTERVAL)
-            claimed = study.store.claims.active()  # of the steps that jobs compute now
+            # names of claims: the start of a step's id, if a job is computing the step
+            claimed = study.store.claims.active()
             with schedule.condition:
                 _finish_present(schedule, study.store)
                 for step in schedule.waiting.values():
@@ -197,8 +200,8 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 
 
 def _finish_present(schedule: Schedule, store: Store) -> None:
-    """Mark waiting steps with a result in the store as finished. They count as computed if they
-    were seen running."""
+    """Change the state of waiting steps that have a result in the store to finished. Steps that are
+    in `schedule.running` count as computed by this run."""
     present = store.present()
     for step in list(schedule.waiting.values()):
         if step.id[:DIGITS] in present:

@@ -79,16 +79,17 @@ class QueuedJob:
 
 
 def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
-    """Id -> job, for pending and running jobs of this user and of the users with ids `users`. A
-    pending job that can never start is left out. squeue is called for each user, since a call for
-    several users would load the jobs of all users. Raises UserError, with the scheduler's message,
-    when squeue fails."""
+    """Id of a job -> job, for all pending and running jobs of this user and of `users`. Pending
+    jobs that can never start are left out. `users`: ids of users. Raises UserError, with the
+    scheduler's message, when squeue fails."""
+    # one call for each user, since a call for several users would load the jobs of all users
     command = ("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%j")
     jobs = {}
     for user in {os.getuid(), *users}:
         # %i id, %T state, %r reason, %M elapsed time, %j name
         rows = ROW.findall(run_command(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
+            # squeue still lists ended jobs for a while
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
             if not has_ended and reason != NEVER_REASON:
                 jobs[job_id] = QueuedJob(job_id, name, state, reason, elapsed)
@@ -103,18 +104,19 @@ match are the rest of a job's name, which may contain newlines."""
 def jobs_from(folder: Path) -> set[str]:
     """Ids of jobs and arrays of this user whose scripts are in `folder`."""
     # %F id of the array or job, %o path of the script
-    listed = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
-    jobs = set()
-    for line in listed.splitlines():
-        job, _, script = line.partition("|")
+    output = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
+    job_ids = set()
+    for line in output.splitlines():
+        job_id, _, script = line.partition("|")
         if Path(script).parent == folder:
-            jobs.add(job)
-    return jobs
+            job_ids.add(job_id)
+    return job_ids
 
 
 def longest_array() -> int:
-    """Maximum number of tasks of an array on this cluster: the smaller of MaxArraySize and
-    SchedulerParameters=max_array_tasks, or MAX_ARRAY_TASKS if the cluster states neither."""
+    """Maximum number of tasks of an array on this cluster: the smaller of the cluster's settings
+    MaxArraySize and SchedulerParameters=max_array_tasks. If the cluster states neither:
+    MAX_ARRAY_TASKS."""
     limits = re.findall(
         r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
         run_command("scontrol", "show", "config"),
