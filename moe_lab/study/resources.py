@@ -297,11 +297,10 @@ def finetuning(
 def export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
-    """Resources of a step that writes a checkpoint in up to three stages. The first stage is the
-    pruned checkpoint. `is_changed`: whether a second stage writes a checkpoint with changed
-    weights. `is_converted`: whether a last stage converts the checkpoint to GGUF. The disk holds
-    the checkpoints of all stages. Stages after the first need memory for the weights of three
-    decoder layers in fp32."""
+    """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether weights
+    are changed; a second checkpoint is then assumed to be on the disk. `is_converted`: whether the
+    checkpoint is converted to GGUF, which is one more checkpoint on the disk. If weights are
+    changed or converted, memory also holds the weights of three decoder layers in fp32."""
 
     def memory(size: Size) -> float:
         layer_bytes = (
