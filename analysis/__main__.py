@@ -42,8 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line into names, store, study, out, format and compare; options are
-    key=value or --key=value.
+    """Parse the command line. The result has the attributes `names` and OPTIONS. Options are
+    written key=value or --key=value.
 
     Raises UserError for an unknown option or format. Prints the help and exits when an argument
     asks for help.
@@ -93,7 +93,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_dashes(argument: str) -> str:
-    """Rewrite an option `store=x` as `--store=x`, as argparse expects; names stay as they are.
+    """The argument in the form that argparse expects: `--store=x` for the option `store=x` or
+    `--store=x`. The name of a table or figure is returned unchanged.
 
     Raises UserError for an unknown option or an option without value.
     """
@@ -110,7 +111,7 @@ def _add_dashes(argument: str) -> str:
 
 
 def _names_in_help() -> str:
-    """The part of the help that lists the names of all tables and figures."""
+    """The part of the help that lists the names of all tables and figures, with their titles."""
     from analysis.registry import outputs
 
     lines = [
@@ -127,8 +128,8 @@ def _names_in_help() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code: that of `_run`, or 2 after a UserError, whose
-    message is printed."""
+    """Run the command line. Returns the exit code of `_run`. After a UserError, prints its message
+    and returns the exit code 2."""
     try:
         return _run(parse(arguments))
     except UserError as error:
@@ -137,8 +138,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _error_of_writing(out: Path, error: OSError) -> Exception:
-    """The exception to raise in place of an OSError from writing to the folder `out`: a UserError
-    that says what to do, or the error itself if stdout was closed."""
+    """The exception to raise in place of `error`, which came from writing to the folder `out` or to
+    stdout. It is a UserError that says what to do. If stdout was closed, it is `error` itself."""
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away, `out` is fine
         return error
     advice = (
@@ -148,10 +149,11 @@ def _error_of_writing(out: Path, error: OSError) -> Exception:
 
 
 def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> bool:
-    """Write NAME.published for every requested table NAME that has published numbers, and print
-    the files' paths.
+    """Write a comparison NAME.published for every requested table NAME that has published numbers,
+    and print the paths of the files.
 
-    Returns whether each NAME.published that was requested by name and did not fail has rows.
+    Returns False if the comparison of a table that was requested by name has no rows. Comparisons
+    that failed do not count.
     """
     from analysis.published.tables import published_tables
     from analysis.render.page import write_files
@@ -178,7 +180,8 @@ def _write_comparisons(request: argparse.Namespace, publisher: Publisher) -> boo
 
 
 def _comparable_tables(requested: Sequence[str]) -> list[str]:
-    """The requested tables that have published numbers. Raises UserError when there are none."""
+    """Names of the requested tables that have published numbers; with "all" or "report", of all
+    tables that have published numbers. Raises UserError when there are none."""
     from analysis.published.numbers import TABLES
 
     if {"all", "report"} & set(requested):
@@ -192,7 +195,8 @@ def _comparable_tables(requested: Sequence[str]) -> list[str]:
 
 
 def _check_names(request: argparse.Namespace) -> None:
-    """Raise UserError for an unknown name, or when --compare has no table to compare."""
+    """Raise UserError when a requested name is unknown, or when none of the requested tables has
+    published numbers although `request.compare` is set."""
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
@@ -204,10 +208,11 @@ def _check_names(request: argparse.Namespace) -> None:
 
 
 def _run(request: argparse.Namespace) -> int:
-    """Write the requested tables and figures, and print notes and gaps.
+    """Write the requested tables and figures. Print the notes of the study and its gaps, which are
+    missing results.
 
     Returns the exit code: 0 if the study has results, no gaps, and data for everything that is
-    requested by name; otherwise 1. Raises UserError when `out` cannot be written.
+    requested by name; otherwise 1. Raises UserError when the files cannot be written.
     """
     gc.set_threshold(GARBAGE)
     _check_names(request)
@@ -219,12 +224,12 @@ def _run(request: argparse.Namespace) -> int:
     study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shorten(study.name)
     if request.out is None and is_of_group(request.store):
-        os.umask(0o002)  # others of the group rewrite the report when they run the study
+        os.umask(0o002)  # when other members of the group run the study, they rewrite the report
     publisher = Publisher(Results(study), out, request.format)
     try:
-        complete = _write(request.names, publisher)
+        has_all_data = _write(request.names, publisher)
         if request.compare:
-            complete = _write_comparisons(request, publisher) and complete
+            has_all_data = _write_comparisons(request, publisher) and has_all_data
     except OSError as error:
         raise _error_of_writing(out, error) from None
     for note in study.notes:
@@ -236,14 +241,14 @@ def _run(request: argparse.Namespace) -> int:
             f"analysis: study={study.name} has no results yet: what there is was written",
             file=sys.stderr,
         )
-    return 0 if complete and not study.gaps and not study.results.empty else 1
+    return 0 if has_all_data and not study.gaps and not study.results.empty else 1
 
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
-    """Write the report if it is requested, or else the requested tables and figures; print the
-    paths of the files, and the names that the study has no data for.
+    """Write the report if `requested` has "report", otherwise the requested outputs (tables and
+    figures). Print the paths of the files, and the names of outputs without data in the study.
 
-    Returns whether the study has data for every table and figure that is requested by name.
+    Returns whether the study has data for every output that is requested by name.
     """
     from analysis.registry import find, outputs
     from analysis.report import GAPS, write_report
@@ -252,9 +257,10 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     if "report" in requested:
         print(write_report(publisher))
         return True
-    items_by_name, written = publisher.publish(outputs() if "all" in requested else requested)
+    # items of an output: its written tables and figures
+    items_by_name, paths = publisher.publish(outputs() if "all" in requested else requested)
     publisher.log_failures()
-    for path in written:
+    for path in paths:
         print(path)
     names_without_items = [
         name for name, items in items_by_name.items() if not items and name not in publisher.failed
@@ -267,7 +273,7 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
             f"analysis: {name} needs {find(name).needs}, which study={study.name} does not have",
             file=sys.stderr,
         )
-    # without gaps, the output `gaps` has no rows, which is no lack of data
+    # the output `gaps` is empty if no results are missing, so it never counts as without data
     names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
     if "all" in requested and names_without_data:
         print(

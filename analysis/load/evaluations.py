@@ -43,23 +43,22 @@ Entries = Mapping[int, Mapping[str, Any]]
 def evaluations(
     entries: Entries, labels: Mapping[int, str], reader: Reader
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Read all evaluations of a study; returns `Study.results`, `Study.samples` and
-    `Study.origins`.
+    """Read all evaluations of a study. Returns (`Study.results`, `Study.samples`,
+    `Study.origins`).
 
-    A gap is recorded for every evaluation that cannot be read, and for every step in _OTHER_STEPS
-    that failed. If several evaluations of a cell report the
-    same benchmark, the first result counts.
-
-    labels: cell -> label of the cell in gaps.
+    A gap is recorded for every evaluation that is missing or cannot be read, and for every step in
+    _OTHER_STEPS that failed. If several evaluations of a cell report the same benchmark, the first
+    result counts. `labels`: cell -> label of the cell in gaps.
     """
     rows: list[dict[str, Any]] = []
-    tables: list[pa.Table] = []
+    sample_tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
     _compare_suites(entries, labels, reader)
     for cell, label in labels.items():
         errors = entries[cell].get("errors") or {}
         for kind in _OTHER_STEPS:
-            # of entries joined from several studies, one can have the error and another the step
+            # when a cell is in several studies, one study may have the error of a step, and another
+            # study the finished step
             if kind in errors and not entries[cell].get(kind):
                 reader.step(None, f"{kind} of {label}", errors[kind])
         for task, step_name in (entries[cell].get("evaluate") or {}).items():
@@ -78,7 +77,7 @@ def evaluations(
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
             if table is not None:
-                tables.append(
+                sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
                 )
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
@@ -86,11 +85,12 @@ def evaluations(
     _compare_reports(results, labels, reader)
     results = _drop_duplicates(_drop_nan(results, reader), reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
-    return results, _samples(tables), pd.DataFrame(list(origins.values()), columns=columns)
+    return results, _samples(sample_tables), pd.DataFrame(list(origins.values()), columns=columns)
 
 
 def _problem(result: Mapping[str, Any]) -> str:
-    """The reason why the content of a result.json cannot be used; "" if it can."""
+    """The reason why `result`, the content of a result.json, cannot be used; "" if there is
+    none."""
     rows = result.get("results")
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         return "result.json is damaged"
@@ -105,8 +105,8 @@ def _problem(result: Mapping[str, Any]) -> str:
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
-    """Concatenate the samples of all evaluations. The columns _LOSS and _UNITS are NaN in the rows
-    of a table that lacks them."""
+    """Concatenate the tables of samples of all evaluations. If a table lacks the column _LOSS or
+    _UNITS, its rows have NaN in this column."""
     samples = pd.DataFrame(columns=["cell", *_SAMPLES])
     if tables:
         samples = pa.concat_tables(tables, promote_options="permissive").to_pandas()
@@ -118,16 +118,15 @@ def _samples(tables: list[pa.Table]) -> pd.DataFrame:
 def _origin(
     folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The row of an evaluation in `Study.origins`, from the provenance and the result.json of its
-    step. If both name the version of a library, the version in result.json counts.
-
-    folder: name of the step.
+    """The row of an evaluation in `Study.origins`: column -> value. `folder`: name of the step.
+    `result`: its result.json. `provenance`: provenance of the step. If both state a version of the
+    same library, the version in `result` counts.
     """
     versions = {**(provenance.get("versions") or {}), **(result.get("versions") or {})}
     code = provenance.get("code") or {}
     protocol = result.get("protocol") or {}
     commit = code.get("commit")
-    # edits: checksum of the changes to the code that were not committed
+    # "edits" is a checksum of the changes to the code that were not committed
     if commit and code.get("edits"):
         commit = f"{commit} (edits {str(code['edits'])[:7]})"
     return {
@@ -145,17 +144,18 @@ def _origin(
 
 
 def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that lacks an evaluation on a task of its suite, the tasks that
-    the study ran on at least one cell of the same model."""
+    """Record a gap for every cell that was not evaluated on all tasks of its suite. The suite of a
+    cell has all tasks on which the study evaluated a cell of the same model."""
     for cell, label in labels.items():
-        missing = [
+        missing_tasks = [
             task
             for task in entries[cell]["suite"]
             if task not in (entries[cell].get("evaluate") or {})
         ]
-        if missing:
+        if missing_tasks:
             reader.gap(
-                f"not evaluated on {names.listing(missing)}, unlike other cells of the study", label
+                f"not evaluated on {names.listing(missing_tasks)}, unlike other cells of the study",
+                label,
             )
 
 

@@ -49,9 +49,14 @@ class Store:
     """A folder of finished steps, errors of failed steps, claims, and files from which unfinished
     steps resume.
 
-    `limit`, `in_queue`: see `Claims`. Nothing is written, created or set aside before `create` is
-    called: the folder may be missing or read-only. Raises UserError for an empty path, a URL, a
-    file, a folder that is no store, and a store of a newer moe_lab.
+    A finished step is called KIND/NAME. NAME is the step's label, "-", and the start of the step's
+    id (DIGITS digits). The step is the folder KIND/NAME, or part of a pack, a file of many small
+    steps. Its file STEP has its identity and the hashes of its other files. Sealed documents hold a
+    hash of themselves. Damaged files are set aside: moved to the folder `damaged`.
+
+    `limit`, `in_queue`: see `Claims`. Before `create` is called, nothing is written or moved, so
+    the folder may be missing or read-only. Raises UserError for an empty path, a URL, a file, a
+    folder that is no store, and a store of a newer moe_lab.
     """
 
     def __init__(
@@ -82,11 +87,11 @@ class Store:
         return packs_in(self.root.absolute())
 
     def create(self) -> Store:
-        """Create the folder of the store if it is missing, and from now on let methods write to the
-        store. Returns the store itself. Raises UserError when nothing can be written there."""
+        """Create the folder of the store if it is missing, and let all methods write to the store
+        from now on. Returns this object. Raises UserError when the folder cannot be written."""
         self._is_writable = True
-        # earlier notices only reported damage; from now on damaged files are also set aside, and
-        # a new notice says so
+        # damage that these notices report is found again: the damaged files are then set aside,
+        # with a new notice
         self.notices.clear()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -94,7 +99,7 @@ class Store:
             self._check_marker()
             if not (self.root / MARKER).exists():
                 self.write(self.root / MARKER, {"schema": SCHEMA})
-            os.utime(self.root)  # raises OSError if this user must not write
+            os.utime(self.root)  # raises OSError if this user may not write to the folder
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(DISK_FULL_MESSAGE) from None
@@ -105,9 +110,9 @@ class Store:
         return self
 
     def _check_marker(self) -> None:
-        """Raise UserError when the marker was written by a newer moe_lab, or is damaged and the
-        folder has no runs. A damaged marker in a folder with runs is set aside. A missing marker is
-        no error."""
+        """Check MARKER, the file with the schema of the store. Raise UserError when a newer moe_lab
+        wrote it, or when it is damaged and the store has no folder `runs`. In a store with `runs`,
+        a damaged marker is set aside. A missing marker is no error."""
         marker = self.root / MARKER
         try:
             schema = read_sealed(marker, {"schema": int})["schema"]
@@ -127,8 +132,8 @@ class Store:
             )
 
     def exists(self) -> bool:
-        """Whether the folder is a store. A store whose marker was set aside is recognised by its
-        runs."""
+        """Whether the folder is a store. A store whose marker was set aside still has the folder
+        `runs`."""
         return any(os.path.lexists(self.root / name) for name in (MARKER, "runs"))
 
     def check_exists(self) -> None:
@@ -141,9 +146,9 @@ class Store:
 
     @contextlib.contextmanager
     def errors_as_sentences(self) -> Iterator[None]:
-        """A context that turns errors about the store into sentences for the user. It raises
-        UserError in place of Damaged, and in place of an OSError that is about a file in the store
-        or a full disk. It raises StoreGone in place of any OSError if the store is gone."""
+        """A context that turns errors about the store into sentences for the user. An OSError
+        becomes a StoreGone if the store is gone. Otherwise an OSError becomes a UserError if it is
+        about a file in the store or a full disk. Damaged becomes a UserError."""
         try:
             yield
         except Damaged as error:
@@ -154,12 +159,12 @@ class Store:
             raise UserError(f"store={self.root}: {error}: {advice}") from None
         except OSError as error:
             self.check_exists()
-            is_elsewhere = error.filename and not str(error.filename).startswith(str(self.root))
+            is_outside = error.filename and not str(error.filename).startswith(str(self.root))
             if error.errno in DISK_FULL:
                 raise UserError(
-                    f"{error.filename}: {error.strerror}" if is_elsewhere else DISK_FULL_MESSAGE
+                    f"{error.filename}: {error.strerror}" if is_outside else DISK_FULL_MESSAGE
                 ) from None
-            if is_elsewhere or not error.filename:
+            if is_outside or not error.filename:
                 raise
             raise UserError(f"store={self.root}: {error.strerror}: {error.filename}") from None
 
@@ -189,19 +194,20 @@ class Store:
         except FileExistsError:
             return
         except FileNotFoundError:
-            if folder.parent == self.root:
+            if folder.parent == self.root:  # the store itself is missing
                 raise
             self.make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
         self.share(folder)
 
     def write(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Write `document`, sealed, to the file `path` of the store."""
+        """Write `document` to the file `path` of the store, as a sealed document."""
         write_sealed(path, document, mode=self.file_mode)
 
     def read(self, path: Path, shape: Any, consequence: str) -> Any:
-        """A sealed document of the store; None when it is missing or damaged. A damaged document
-        is set aside, with a notice that says what follows (`consequence`)."""
+        """The sealed document in the file `path` of the store; None when the file is missing or
+        damaged. A damaged file is set aside, see `set_aside` for `consequence`. `shape`: see
+        `read_sealed`."""
         try:
             return read_sealed(path, shape)
         except FileNotFoundError:
@@ -211,13 +217,14 @@ class Store:
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of a finished step that is not in a pack. The folder is found by the step's id, as
-        another run may have stored the step under another label."""
+        """Folder of a finished step that is not in a pack. The folder may have another label than
+        the step, if another run has stored the step."""
         return self.folder(step.folder)
 
     def folder(self, name: str) -> Path:
-        """Folder of the finished step KIND/NAME, or else of the step with the same id and another
-        label. If there is neither, as for a step in a pack, the path that KIND/NAME would have."""
+        """Folder of the finished step KIND/NAME. If this folder is missing, the folder of the step
+        with the same id and another label. If both are missing, as for a step in a pack, the path
+        of the missing folder KIND/NAME."""
         folder = self.root / name
         if folder.exists():
             return folder
@@ -225,10 +232,11 @@ class Store:
         return self.folders(kind).get(name[-DIGITS:], folder)
 
     def name(self, step: Step) -> str | None:
-        """KIND/NAME under which a finished step is stored; None when it is missing."""
+        """KIND/NAME of a finished step, with the label under which the step is stored. None when
+        the step is not in the store."""
         start = step.id[:DIGITS]
         if start not in self.packs:
-            # the usual case comes first, which takes one system call: there may be many steps
+            # most steps are stored under their own label, which takes one system call to check
             if (self.root / step.folder).exists():
                 return step.folder
             if folder := self.folders(step.kind).get(start):
@@ -237,10 +245,10 @@ class Store:
 
     def content(self, name: str, file: str) -> bytes:
         """Content of a file of the finished step KIND/NAME. Raises FileNotFoundError when the file
-        is missing, and Damaged when it is not as it was published."""
+        is missing, and Damaged when the content has another hash than STEP states."""
         content = self._read_file(name, file)
         entry = self.document(name)["files"].get(file, {})
-        # STEP has no hash of itself; it is sealed, and reading it has checked the seal
+        # STEP does not list itself: it is sealed, and `document` has checked the hash in the seal
         if file != STEP and sha256(content).hexdigest() != entry.get("sha256"):
             raise Damaged(f"{name}: {file} is damaged")
         return content
@@ -260,8 +268,8 @@ class Store:
         return document
 
     def documents(self, kind: str) -> Iterator[Any]:
-        """Content of STEP of each finished step of a kind that is in a folder, and of at most
-        SAMPLE finished steps of the kind in packs. A STEP that cannot be read is left out."""
+        """Content of STEP for finished steps of a kind: all steps in folders, then at most SAMPLE
+        steps in packs. A STEP that cannot be read is left out."""
         for folder in self.folders(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
@@ -274,9 +282,9 @@ class Store:
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> dict[str, str]:
-        """First characters of the id -> KIND/NAME of each finished step, in folders and packs.
-        Nothing is checked, so damaged steps in folders are included."""
-        # folders are read first, so that a step that moves to a pack meanwhile is found
+        """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
+        checked, so damaged steps in folders are included."""
+        # folders are read before packs: a step that moves to a pack meanwhile is then found there
         folders = {
             start: f"{path.parent.name}/{path.name}"
             for start, (path, *_) in self.step_folders().items()
@@ -286,7 +294,7 @@ class Store:
 
     def folders(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind that are not in packs. The
-        folder of the kind is only read again when its modification time has changed."""
+        folder KIND is only read again when its modification time has changed."""
         parent = self.root / kind
         time_ns = parent.stat().st_mtime_ns if parent.exists() else 0
         # a kind that is not in the index is read: no folder has the time -1
@@ -308,8 +316,8 @@ class Store:
         return self.root / "partial" / step.id[:DIGITS]
 
     def remove_resume_files(self, finished: Set[str]) -> None:
-        """Remove the resume files of finished steps. Such files remain if a process is killed right
-        after it has published a step. `finished`: ids of the steps."""
+        """Remove the resume files of finished steps. Resume files remain if a process is killed
+        right after it has published a step. `finished`: ids of the finished steps."""
         paths = list((self.root / "partial").glob("*"))
         if not paths:
             return
@@ -319,16 +327,18 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def done(self, step: Step) -> bool:
-        """Whether the step is finished and undamaged, judged by sizes and modification times.
+        """Whether the step is finished and undamaged, judged by sizes and modification times of
+        files. A damaged step is set aside, with a notice.
 
-        A file whose time differs from that in STEP, as in a copied store, is hashed, and gets the
-        time in STEP if its content is unchanged. A damaged step is set aside, with a notice."""
+        STEP has the modification time that all files of the step were given. A file with another
+        time, as in a copied store, is hashed. If its hash is right, it gets the time in STEP."""
         return self._is_sound(step.folder)
 
     def done_of(self, steps: Iterable[Step]) -> set[str]:
-        """Ids of those of `steps` that are finished and undamaged, see `done`. Steps in packs count
-        as undamaged without a check, but a pack that is damaged as a whole is set aside."""
-        folders = self.step_folders()  # before the packs, as in `present`
+        """Ids of the finished and undamaged steps among `steps`. Steps in folders are checked by
+        `done`. Steps in packs count as undamaged, but a pack that cannot be read is set aside."""
+        # folders are read before packs: a step that moves to a pack meanwhile is then found there
+        folders = self.step_folders()
         self.packs.refresh()
         for path in self.packs.damaged_packs:
             if path.exists():
@@ -344,9 +354,10 @@ class Store:
     def readable(self, step: Step) -> bool:
         """Whether a step that is about to be read is finished and undamaged.
 
-        If the step is missing at the first call for it, it is looked up again for VISIBLE_AFTER
-        seconds, as another node may just have written it. Its files are hashed once in this
-        process, as modification times do not reveal bits that flipped on the disk."""
+        In the first call for a step, a missing step is looked up again for VISIBLE_AFTER seconds,
+        as another node may just have written it. The files of a step are hashed once in this
+        process, as modification times do not reveal bits that flipped on the disk. Later calls
+        judge the step as `done` does."""
         if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
@@ -359,8 +370,8 @@ class Store:
 
     def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
         """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged", see
-        `integrity.damage`. A step in a pack is only checked if `hash_all`; if it is damaged, it is
-        added to `packs.damaged_steps`."""
+        `integrity.damage`. A step in a pack is only checked if `hash_all`. If it is damaged, the
+        start of its id is added to `packs.damaged_steps`."""
         folder = self.root / name
         states = damage(folder, hash_all=hash_all)
         if STEP in states:
@@ -396,12 +407,12 @@ class Store:
                     states[file] = "missing"
                 except Damaged:
                     states[file] = "damaged"
-        # no damage if the step has been removed from its pack meanwhile
+        # a step that was removed from its pack meanwhile has missing files, but is not damaged
         return states if self.packs.find(name[-DIGITS:]) else {}
 
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
-        aside. For a damaged step in a pack, a notice is added. A missing step has no effect."""
+        aside. A damaged step in a pack stays there, and a notice is added."""
         states = self.damage(name, hash_all=hash_all)
         if not states:
             return True
@@ -415,8 +426,9 @@ class Store:
 
     def set_aside(self, path: Path, problem: str, consequence: str) -> None:
         """Move a damaged file or folder `path` of the store to the folder `damaged`, and add a
-        notice of the problem and its consequence. Before `create` is called, nothing is moved, and
-        the notice says that the next run does it."""
+        notice with the `problem`, such as "damaged", and the `consequence`, such as "computed
+        again". Before `create` is called, nothing is moved, and the notice says that the next run
+        sets `path` aside."""
         name = path.absolute().relative_to(self.root.absolute())
         sentence = f"{name}: {problem}: the next run sets it aside"
         if self._is_writable:
@@ -431,8 +443,8 @@ class Store:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
-        """The stored error of a step; None when there is none, or when its file is damaged and
-        therefore set aside. `step_id`: the id or its start."""
+        """The stored error of a step, see `fail`. None when no error is stored, and when the file
+        of the error is damaged. A damaged file is set aside. `step_id`: the id or its start."""
         path = self.root / "failed" / f"{step_id[:DIGITS]}.json"
         content: dict[str, Any] | None = self.read(
             path, {"message": str}, "the step is tried again"
@@ -440,9 +452,9 @@ class Store:
         return content
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
-        """Store the error of a failed step for later runs."""
+        """Store the error of a failed step for later runs. `error`: JSON data with a `message`."""
         folder = self.root / "failed"
-        # on errors, such as of a full disk, nothing is stored: the next run tries the step again
+        # if the error cannot be stored, as on a full disk, the next run tries the step again
         with contextlib.suppress(OSError):
             self.make_folder(folder)
             document = {"step": step.folder, "time": time.time(), **error}
@@ -454,8 +466,8 @@ class Store:
         (self.root / "failed" / f"{step_id[:DIGITS]}.json").unlink(missing_ok=True)
 
     def step_folders(self) -> Mapping[str, list[Path]]:
-        """Start of a step's id -> folders that are named like a finished step with this id: several
-        if the step is stored under several labels. Steps in packs are left out."""
+        """Start of the id -> folders, for all folders that are named like a finished step. A step
+        that is stored under several labels has several folders. Steps in packs are left out."""
         folders = defaultdict(list)
         for parent in sorted(self.root.glob("[!.]*/")):
             # lost+found, or a folder of a colleague, may not be readable
@@ -466,42 +478,44 @@ class Store:
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """A context that claims a step which this process will compute. It yields the scratch
-        folder of the step, or None if the step is already finished, see `receive`."""
+        """A context in which this process computes `step`: the context of `receive` for the step,
+        which yields a scratch folder, or None if the step is already finished."""
         return self.receive(step.folder, identity_document(step))
 
     @contextlib.contextmanager
     def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
-        """Claim the step KIND/NAME, and yield a scratch folder for its files, or None if the step
-        is already finished. `document`: the identity of the step, or the content of its STEP in
-        another store.
+        """A context that holds the claim of the step KIND/NAME. It yields a scratch folder for the
+        step's files, or None if the step is already finished. `document`: the identity of the step,
+        or the content of its STEP in another store.
 
-        Leaving the block without an exception publishes the scratch folder: one rename gives it the
-        step's name. A process that dies leaves only the scratch folder and a stale claim. Raises
-        Busy when another process has the claim, or took the claim over while this process was
-        suspended. Raises StoreGone when the store or the scratch folder was removed."""
+        When the block ends without an exception, the step is published: the scratch folder is
+        renamed to KIND/NAME. A process that dies leaves only the scratch folder and a stale claim.
+        Raises Busy when another process holds the claim, or took the claim over while this process
+        was suspended. Raises StoreGone when the store or the scratch folder was removed."""
         start = document["id"][:DIGITS]
         parent = (self.root / name).parent
         self.check_exists()
         with self.claims.take(start) as claim:
-            # the scratch folder of a former owner is renamed before the step is looked up: if the
-            # former owner had published the step already, the step is found; otherwise the former
-            # owner can no longer publish it when it resumes
+            # A former owner of the claim may only be suspended. Its scratch folder is renamed, so
+            # that it can no longer publish the step when it resumes. The step is looked up after
+            # this, and found if the former owner has published the step already.
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(hide(abandoned, start), ignore_errors=True)
-            # modification times may be too coarse to show a step that was just published
+            # the index compares modification times, which may be too coarse to show a step that
+            # was just published
             self._index.clear()
             if self._is_sound(name):
                 yield None
                 return
-            # by the token, this folder differs from those of other owners
+            # with the token of the claim, no two owners have the same scratch folder
             scratch = parent / f".{start}.{claim.token[:8]}"
             self.make_folder(scratch)
             try:
                 yield scratch
                 self._publish(name, document, scratch, claim)
             except Exception:
+                # if the store or the claim was lost, that is the error to raise
                 self.check_exists()
                 claim.check()
                 if not os.path.lexists(scratch):
@@ -513,11 +527,12 @@ class Store:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
-        """Seal the scratch folder, rename it as the step KIND/NAME, and remove the step's resume
-        files and stored error. `document`: see `seal`. If another process has published the step
-        first, the scratch folder keeps its name, and nothing is removed."""
+        """Seal the scratch folder, rename it to KIND/NAME, and remove the step's resume files and
+        stored error. `document`: see `seal`. If another process has published the step first, the
+        scratch folder is only sealed."""
         seal(scratch, document)
-        self.check_exists()  # the work may have created folders after the store was deleted
+        # raises StoreGone if the store was deleted during the work and the work recreated folders
+        self.check_exists()
         claim.check()
         try:
             scratch.rename(self.root / name)
@@ -533,8 +548,8 @@ class Store:
 
 
 def retries() -> Iterator[None]:
-    """Yield at once, and then repeatedly for VISIBLE_AFTER seconds: attempts to see a file that
-    another node may just have written."""
+    """Yield None at once, and then every RETRY_INTERVAL seconds for VISIBLE_AFTER seconds. After
+    each yield, the caller looks for a file that another node may just have written."""
     deadline = time.monotonic() + VISIBLE_AFTER
     yield
     while time.monotonic() < deadline:
@@ -543,8 +558,9 @@ def retries() -> Iterator[None]:
 
 
 def hide(folder: Path, step_id: str) -> Path:
-    """Rename a folder as a scratch folder of the step, with a random suffix that is no owner's.
-    Returns the new path. `step_id`: the id or its start."""
+    """Rename a folder to a new path, which is returned. The new name is that of a scratch folder of
+    the step, but with a random suffix, so that no owner of a claim uses the folder. `step_id`: the
+    id or its start."""
     scratch = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(scratch)
     return scratch

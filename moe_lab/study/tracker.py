@@ -45,10 +45,11 @@ passes to `wandb.init`. The shell of a `wandb agent` has these variables."""
 
 @patch.dict(os.environ)  # the variables are restored at the end
 def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
-    """Log those cells of a study's record to wandb whose benchmarks all have results. Returns a
-    sentence for the user. If a cell was logged before, its run at wandb is continued; in the mode
-    "offline", the cell is not logged again. In the mode "disabled", no cell is logged.
+    """Log cells to wandb, each as one run. Cells without results of all their benchmarks are left
+    out. Returns a sentence for the user. `record`: the record of the study.
 
+    If a cell was logged before, its run at wandb is continued. In the mode "offline", cells
+    that were logged offline before are left out. In the mode "disabled", no cell is logged.
     WANDB_MODE or `wandb offline` sets the mode. Without a key, the mode is "offline". Raises
     UserError with the error of wandb.
     """
@@ -56,8 +57,8 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         os.environ.pop(f"WANDB_{name}", None)
     import wandb
 
-    # with the settings `quiet`, wandb prints nothing, and uploads only logged values: no console,
-    # code or command line
+    # with the settings in `quiet`, wandb prints nothing, and uploads only logged values: no console
+    # output, code or command line
     switches = (
         "silent",
         "disable_code",
@@ -67,7 +68,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         "x_disable_stats",
     )
     quiet: dict[str, Any] = {**dict.fromkeys(switches, True), "console": "off", "init_timeout": 30}
-    # these settings come before login and init, which would print where the key is stored
+    # set before login and init, which otherwise print where the key is stored
     wandb_settings = wandb.setup(wandb.Settings(**quiet)).settings
     needs_login = wandb_settings.mode == "online" and "WANDB_MODE" not in os.environ
     mode: Any = (
@@ -81,7 +82,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     try:
         for entry in cells:
             step_starts = sorted(folder[-DIGITS:] for folder in entry["evaluate"].values())
-            # the study is part of the id, as a run belongs to one group: its study
+            # the id has the study, because a run is in one group of wandb: the group of its study
             run_id = digest([record["study"], entry["cell"], step_starts])[:DIGITS]
             if mode == "offline" and any(
                 Path(wandb_settings.wandb_dir).glob(f"offline-run-*-{run_id}")
@@ -105,9 +106,9 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
 def _log_cell(
     settings: TrackerConfig, store: Store, entry: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Log a cell of a record as one run of wandb: its settings, the losses of fine-tuning, its
-    numbers and, with `settings.plans`, its plan. `entry`: the cell in the record. `options`:
-    arguments of `wandb.init`, besides those that follow from `settings` and `entry`."""
+    """Log a cell as one run of wandb: its settings, its numbers, the losses of its fine-tuning and,
+    with `settings.plans`, its plan. `entry`: the cell's entry in the record. `options`: arguments
+    of `wandb.init` that do not follow from `settings` and `entry`."""
     import wandb
 
     # results are read before the run begins, so that a damaged result leaves no empty run
@@ -115,7 +116,7 @@ def _log_cell(
     arguments: Any = {
         **options,
         "project": settings.project,
-        # the label in the name of a step's folder, which ends in "-" and the start of the id
+        # label of a step: the name of its folder without "-" and the start of the id
         "name": Path(str(entry["cost"] or entry["model"])).name[: -DIGITS - 1],
         "resume": "allow",
         "config": {**entry["cell"], "protocol": entry["protocol"], "plan": entry["plan"]},
@@ -133,16 +134,16 @@ def _log_cell(
 
 
 def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
-    """Name -> number of a cell, for its scores, its costs and, by benchmark, its mean losses on
-    right answers (bits per byte); and the losses of the steps of fine-tuning, in order, or []
-    without fine-tuning. `entry`: the cell in the record."""
+    """(name -> number, losses) of a cell. The numbers are its scores, its costs and, for each
+    benchmark, its mean loss on right answers (bits per byte). The losses are those of the steps of
+    fine-tuning, in order; [] without fine-tuning. `entry`: the cell's entry in the record."""
     import pandas
 
     cost = json.loads(store.content(entry["cost"], "cost.json")) if entry["cost"] else {}
     finetuning = (
         json.loads(store.content(entry["finetune"], "finetune.json")) if entry["finetune"] else {}
     )
-    # a cost that is a dictionary has the parts of another cost
+    # a dictionary divides another cost among parts of the model: it is left out
     numbers = {f"cost/{name}": value for name, value in cost.items() if not isinstance(value, dict)}
     for step_folder in entry["evaluate"].values():
         results = json.loads(store.content(step_folder, "result.json"))["results"]
@@ -153,7 +154,7 @@ def _cell_results(store: Store, entry: Mapping[str, Any]) -> tuple[dict[str, flo
         samples = pandas.read_parquet(
             BytesIO(store.content(step_folder, "samples.parquet"))
         ).set_index("benchmark")
-        # benchmarks without this column, or with empty values in it, have no losses
+        # rows without a loss are left out; the whole column may be missing
         losses = (
             samples.reindex(columns=["answer_loss"])
             .astype(float)
