@@ -64,6 +64,7 @@ class StepState:
 
     @property
     def kind(self) -> str:
+        """Kind of the step: the KIND of `name`."""
         return self.name.partition("/")[0]
 
 
@@ -83,9 +84,10 @@ class StudyState:
 
 
 def study_state(store: Store, study: str) -> StudyState:
-    """The state of a study that was run at least once. If a job should have written the record and
-    has not, the record is listed as a missing step. Damaged documents add notices to the store.
-    Raises UserError when no run has an undamaged plan."""
+    """The state of a study that was run at least once. Its steps are those in the plan of the last
+    run. If a job should have written the record and has not, the record is one more step, with the
+    state missing. A damaged document adds a notice to `store.notices`; for a damaged plan, the plan
+    of an earlier run is used. Raises UserError when no run has an undamaged plan."""
     _check_records(store, study)
     study_runs = runs(store, study)
     jobs = {job.id: job for run in study_runs for job in run.jobs}
@@ -93,10 +95,10 @@ def study_state(store: Store, study: str) -> StudyState:
     # the last undamaged plan: `plan` of a run is None if it is missing or damaged
     plan = next(filter(None, (run.plan for run in reversed(study_runs))), None)
     if plan is None:
-        missing = f"study={study}: the record is missing: start the study again to write it"
-        raise UserError("; ".join([*store.notices, missing]))
+        error = f"study={study}: the record is missing: start the study again to write it"
+        raise UserError("; ".join([*store.notices, error]))
     steps = _step_states(store, plan, jobs, queue)
-    record_job = _missing_record_job(store, study_runs)
+    record_job = _unfinished_record_job(store, study_runs)
     if record_job and record_job not in queue and not queue_error:
         steps.append(StepState(RECORD, "missing", job=record_job))
     return StudyState(store, study, plan["time"], steps, jobs, queue, queue_error)
@@ -108,38 +110,41 @@ def _step_states(
     jobs: Mapping[str, SubmittedJob],
     queue: Mapping[str, QueuedJob],
 ) -> list[StepState]:
-    """States of the steps in the `plan` of a run, in the order of the plan: the state of a step is
-    the first that applies. `jobs`: all jobs of the study by id. `queue`: those in Slurm's queue."""
-    job_of = _last_jobs(jobs, queue)
+    """The states of all steps in `plan`, the content of run.json, in the same order. If several
+    states apply to a step, the first in the conditions below is taken. `jobs`: id -> job, for all
+    jobs of the study. `queue`: id -> job, for the jobs of the study in Slurm's queue."""
+    job_of = _job_of_steps(jobs, queue)
     finished = store.present()
     claim_times = store.claims.active()
     active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
     for name, indices in zip(plan["steps"], plan["inputs"], strict=True):
-        start = name[-DIGITS:]
-        job_id = job_of.get(start)
+        id_start = name[-DIGITS:]
+        job_id = job_of.get(id_start)
         inputs = [steps[index] for index in indices]
-        if start in finished:
+        if id_start in finished:
             state = "done"
-        elif start in claim_times:
+        elif id_start in claim_times:
             state = "running"
         elif job_id in queue:
             state = "pending"
-        elif store.error(start):
+        elif store.error(id_start):
             state = "failed"
         elif any(needed.state in ("failed", "blocked") for needed in inputs):
             state = "blocked"
-        elif job_id is None and start in active_steps:  # a run without jobs will compute it
+        elif job_id is None and id_start in active_steps:  # a run without jobs will compute it
             state = "pending"
         else:
             state = "missing"
-        steps.append(StepState(name, state, inputs, job_id, claim_times.get(start, 0.0)))
+        steps.append(StepState(name, state, inputs, job_id, claim_times.get(id_start, 0.0)))
     return steps
 
 
-def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]) -> dict[str, str]:
-    """Start of a step's id -> id of one of the jobs that were submitted for the step: the first of
-    them that is in the queue, or else the last."""
+def _job_of_steps(
+    jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob]
+) -> dict[str, str]:
+    """First DIGITS digits of a step's id -> id of the job for the step. If several jobs were
+    submitted for a step, it is the first job that is in the queue; if none is, it is the last."""
     job_of: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -151,16 +156,16 @@ def _last_jobs(jobs: Mapping[str, SubmittedJob], queue: Mapping[str, QueuedJob])
 def _check_records(store: Store, study: str) -> None:
     """Add a notice to the store if a record of the study is damaged."""
     try:
-        current_records(store.root, study)
+        current_records(store.root, study)  # raises Damaged; the records are not used
     except Damaged as error:
         store.notices.append(f"{error}: remove it, and start the study again")
 
 
-def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
-    """Id of the job that should have finished a study, and has not; None if there is none. Such a
-    job writes the record, the report and the tracker's runs. Only the last run with such a job
-    counts. None, too, if this run or a later run is active or complete, or if a later run without
-    such a job has a record. `study_runs`: oldest first."""
+def _unfinished_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
+    """Id of the record job of a study, if it has not finished its work: the record, the report and
+    the tracker's runs. The record job is that of the last run that has one. None if no run has one,
+    if its run or a later run is active or complete, and if a later run without a record job has a
+    record. `study_runs`: oldest first."""
     for run in reversed(study_runs):
         if run.folder.name in active_runs(store) or (run.folder / ENDED).exists():
             return None
@@ -173,9 +178,9 @@ def _missing_record_job(store: Store, study_runs: Sequence[Run]) -> str | None:
 
 
 def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob], str]:
-    """Id -> job in Slurm's queue, for those of `jobs` that are in it; and "". If the scheduler does
-    not answer: {}, and its error as text. The error is not raised, as the store alone still gives a
-    useful state."""
+    """(queued jobs, error). The queued jobs are the entries of Slurm's queue for `jobs`: id -> job.
+    The error is "". If the scheduler does not answer, the result is ({}, error as text). The error
+    is not raised, because the store alone still gives a useful state."""
     try:
         queue = scheduler.queue(job.user for job in jobs.values())
     except UserError as error:
@@ -189,13 +194,13 @@ def queued_jobs(jobs: Mapping[str, SubmittedJob]) -> tuple[dict[str, QueuedJob],
 
 
 def seconds_left(steps: Sequence[StepState], seconds: float) -> float:
-    """Seconds until the running and pending steps of one kind (`steps`) are done, if each takes
-    `seconds` and as many run at the same time as now."""
+    """Seconds until the running and pending steps among `steps` are done, if each step takes
+    `seconds`, and if the number of steps that run at the same time stays as it is."""
     running = [step for step in steps if step.state == "running"]
     unfinished = len(running) + sum(step.state == "pending" for step in steps)
     # a step that takes longer than `seconds` counts as done
-    spent = sum(min(seconds, time.time() - step.start_time) for step in running)
-    return max(0.0, unfinished * seconds - spent) / max(1, len(running))
+    spent_seconds = sum(min(seconds, time.time() - step.start_time) for step in running)
+    return max(0.0, unfinished * seconds - spent_seconds) / max(1, len(running))
 
 
 def status(study: StudyState, steps: Sequence[StepState]) -> None:
@@ -241,8 +246,8 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_jobs(study: StudyState) -> None:
-    """Print the number of jobs in the queue by kind and state. The job that writes the record is
-    left out."""
+    """Print the number of jobs in the queue by kind, state and, for pending jobs, Slurm's reason.
+    The job that writes the record is left out."""
     counts: Counter[str] = Counter()
     for job_id, queued in study.queue.items():
         kind = study.jobs[job_id].kind
@@ -260,7 +265,7 @@ def _duration(seconds: float) -> str:
 
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel the jobs of a study that are in the queue. If `steps` are only some of the study's
-    steps, cancel only the jobs that compute these steps, or will compute them. Raises UserError
+    steps, cancel only the jobs of the running and pending steps among `steps`. Raises UserError
     when the queue is unknown."""
     if study.queue_error:
         raise UserError(study.queue_error)
@@ -274,9 +279,9 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print a line for each reason why steps are not done. The line names the first step with this
-    reason, and how many more there are. If the named step has failed, is running or is missing, the
-    end of its log follows."""
+    """Print a line for each reason why steps are not done. The line has the name of the first step
+    with this reason, and the number of other steps with it. If the first step has failed, is
+    running or is missing, the end of its log follows."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
@@ -291,8 +296,9 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 def _print_log(study: StudyState, step: StepState, lines: int) -> None:
-    """Print the last `lines` lines of the log of a step, if it has a log. For a missing step, print
-    the log of its job if there is such a log, as the job may have died before it began the step."""
+    """Print the last `lines` lines of the log of a step, or nothing if there is no log. For a
+    missing step, the log of the step's Slurm job is preferred, because the job may have died before
+    it began the step."""
     logs = [study.store.log(step.name)]
     if step.state == "missing":
         name = f"{step.job}_0_log.err"  # the name that submitit gives to the output of the job
@@ -307,8 +313,8 @@ def _print_log(study: StudyState, step: StepState, lines: int) -> None:
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash all files of the finished steps, and print the files that are missing or damaged.
-    Damaged steps are removed from packs, but not from folders. Returns the exit code: 1 if there
-    are such files, or if the store has notices of damaged documents, otherwise 0."""
+    Damaged steps are removed from packs, but not from folders. Returns the exit code: 1 if a file
+    is missing or damaged, or if the store has notices of damaged documents, otherwise 0."""
     store = study.store
     names = [step.name for step in steps if step.state == "done"]
     damaged_count = 0
@@ -349,8 +355,8 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
-    """A text that says why a step, which is not done, is in its state; and for a step that nothing
-    will compute, what starts it again."""
+    """Why `step`, in any state but done, is in its state, as text. For a step that no command and no
+    job will compute, the text also says what starts the step again."""
     if step.state == "failed":
         error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"
@@ -375,8 +381,8 @@ def _reason(study: StudyState, step: StepState) -> str:
 
 @cache
 def _job_end(study: StudyState, job: str) -> str:
-    """How a job of a study ended, as text, or that Slurm does not say it. The answer is cached, so
-    that there is one query per job."""
+    """How a job of a study ended, as text. If Slurm does not know it, the text says so. The result
+    is cached per study state, so that Slurm is asked once about a job with many steps."""
     with suppress(UserError):
         if state := scheduler.job_state(job).get("JobState"):
             return state.lower()
@@ -384,8 +390,8 @@ def _job_end(study: StudyState, job: str) -> str:
 
 
 def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
-    """Mean seconds of the first SAMPLE finished steps among `steps`. Steps whose times cannot be
-    read are left out; None if no step is left."""
+    """Mean seconds of the finished steps among `steps`, from the first SAMPLE of them. A step whose
+    time cannot be read does not count. None if no time can be read."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
         # the next run, or verify, reports a damaged step

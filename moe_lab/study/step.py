@@ -44,19 +44,22 @@ class StepFields:
     """Names of the fields that are not in `runtime`, which determine the identity."""
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass a frozen dataclass, and find its `_identity_fields`: those that neither
-        this class nor a class above it names in `runtime`."""
+        """Make the subclass a frozen dataclass, and set its `_identity_fields`. Fields that the
+        subclass or one of its base classes lists in `runtime` are left out."""
         dataclass(frozen=True, eq=False)(cls)
         runtime = {name for base in cls.__mro__ for name in vars(base).get("runtime", ())}
         as_dataclass: Any = cls  # type checkers do not see that it is a dataclass
         cls._identity_fields = tuple(
-            entry.name for entry in fields(as_dataclass) if entry.init and entry.name not in runtime
+            member.name
+            for member in fields(as_dataclass)
+            if member.init and member.name not in runtime
         )
 
     @cached_property
     def identity_entries(self) -> dict[str, IdentityEntry]:
-        """Role -> entry, of all fields except those in `runtime` and those that are None. The role
-        is the name of the field. If the field is a dictionary, each of its keys is a role."""
+        """Role -> entry, for all fields that are not None, without the fields in `runtime`. The
+        role is the name of the field. A dictionary has an entry for each key, whose role is the
+        key. A group of fields has the entries of the group."""
         return self.collect_entries()
 
     def collect_entries(self) -> dict[str, IdentityEntry]:
@@ -65,17 +68,18 @@ class StepFields:
         for name in self._identity_fields:
             value = getattr(self, name)
             if type(value) is dict:
-                for role, inner in value.items():
-                    entries.update(_entries(role, inner))
+                for role, role_value in value.items():
+                    entries.update(_entries(role, role_value))
             elif value is not None:
                 entries.update(_entries(name, value))
         return entries
 
 
 def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
-    """Role -> entry, for the value of a field or of a key of a dictionary. A step has one entry,
-    with the role `role` and a line that has the id of the step. A setting has one entry, with a
-    line that has the hash of the setting. A group of fields has the entries of its own fields."""
+    """Role -> entry, for `value`, the value of a field or of a key of a dictionary. If `value` is a
+    step, the only entry has the role `role` and a line with the id of the step. If it is a setting,
+    the only entry has the role `role` and a line with the hash of the setting. If it is a group of
+    fields, the entries are those of the group, and `role` is not used."""
     if isinstance(value, Step):
         return {role: IdentityEntry(value, f"{role}<{value.id}")}
     if isinstance(value, StepFields):
@@ -87,10 +91,10 @@ def _entries(role: str, value: Any) -> Mapping[str, IdentityEntry]:
 class Step(StepFields):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
-    Fields that are steps are its inputs; all other fields are its settings, which
-    `config.base.identity` makes JSON. Inputs and settings together, without the fields named in
-    `runtime`, are its identity. A field that is None is left out of the identity; an object of
-    `StepFields` counts as its fields, and a dictionary as its entries."""
+    Fields whose values are steps are the inputs. All other fields are settings, which
+    `config.base.identity` converts to JSON. Inputs and settings together are the identity of the
+    step, without fields that are None and fields in `runtime`. Of a group (`StepFields`) and of a
+    dictionary, each value is an input or a setting."""
 
     kind: str = field(default="", init=False)
     """Name of the kind in settings and tables, and of its folder in the store. A class that sets
@@ -119,7 +123,7 @@ class Step(StepFields):
 
     def __post_init__(self) -> None:
         """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen."""
-        # not cached: a study has many steps, and few need their entries again
+        # `identity_entries` would stay in memory, for many steps that never need it again
         entries = self.collect_entries().values()
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
         object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
@@ -131,12 +135,14 @@ class Step(StepFields):
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """Resources and amount of work of the step, by a function of `moe_lab.study.resources`."""
+        """Resources and amount of work of the step, as `Resources`. Implementations call a function
+        of `moe_lab.study.resources`."""
         raise NotImplementedError
 
     def work(self, files: Any) -> None:
-        """Read the results of the inputs, and write that of this step to `files.out`. `files`: a
-        `steps.files.Files`. Implementations import torch themselves, as it takes seconds."""
+        """Read the results of the inputs, and write the result of this step to the folder
+        `files.out`. `files`: a `steps.files.Files`. Implementations import torch inside this
+        method, because the import takes seconds."""
         raise NotImplementedError
 
     @property
@@ -164,8 +170,8 @@ class Step(StepFields):
 
 
 def identity_document(step: Step) -> dict[str, Any]:
-    """The full identity of a step as a JSON document, which is stored with its result. Inputs are
-    named by their folders."""
+    """The identity of a step as a JSON document, which is stored with the result of the step.
+    `settings`: role -> JSON document. `inputs`: role -> folder of the input step."""
     inputs = {role: needed.folder for role, needed in step.inputs.items()}
     return {"id": step.id, "kind": step.kind, "settings": step.settings, "inputs": inputs}
 
@@ -175,8 +181,8 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without the shares that a finished step has merged. `finished`: ids of finished
-    steps."""
+    """`steps` without the shares of finished steps (see `Step.merges`): once a step has merged its
+    shares, they need not be computed. `finished`: ids of finished steps."""
     steps = list(steps)
     merged_ids = {share.id for step in steps if step.id in finished for share in step.merges}
     return [step for step in steps if step.id not in merged_ids]

@@ -34,10 +34,10 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def perform(step: Step, files: Files) -> None:
-    """Do the work of `step`, and write its result and provenance. Any exception means that the step
-    has failed. The provenance includes the amount of work (`Resources.units`) and what determines
-    the seconds per unit (`Resources.pace`), from which the time of later steps is estimated. If the
-    step merges shares, it also includes their names."""
+    """Do the work of `step`, and write the result and provenance.json. Any exception means that the
+    step has failed. The provenance includes `Resources.units` and `Resources.pace`, because the
+    time of later steps is estimated from them. If the step merges shares, the provenance also
+    includes the names of the shares."""
     start = time.time()
     plugins.import_modules_at(step.plugins)
     # the work, and programs that it starts, report progress to this file
@@ -54,15 +54,16 @@ _MODELS = Models()
 
 
 def perform_pickled(work: str) -> dict[str, Any]:
-    """Do a step in a worker process. `work` is base64 of the pickle of (step, `Files`). Returns the
-    error document if the step failed, else {}. All output of the process is appended to the log of
-    the step, and a log without output is deleted."""
+    """Do a step in this worker process. `work`: the pickled pair (step, `Files`), in base64.
+    Returns the error document if the step failed, else {}. All output of the process is appended to
+    the log of the step, and an empty log is deleted."""
     step, files = pickle.loads(b64decode(work))
     files = replace(files, models=_MODELS)
     with suppress(OSError):
         # parents are not created: a store that was deleted must not appear again
         files.log.parent.mkdir(exist_ok=True)
-        with files.log.open("a") as log:  # for the output of this process and its children
+        with files.log.open("a") as log:
+            # stdout (1) and stderr (2) of this process and of its children
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     error: dict[str, Any] = {}
