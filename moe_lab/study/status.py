@@ -355,8 +355,8 @@ COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
 
 
 def _reason(study: StudyState, step: StepState) -> str:
-    """Why `step`, in any state but done, is in its state, as text. For a step that no command and no
-    job will compute, the text also says what starts the step again."""
+    """Why a step is not done, as text. For a step that no command and no job will compute, the text
+    also says what starts the step again."""
     if step.state == "failed":
         error = study.store.error(step.name[-DIGITS:]) or {}
         return f"{error.get('message')} (retry=failed tries again)"

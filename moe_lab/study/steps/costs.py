@@ -25,18 +25,18 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 
 
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """`timed` with its device set. A device that is None becomes the name of `model`'s device on
-    this machine. If this machine has no such device, it stays None, and the conditions of the
-    timing step fail."""
+    """The timing settings `timed`, with the name of a device. If `timed.device` is None, the name
+    of `model`'s device on this machine is set. If this machine has no such device, `timed` is
+    returned unchanged, and the conditions of the timing step fail."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=device_here(model.device))
     return timed
 
 
 class Cost(Step):
-    """Parameters, storage, and FLOPs per token of a model. FLOPs are for rows as long as those of
-    a text. If experts of a layer may differ in width, FLOPs depend on routing, which is measured on
-    the text."""
+    """Parameters, storage, and FLOPs per token of a model. FLOPs depend on the number of tokens per
+    row. If experts of a layer may differ in width, FLOPs also depend on routing, which is measured
+    on a calibration set."""
 
     kind = "cost"
     small = True
@@ -57,10 +57,10 @@ class Cost(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
-        """The step for the cost of a pruned model. `text`: FLOPs are for rows of its length, and it
-        is also read if routing must be measured. `unpruned`: the step for the cost of the unpruned
-        model; None if `pruned` is the unpruned model."""
-        # even routing suffices if all experts of a layer have the same width
+        """The step for the cost of a pruned model. `text`: the calibration set whose row length is
+        used, and on which routing is measured if necessary. `unpruned`: the step for the cost of
+        the unpruned model; None if `pruned` is the unpruned model."""
+        # if all experts of a layer have the same width, FLOPs do not depend on routing
         if pruned.plan is None:
             needs_routing = has_packed_experts(config_of(pruned.model))
         else:
@@ -80,19 +80,20 @@ class Cost(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text if routing is measured. Otherwise almost none, since
-        storage is counted on the meta device, without a copy of the model. Costs of pruned models
-        are part of the Slurm jobs of evaluations, which load the model anyway."""
+        """Resources of a pass over the text if routing is measured. Otherwise the step needs hardly
+        any, because parameters are counted on the meta device, without loading the model. The cost
+        of a pruned model is computed in a Slurm job of evaluations, which loads the model
+        anyway."""
         model = self.pruned.model
         pace = [self.facts.id, self.text is not None]
-        needed = Resources(model=model, pace=pace)
+        run = Resources(model=model, pace=pace)
         if self.text:
-            needed = text_pass(model, self.text, pace)
-        return needed._replace(job="evaluate", steps_per_job="models") if self.plan else needed
+            run = text_pass(model, self.text, pace)
+        return run._replace(job="evaluate", steps_per_job="models") if self.plan else run
 
     def work(self, files: Files) -> None:
-        """Write parameters, storage and FLOPs of the pruned model. Raises UserError if FLOPs depend
-        on routing but the step has no text to measure it on."""
+        """Write cost.json: parameters, storage and FLOPs of the pruned model. Raises UserError if
+        FLOPs depend on routing, but the step has no text on which routing is measured."""
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
         from moe_lab.pruning.prune import prune
@@ -101,6 +102,7 @@ class Cost(Step):
         plan = files.plan(self.plan)
         pruned = prune(network, plan) if plan else network
         layers = routed_layers(pruned)
+        # FLOPs per token of the unpruned model, by part; counted once for all plans
         if self.unpruned:
             flops = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
@@ -132,15 +134,15 @@ class Profile(Step):
         return self.plan.label() if self.plan else self.loaded.model.name
 
     def resources(self) -> Resources:
-        """Resources of a pass with the whole model in memory. Merged experts are new weights, for
-        which a second copy is counted."""
+        """Resources of a pass over the text with the whole model in memory. Merged experts are new
+        weights; for these, the memory of a second copy of the model is assumed."""
         copies = 2 if self.plan and self.plan.request.merges_experts else 1
         return text_pass(
             self.loaded.model, self.text, self.loaded.pace, engine="resident", copies=copies
         )
 
     def work(self, files: Files) -> None:
-        """Write the table of the pruned model's profile on the text."""
+        """Write profile.parquet: the profile of the pruned model, measured on the text."""
         from moe_lab.pruning.profile import profile
 
         network, tokenizer = files.models.load(self.loaded.model)
@@ -168,8 +170,8 @@ class Timing(Step):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The step that times a pruned model on the device `timed.device`, with prompts from
-        `text`."""
+        """The step that times a pruned model on the device `timed.device`. `text`: calibration set
+        from which prompts are taken. `timed`: number and length of prompts, and the device."""
         return cls(
             pruned.loaded,
             IdentifiedText.of(text),
@@ -185,8 +187,9 @@ class Timing(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of a pass on one GPU, or on several if the device is several GPUs. If the
-        device is None, a condition reports that this machine has no such device."""
+        """Resources of a pass on one GPU, or on several if `timed.device` names several. If
+        `timed.device` is None, this machine has no such device as `model.device` requires, and a
+        condition reports this."""
         model = self.loaded.model
         device = self.timed.device
         # two copies: the loaded model and the deployed one
@@ -198,8 +201,9 @@ class Timing(Step):
         return run._replace(gpu_counts=[1])
 
     def work(self, files: Files) -> None:
-        """Measure times and memory. Raises Unavailable if the device of this machine is not
-        `timed.device`, which is part of the step's id."""
+        """Measure times and memory. Writes timing.parquet, and timing.json with the conditions of
+        the measurement. Raises Unavailable if the device of this machine is not `timed.device`,
+        because results for another device belong to a step with another id."""
         import torch
 
         from moe_lab.evaluation.timing import measure
@@ -217,7 +221,7 @@ class Timing(Step):
         network, tokenizer = files.models.load(self.loaded.model)
         model = self.deployed_model(network, files)
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
-        # load of the CPUs before the measurement, which would add its own
+        # the load average is read before the measurement, because the measurement raises it
         load = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
         conditions = {
@@ -234,7 +238,7 @@ class Timing(Step):
 
     def deployed_model(self, network: Any, files: Files) -> Any:
         """The model as a server would load it: pruned, fine-tuned and quantised. `network`: the
-        loaded model, which is returned if the step has neither a plan nor quantised storage."""
+        unpruned model. Without a plan and without quantised storage, `network` is returned."""
         from moe_lab.recovery.apply import recovered
 
         if not (self.plan or self.storage):
@@ -245,9 +249,9 @@ class Timing(Step):
 def timing_mistakes(
     launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig
 ) -> Iterator[str]:
-    """Sentences, one for each reason why `model` cannot be timed with these settings. Timing must
-    run alone. The name of the device must be known in advance, because it is part of the step's
-    identity."""
+    """Yield a sentence for each reason why `model` cannot be timed with these settings. A timing
+    step must run alone on its machine. `timed.device` must be known before jobs are submitted,
+    because it is part of the step's identity."""
     if launcher.name == "local":
         yield "timing=true beside other work would measure that too: expected launcher=inline"
     if launcher.name == "slurm" and timed.device is None:

@@ -50,12 +50,12 @@ Template = tuple[tuple[str, Any], ...]
 
 
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """A function from a pruned model to the step with the model's results on a benchmark.
+    """A function from a pruned model to the step with the model's results on `benchmark`.
 
-    Harnesses of two phases grade generated answers in a second step (`Grade`). backend=server only
-    generates text, so other harnesses, which need likelihoods, then use backend=hf. With
-    sandbox=auto, if this machine has namespaces, all machines of the study need namespaces for
-    grading.
+    With a harness of two phases, this step is `Grade`, whose input `Generate` runs the model. A
+    harness of one phase needs likelihoods. A server only generates text, so backend=hf is then used
+    instead of backend=server. If this machine has namespaces, sandbox=namespaces is used instead of
+    sandbox=auto, so that all machines of the study grade in the same sandbox.
     """
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     harness = harness_of(benchmark)
@@ -65,7 +65,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     policy = Policy(
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
-    # without namespaces some programs are not run, so results belong to steps with other ids
+    # LIMITED does not run some programs, which changes results: `sandbox` is part of the id
     sandbox = LIMITED if harness.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and sandbox is None:
         policy = replace(policy, sandbox=NAMESPACES)
@@ -75,9 +75,9 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
 
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         """The step with the results of one pruned model."""
-        # with the chat template, its arguments change the prompts
+        # part of the id only if the benchmark uses the chat template
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
-        checkpoint = _checkpoint(pruned, backend.name, config)
+        checkpoint = _export_step(pruned, backend.name, config)
         if two_phases:
             return Grade(grading, Generate(setup, pruned, checkpoint, template))
         return Evaluate(setup, pruned, checkpoint, template, grading)
@@ -85,10 +85,12 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     return results_of
 
 
-def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
-    """The step that exports the checkpoint that a server or vLLM reads. None for the unpruned
-    model, and for backend=hf, which prunes the loaded model. Also None for vLLM with a plan that
-    only removes whole experts, and without recovery, since vLLM then masks the unpruned model."""
+def _export_step(pruned: Pruned, backend: str, config: Config) -> Export | None:
+    """The step that exports the checkpoint for a server or vLLM; None if no export is needed.
+
+    None for the unpruned model. None for backend=hf, which prunes the loaded model. None for vLLM
+    if the plan only removes whole experts and there is no recovery: vLLM then masks the unpruned
+    model."""
     if pruned.plan is None or backend == "hf":
         return None
     if backend == "vllm" and not pruned.is_recovered:
@@ -111,8 +113,8 @@ class Grading(StepFields):
 
     @property
     def conditions(self) -> list[Check]:
-        """Checks that grading is possible and permitted, done on the machine where the study is
-        started."""
+        """Check for `Resources.conditions`, as (function, *arguments). The function yields a
+        sentence for each reason why grading is impossible or not permitted on this machine."""
         return [(harness_of(self.benchmark).missing, self.benchmark, self.policy)]
 
 
@@ -129,8 +131,8 @@ class BenchmarkSetup(StepFields):
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
     """Raise Unavailable when the benchmark's data has changed since the step's id was computed,
-    because results on the new data belong to a step with another id. `identity`: the benchmark's
-    entry in the settings from which the id was computed; it has a digest of the data."""
+    because results on the new data belong to a step with another id. `identity`: the entry of
+    `Step.settings` for the benchmark; identity["data"] is the digest of the data at that time."""
     if identity["data"] != harness_of(benchmark).data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data has changed since the study was started: start "
@@ -164,9 +166,9 @@ class BenchmarkRun(Step):
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     def resources(self) -> Resources:
-        """Resources of running the pruned model on the benchmark. A model with changed weights is a
-        second copy in memory. All benchmarks of a pruned model are in one Slurm job, which loads
-        the model once."""
+        """Resources of running the pruned model on the benchmark. If weights are changed, memory
+        holds two copies of the model, with and without the changes. All benchmarks of a pruned
+        model are in one Slurm job, which loads the model once."""
         return benchmark_run(
             self.pruned.model,
             self.benchmark,
@@ -178,16 +180,16 @@ class BenchmarkRun(Step):
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
-        """A context with an engine that runs the pruned and recovered model: in this process, in a
-        process of vLLM, which stays for the next step, or behind a server, which is started for
-        this step."""
+        """A context with an engine that runs the pruned and recovered model. With backend=server,
+        a server is started for this step. With backend=vllm, the engine is a process of vLLM, which
+        stays for the next step. With backend=hf, the model runs in this process."""
         if self.backend.name == "server":
             from moe_lab.evaluation.engines.server import served_model
 
             with served_model(
                 self.weights(files), self.backend, self.pruned.model, self.folder
-            ) as served:
-                yield served
+            ) as server_engine:
+                yield server_engine
         elif self.backend.name == "vllm":
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             model = self.pruned.model
@@ -216,7 +218,8 @@ class BenchmarkRun(Step):
         return local_folder(self.pruned.model)
 
     def log_prompt(self, prompt: str) -> None:
-        """Write a prompt to the log, with the chat template that was applied."""
+        """Write a prompt of the benchmark to the log, as an example. `prompt`: the text that the
+        model has read, formatted by the chat template if there is one."""
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
@@ -252,16 +255,16 @@ class Generate(BenchmarkRun):
     kind = "generate"
 
     def resources(self) -> Resources:
-        """Resources of the run, and disk space for the answers."""
+        """Resources of the run on the benchmark, with disk space for the answers."""
         run = super().resources()._replace(disk=answer_bytes(self.benchmark))
-        # a server loads the model for this step alone, so steps gain nothing from sharing a job
+        # each step starts a server of its own, so steps gain nothing from sharing a job
         return run._replace(job=None, steps_per_job="one") if self.backend.name == "server" else run
 
     def work(self, files: Files) -> None:
         """Write the model's answers to the benchmark."""
         from moe_lab.evaluation import run
 
-        # this step identifies `setup.questions`, as only `Grade` depends on the whole benchmark
+        # the id of this step depends on the questions only, and not on settings of grading
         _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.cache(files))
@@ -318,9 +321,10 @@ class Contamination(Step):
     def of(
         cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]
     ) -> Self:
-        """The step that counts items of benchmarks that share a phrase with a text. Studies share
-        this step: batch_size and parts, which change no words, have the value 1. Few-shot examples
-        are left out, since they are items of another split. `benchmarks`: name -> benchmark."""
+        """The step that counts items of `benchmarks` (name -> benchmark) that share a phrase with
+        `text`. batch_size and parts do not change the words: they are set to 1, so that studies
+        with other values share the step. Few-shot examples are items of another split: shots is set
+        to 0."""
         questions = []
         for name in sorted(benchmarks):
             benchmark = replace(benchmarks[name], shots=0, batch_size=1)
@@ -341,6 +345,7 @@ class Contamination(Step):
     def work(self, files: Files) -> None:
         """Write the counts of each benchmark. Raises Unavailable when the data of a benchmark has
         changed since the step's id was computed."""
+        # pairs (name, questions), and the same pairs as JSON, from which the id was computed
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
         text_phrases = {phrase for text in self._texts() for phrase in phrases(text)}
@@ -351,7 +356,8 @@ class Contamination(Step):
         write_json(files.out / CONTAMINATION, counts)
 
     def _texts(self) -> Iterator[str]:
-        """The texts of the calibration set: each run of adjacent valid tokens of a row, decoded."""
+        """Yield the texts of the calibration set: each sequence of adjacent valid tokens of a row,
+        decoded. Gaps between documents and padding are not valid."""
         from moe_lab.calibration.batches import batches
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import load_tokenizer
@@ -359,7 +365,7 @@ class Contamination(Step):
         model = self.facts.model
         tokenizer = load_tokenizer(local_folder(model), model)
         for ids, valid in batches(self.text, tokenizer).rows:
-            # pairs (token, is_valid) of the only row: batch_size is 1
+            # a batch has one row, as batch_size is 1; the row as pairs (token id, is_valid)
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
             for is_valid, pairs in groupby(row, key=lambda pair: pair[1]):
                 if is_valid:
@@ -379,20 +385,22 @@ def phrases(text: str) -> Iterator[str]:
 
 
 def count_contamination(items: Iterable[Item], text_phrases: Set[str]) -> dict[str, int]:
-    """Two numbers of items: "comparable" have at least one phrase, and "found" share a phrase with
-    a text. `text_phrases`: all phrases of the text. A phrase that is in more than ITEMS_PER_PHRASE
-    items is not counted as shared. Each paragraph of a document whose likelihood is measured counts
-    as an item. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
+    """Numbers of items. comparable: items with at least one phrase. found: items that share a
+    phrase with a text; a shared phrase does not count if more than ITEMS_PER_PHRASE items have it.
+
+    `text_phrases`: all phrases of the text. Each paragraph of a document whose likelihood is
+    measured counts as an item. Similar to the analysis of GPT-3 (arXiv 2005.14165, appendix C)."""
     comparable = 0
-    shared_phrases = []
+    shared_phrases = []  # for each item, its phrases that are also in the text
     for item in items:
         for texts in _item_texts(item):
             item_phrases = {phrase for text in texts for phrase in phrases(text)}
             comparable += bool(item_phrases)
             shared_phrases.append(item_phrases & text_phrases)
-    counts = Counter(phrase for shared in shared_phrases for phrase in shared)
+    item_counts = Counter(phrase for shared in shared_phrases for phrase in shared)
     found = sum(
-        any(counts[phrase] <= ITEMS_PER_PHRASE for phrase in shared) for shared in shared_phrases
+        any(item_counts[phrase] <= ITEMS_PER_PHRASE for phrase in shared)
+        for shared in shared_phrases
     )
     return {"comparable": comparable, "found": found}
 
