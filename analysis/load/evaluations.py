@@ -82,7 +82,7 @@ def evaluations(
                 )
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
-    _compare_reports(results, labels, reader)
+    _record_missing_benchmarks(results, labels, reader)
     results = _drop_duplicates(_drop_nan(results, reader), reader)
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
     return results, _samples(sample_tables), pd.DataFrame(list(origins.values()), columns=columns)
@@ -159,9 +159,14 @@ def _compare_suites(entries: Entries, labels: Mapping[int, str], reader: Reader)
             )
 
 
-def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every benchmark that a task reports for some of its cells but not for
-    all."""
+def _record_missing_benchmarks(
+    results: pd.DataFrame, labels: Mapping[int, str], reader: Reader
+) -> None:
+    """Record a gap for each cell with results of a task, but without a result on a benchmark which
+    the same task reports for another cell. One task can report several benchmarks.
+
+    labels: cell -> label of the cell in gaps.
+    """
     for key, task_results in groups(results, ["task"]):
         benchmarks = set(task_results["benchmark"])
         for cell, cell_benchmarks in task_results.groupby("cell")["benchmark"].agg(set).items():
@@ -174,7 +179,7 @@ def _compare_reports(results: pd.DataFrame, labels: Mapping[int, str], reader: R
 
 
 def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Leave out results whose score is not finite, with a gap for each of these results."""
+    """The results with a finite score. A gap is recorded for each result that is left out."""
     is_finite = np.isfinite(results["score"].astype(float))
     for row in records(results[~is_finite]):
         reader.gap(f"{row['benchmark']} has no finite score", row["folder"])
@@ -182,8 +187,8 @@ def _drop_nan(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _drop_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Leave out all but the first result of each cell and benchmark, with a gap for each result
-    that is left out."""
+    """The first result of each cell and benchmark. A gap is recorded for each result that is left
+    out."""
     is_repeated = results.duplicated(["cell", "benchmark"])
     for row in records(results[is_repeated]):
         reader.gap(f"{row['benchmark']} is reported twice, the first counts", row["folder"])
@@ -210,12 +215,15 @@ class Outcomes:
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange the outcomes in `samples` as one matrix (cells, items) for each benchmark.
+    """Arrange the outcomes in `samples` as one matrix (cells, items) for each benchmark, with a row
+    for each row of `scores`.
 
-    scores: scores of the samples' cells (rows) on benchmarks (columns). A score is explained if it
-    differs by less than ROUNDING from the mean of the cell's outcomes, weighted by the units of
-    their items. A benchmark is left out if it is not a column of `scores`, if none of its scores
-    is explained, or if fewer than half of its scores with outcomes are explained.
+    scores: score of each cell (row) on each benchmark (column), NaN if missing.
+
+    A score is explained if the mean of the cell's outcomes, weighted by `units`, differs from the
+    score by less than ROUNDING. The outcomes of a cell without an explained score become NaN. A
+    benchmark without a column in `scores` is left out. A benchmark is also left out if no score is
+    explained, or if less than half of the scores of cells with outcomes are explained.
     """
     outcomes = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -230,6 +238,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         units = np.ones(len(items))
         units[item_indices] = rows["units"].fillna(1.0)
         has_outcome = np.isfinite(matrix)
+        # cells with outcomes and a score
         is_comparable = has_outcome.any(axis=1) & ~np.isnan(score)
         # the maximum avoids a division by zero for a cell without outcomes
         means = np.nansum(matrix * units, axis=1) / np.maximum(has_outcome @ units, 1)
@@ -249,7 +258,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
 
 
 def are_binary(outcomes: np.ndarray) -> bool:
-    """Whether all outcomes are 0 or 1, without partial credit; NaN, a missing outcome, is
+    """Whether all outcomes are 0 or 1, without partial credit. Missing outcomes, NaN, are
     ignored."""
     return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
 
@@ -261,11 +270,12 @@ NAMESPACES = "namespaces"
 def remarks(
     results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
 ) -> list[str]:
-    """Sentences about results that are hard to compare, and about programs that ran in a sandbox
-    other than NAMESPACES.
+    """Sentences about results that are hard to compare, and about each sandbox, other than
+    NAMESPACES, in which programs written by models ran.
 
     Results are hard to compare if versions of libraries, commits of moe_lab, numbers of items,
-    metrics or sets of benchmarks differ, if a limit left out items, or if items have no answer.
+    metrics or sets of benchmarks differ. Results are also hard to compare if only a part of a
+    benchmark's items was used, or if items have no answer.
     """
     sentences = mixed_versions(origins, cells, reader)
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]
@@ -273,14 +283,15 @@ def remarks(
         sentences.append(
             f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}."
         )
-    for name, sizes in results.groupby("benchmark", sort=True)["n"].unique().items():
-        if len(sizes) > 1:
-            counts = ", ".join(f"{n:g}" for n in sorted(sizes))
+    for benchmark, item_counts in results.groupby("benchmark", sort=True)["n"].unique().items():
+        if len(item_counts) > 1:
+            counts_text = ", ".join(f"{n:g}" for n in sorted(item_counts))
             sentences.append(
-                f"{name} was evaluated on different numbers of items ({counts}); tests use those "
-                "in common."
+                f"{benchmark} was evaluated on different numbers of items ({counts_text}); tests "
+                "use those in common."
             )
     sentences += mixed_metrics(results, cells)
+    # expected: number of items of the whole benchmark
     limited_benchmarks = results.loc[
         results["expected"].notna() & (results["n"] < results["expected"]), "benchmark"
     ].nunique()
@@ -289,14 +300,15 @@ def remarks(
             f"A limit was set: {names.count(limited_benchmarks, 'benchmark')} ran on part of the "
             "items only."
         )
-    for key, reason in _UNANSWERED.items():
+    for column, reason in _UNANSWERED.items():
+        # benchmark -> largest number of unanswered items in one evaluation
         largest_counts = (
-            results.merge(origins[["folder", key]], on="folder")
-            .groupby("benchmark", sort=True)[key]
+            results.merge(origins[["folder", column]], on="folder")
+            .groupby("benchmark", sort=True)[column]
             .max()
         )
-        for name, count in largest_counts[largest_counts > 0].items():
-            sentences.append(f"{name}: items of a model {reason}: up to {count}.")
+        for benchmark, count in largest_counts[largest_counts > 0].items():
+            sentences.append(f"{benchmark}: items of a model {reason}: up to {count}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         sentences.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group "
@@ -310,26 +322,27 @@ def remarks(
 
 
 def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> list[str]:
-    """A sentence for every library of which several versions computed the evaluations in `origins`,
-    the other steps of `cells`, and the direct and indirect inputs of all these steps."""
-    steps = list(origins["folder"])
+    """A sentence for every library of which the steps of a study used several versions.
+
+    The steps are the evaluations in `origins`, the steps in the columns `<step>_folder` of `cells`,
+    and the direct and indirect inputs of both.
+    """
+    names_of_steps = list(origins["folder"])
     for kind in STEPS:
-        steps.extend(cells[f"{kind}_folder"].dropna())
+        names_of_steps.extend(cells[f"{kind}_folder"].dropna())
     versions_of_evaluation = dict(zip(origins["folder"], origins["versions"], strict=True))
     steps_by_version: dict[tuple[str, str], list[str]] = {}
-    for name, folder in steps_behind(steps, reader).items():
-        # only the origin of an evaluation has the versions of its result.json
-        versions_of_step = versions_of_evaluation.get(name) or (
+    for step, folder in steps_behind(names_of_steps, reader).items():
+        # an evaluation's result.json has versions that the provenance in step.json lacks
+        versions_of_step = versions_of_evaluation.get(step) or (
             reader.provenance(folder).get("versions") or {}
         )
         for library, version in versions_of_step.items():
             if version:
-                steps_by_version.setdefault((library, str(version)), []).append(name)
+                steps_by_version.setdefault((library, str(version)), []).append(step)
     texts_of_library: dict[str, list[str]] = {}
-    for (library, version), step_names in sorted(steps_by_version.items()):
-        texts_of_library.setdefault(library, []).append(
-            f"{version} ({_first_and_count(step_names)})"
-        )
+    for (library, version), steps in sorted(steps_by_version.items()):
+        texts_of_library.setdefault(library, []).append(f"{version} ({_first_and_count(steps)})")
     return [
         f"Steps were made with different versions of {library}: {', '.join(texts)}."
         for library, texts in texts_of_library.items()
@@ -338,33 +351,34 @@ def mixed_versions(origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -
 
 
 def _first_and_count(steps: list[str]) -> str:
-    """Text with the alphabetically first step and the number of other steps: `plan/a and 2
-    more`."""
+    """Text with the alphabetically first of `steps` and the number of the other steps, such as
+    `plan/a and 2 more`, or `plan/a` if there is no other step."""
     return min(steps) + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
 
 
 def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
-    """A sentence for every benchmark that cells of one model measured by different metrics, whose
-    scores cannot be compared."""
+    """A sentence for every benchmark that was measured by different metrics on cells of the same
+    model. Scores by different metrics cannot be compared."""
     models = results["cell"].map(cells["model"])
+    # for each result, whether the results of the same benchmark and model have several metrics
     is_mixed = (
         results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
         > 1
     )
     sentences = []
-    for name, metrics in (
+    for benchmark, metrics in (
         results[is_mixed].groupby("benchmark", sort=True)["metric"].unique().items()
     ):
         metrics_text = ", ".join(sorted(map(str, metrics)))
         sentences.append(
-            f"{name} was measured by different metrics ({metrics_text}): its scores are not "
+            f"{benchmark} was measured by different metrics ({metrics_text}): its scores are not "
             "comparable."
         )
     return sentences
 
 
 def versions(origins: pd.DataFrame) -> dict[str, list[str]]:
-    """Library -> the library's versions with which the results were computed."""
+    """Library -> all versions of the library with which the results were computed."""
     versions_of_library: dict[str, set[str]] = {}
     for versions_of_evaluation in origins["versions"]:
         for library, version in versions_of_evaluation.items():

@@ -32,9 +32,12 @@ Reports = Mapping[str, Mapping[str, Any]]
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """One row of `cells` for each model and calibration set with a calibration pass: of the cells
-    that use such a pass, the first with the gate and seed of `shown_settings`, or else the
-    first."""
+    """Select the calibration pass that tables and figures show for each model and calibration set.
+
+    Returns one row of `cells` per pass: the first cell of this model and calibration set that uses
+    a pass (column statistics_folder) and has the gate and seed of `shown_settings`. If no such cell
+    has this gate and seed, the first cell that uses a pass is returned.
+    """
     cells_with_pass = cells[cells["statistics_folder"].notna()]
     settings_of_model = shown_settings(cells)
     models_and_settings = zip(
@@ -51,7 +54,7 @@ def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
-    """Model -> the gate and seed of its first pruned cell that has a calibration pass."""
+    """Model -> (gate, seed) of the model's first pruned cell that uses a calibration pass."""
     pruned = cells[
         (cells["criterion"] != "none") & cells["statistics_folder"].notna()
     ].drop_duplicates("model")
@@ -61,13 +64,13 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 def steps_by_pass(
     rows: Sequence[Mapping[str, Any]], preferred: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
-    """(calibration, model) -> name of one step; None if the record names no step.
+    """Select one row for each calibration set and model. Returns (calibration, model) -> name of
+    the row's step, which is None for a step that was not computed.
 
-    rows: rows of a study's record with calibration, model, gate, seed and step. If several rows
-    have the same calibration set and model, the row with the model's preferred gate and seed
-    counts, or else the first row.
-
-    preferred: model -> (gate, seed).
+    rows: dictionaries with the fields calibration, model, gate, seed and step, from an entry of
+    FIGURES in a study's record.
+    preferred: model -> (gate, seed). Of several rows with the same calibration set and model, the
+    row with this gate and seed is selected. If there is none, the first row is selected.
     """
     steps: dict[tuple[str, str], str | None] = {}
     # False, for the preferred gate and seed, sorts before True
@@ -79,10 +82,10 @@ def steps_by_pass(
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
-    """Read the numbers of tokens per expert in every shown pass, and the reports of these passes.
+    """Read the number of tokens per expert, and the report, of each pass in `shown_passes`.
 
-    Returns a frame with columns model, calibration, layer, expert and tokens, and
-    "calibration@model" -> report.
+    Returns (frame, reports): a frame with columns model, calibration, layer, expert and tokens, and
+    a dictionary "calibration@model" -> report of the pass.
     """
     frames: list[pd.DataFrame] = []
     reports: dict[str, dict[str, Any]] = {}
@@ -100,57 +103,62 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the scores S(b, alpha, beta) of every expert from the steps in a study's record
-    `document`; columns model, calibration and FAMILY."""
-    return _read_each_calibration(
+    """Read every expert's scores S(b, alpha, beta), defined in `moe_lab.criteria.experts`; columns
+    model, calibration and FAMILY.
+
+    document: the study's record, which names the steps with the scores.
+    """
+    return _concatenated_tables(
         document["families"], "family.parquet", results.FAMILY, cells, reader
     )
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read the exact damage of removing each expert from the steps in a study's record `document`;
-    columns model, calibration and SCORES."""
-    return _read_each_calibration(
+    """Read the exact damage of removing each expert; columns model, calibration and SCORES.
+
+    document: the study's record, which names the steps that computed the damage.
+    """
+    return _concatenated_tables(
         document["damages"], "scores.parquet", results.SCORES, cells, reader
     )
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in each calibration text, from the steps in a
-    study's record `document`.
+    """Read how many items of each benchmark occur in each calibration text.
+
+    document: the study's record, which names the steps that counted the items.
 
     Returns "calibration@model" -> benchmark -> {"comparable": number of items that are long enough
-    to be looked for, "found": number of items that the text contains}.
+    to be looked for, "found": number of items that share a phrase with the text}.
     """
     counts = {}
-    for (calibration, model), name in steps_by_pass(
+    for (calibration, model), step_name in steps_by_pass(
         document["contaminations"], shown_settings(cells)
     ).items():
-        key = f"{calibration}@{model}"
-        report = reader.json(
-            reader.step(name, f"items of benchmarks in {key}"), results.CONTAMINATION
-        )
-        if report is not None:
-            counts[key] = report
+        calibration_at_model = f"{calibration}@{model}"
+        folder = reader.step(step_name, f"items of benchmarks in {calibration_at_model}")
+        counts_of_benchmark = reader.json(folder, results.CONTAMINATION)
+        if counts_of_benchmark is not None:
+            counts[calibration_at_model] = counts_of_benchmark
     return counts
 
 
-def _read_each_calibration(
+def _concatenated_tables(
     rows: Sequence[Mapping[str, Any]],
     file: str,
     columns: Sequence[str],
     cells: pd.DataFrame,
     reader: Reader,
 ) -> pd.DataFrame:
-    """Read the table `file` of one step for every calibration set and model (see `steps_by_pass`),
-    and concatenate the tables: `columns` with columns model and calibration added. A table that
-    cannot be read is left out, with a gap.
+    """Select one step for each calibration set and model by `steps_by_pass`, read the tables `file`
+    of these steps, and concatenate the tables. Columns: `columns`, model and calibration. A table
+    that cannot be read is left out, with a gap.
 
-    rows: rows of a study's record, as in `steps_by_pass`.
+    rows: see `steps_by_pass`.
     """
     frames: list[pd.DataFrame] = []
-    for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
-        folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
+    for (calibration, model), step_name in steps_by_pass(rows, shown_settings(cells)).items():
+        folder = reader.step(step_name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
         frame = reader.frame(folder, file, columns)
         if frame is not None:
             frames.append(frame.assign(model=model, calibration=calibration))
@@ -171,11 +179,11 @@ TABLES = {
 
 
 def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
-    """Read the table `file` of the step in `folder`; None, with a gap, when the table cannot be
-    read.
+    """Read the table `file`, one of TABLES, of the step in `folder`. Returns None, with a gap, when
+    the table cannot be read.
 
-    None, without a gap, if `folder` is None or the step lacks the file, as in a store that is
-    reduced to results.
+    Returns None without a gap when `folder` is None, or when the step lacks the file. Files are
+    lacking in a store from which all but the results were removed.
     """
     if folder is None or not reader.has(folder, file):
         return None
@@ -200,28 +208,29 @@ ABLATION = "ablation"
 
 
 def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Measures of experts, one row per model, calibration set, layer and expert; columns KEYS,
-    MEASURES and size.
+    """Measures of experts in the passes of `shown_passes`, one row per model, calibration set,
+    layer and expert; columns KEYS, MEASURES and size.
 
-    Sums are over the N tokens t that the router sends to the expert. g is the router weight and f
-    the output of the expert; m is the routed output of the layer, y the residual stream after it.
+    Sums are over the N tokens t that the router sends to the expert. g is the router weight of the
+    expert, and f is the expert's output. m is the sum of the layer's weighted routed outputs, and y
+    is the residual stream after the layer.
 
     - tokens: N
     - gate: 1/N sum_t g, NaN for N = 0
     - norm: 1/N sum_t ||f||, NaN for N = 0
     - first: sum_t g <f, m> / (||y||^2 + eps), divided by the number of calibration tokens
-    - second: sum_t g^2 ||f||^2 / (||y||^2 + eps), divided by the number of calibration tokens. This
-      is exactly ||m - m'||^2 / (||y||^2 + eps), where m' is m without the output of this expert
-    - ablation: rise of the model's loss without the expert, in nats per token; NaN where no plan
-      uses an ablation
-    - size: sqrt(sum_t,c phi^2 / (N I)), where phi is the input of channel c, of I channels, to the
-      down projection; NaN for N = 0
+    - second: sum_t g^2 ||f||^2 / (||y||^2 + eps), divided by the number of calibration tokens. Each
+      term equals ||m - m'||^2 / (||y||^2 + eps), where m' is m without the expert's output
+    - ablation: rise of the model's loss without the expert, in nats per token; NaN if no plan was
+      computed from ablations
+    - size: sqrt(sum_t,c phi^2 / (N I)), where phi is the value of the expert's channel c, of I
+      channels, before the down projection; NaN for N = 0
     """
     frames = []
     for model, calibration, cells_of_pass, sums, report in _passes(
         "experts.parquet", cells, calibrations, reader
     ):
-        ablations = _table_behind(cells_of_pass, ABLATION, reader)
+        ablations = _input_table(cells_of_pass, ABLATION, reader)
         measures = _measures(sums, _tokens(report)).merge(
             ablations, on=["layer", "expert"], how="left"
         )
@@ -230,29 +239,29 @@ def experts(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.Da
 
 
 def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
-    """Mean and standard deviation of raw statistics of experts with an ablation, one row per model,
-    calibration set, layer, expert and statistic.
+    """Mean and standard deviation (std) of the weights, activations and gradients of each expert
+    whose ablation was measured; one row per model, calibration set, layer, expert and statistic.
 
-    Columns: KEYS, ablation, statistic, mean, std, and count, the number of values that mean and std
-    are over. Values of each statistic, with N and phi as in `experts`:
+    Columns: KEYS, ablation, statistic, mean, std and count. A row is about `count` values of the
+    statistic; N and phi are defined in `experts`:
 
-    - weight: |w| of each weight of the expert; only if a criterion of the study reads weights of
-      whole experts
-    - activation: sqrt(1/N sum_t phi^2) of each channel; only for N > 0
-    - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel; only for N > 0, and if a criterion of
-      the study reads gradients
+    - weight: |w| of each weight of the expert. These rows exist only if a criterion of the study
+      reads weights of whole experts.
+    - activation: sqrt(1/N sum_t phi^2) of each channel. These rows exist only for N > 0.
+    - gradient: sqrt(1/N sum_t (dL/dphi)^2) of each channel. These rows exist only for N > 0, and
+      only if a criterion of the study reads gradients.
     """
     frames = []
     for model, calibration, cells_of_pass, sums, _ in _passes(
         "experts.parquet", cells, calibrations, reader
     ):
-        ablations = _table_behind(cells_of_pass, ABLATION, reader)
+        ablations = _input_table(cells_of_pass, ABLATION, reader)
         if ablations.empty:
             continue
         cells_of_model = cells[cells["model"] == model]
-        # sums over weights are equal for all calibration sets of a model
-        weights = _table_behind(cells_of_model, "weights", reader)
-        gradients = _table_behind(
+        # weights do not depend on the calibration set: one table serves all calibration sets
+        weights = _input_table(cells_of_model, "weights", reader)
+        gradients = _input_table(
             cells_of_model[cells_of_model["calibration"] == calibration], "gradients", reader
         )
         moments_of_statistics = [
@@ -307,8 +316,8 @@ def _moments(
 def router_entropies(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> pd.DataFrame:
     """Histograms of the router's entropy; columns model, calibration, layer, entropy, tokens.
 
-    entropy: upper end of a bin, as a share of the logarithm of the number of experts; tokens:
-    number of calibration tokens in the bin.
+    - entropy: upper end of a bin, as a share of the logarithm of the number of experts
+    - tokens: number of calibration tokens in the bin
     """
     frames = [
         counts.assign(model=model, calibration=calibration)
@@ -335,8 +344,10 @@ def layer_losses(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -> 
 
 
 def _measures(sums: pd.DataFrame, calibration_tokens: float) -> pd.DataFrame:
-    """The columns of `experts`, except model, calibration and ablation, from the sums over each
-    expert's tokens."""
+    """Layer, expert, size, and all MEASURES except ablation, as defined in `experts`.
+
+    sums: the table experts.parquet, with sums over the tokens of each expert.
+    """
     tokens = _routed_tokens(sums)
     return pd.DataFrame(
         {
@@ -360,8 +371,8 @@ def _tokens(report: Mapping[str, Any]) -> float:
 def _passes(
     file: str, cells: pd.DataFrame, calibrations: Reports, reader: Reader
 ) -> Iterator[tuple[str, str, pd.DataFrame, pd.DataFrame, Mapping[str, Any]]]:
-    """For each shown pass with the table `file`, yield its model, calibration set, all cells that
-    use the pass, this table, and the pass's report."""
+    """For each pass in `shown_passes` with the table `file`, yield (model, calibration set, all
+    cells that use the pass, table, report of the pass). The report is {} if it is missing."""
     cells = cells[cells["statistics_folder"].notna()]
     shown_folders = shown_passes(cells)["statistics_folder"]
     for (model, calibration, *_), cells_of_pass in cells.groupby(
@@ -371,22 +382,25 @@ def _passes(
         folders = shown_folders[shown_folders.index.isin(cells_of_pass.index)]
         if folders.empty:
             continue
-        sums = read(reader.find(folders.iloc[0]), file, reader)
-        if sums is not None:
+        table = read(reader.find(folders.iloc[0]), file, reader)
+        if table is not None:
             report = calibrations.get(f"{calibration}@{model}", {})
-            yield str(model), str(calibration), cells_of_pass, sums, report
+            yield str(model), str(calibration), cells_of_pass, table, report
 
 
 _COLUMNS_OF_KIND = {"ablation": ABLATIONS, "gradients": GRADIENTS, "weights": WEIGHTS}
 """Kind of step -> the columns of the step's table KIND.parquet."""
 
 
-def _table_behind(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
-    """The table KIND.parquet of the first step of this kind among the direct and indirect inputs of
-    the cells' plans; a frame without rows when no plan has such an input."""
+def _input_table(cells: pd.DataFrame, kind: str, reader: Reader) -> pd.DataFrame:
+    """Read the table KIND.parquet of a step of the kind `kind`: the first such step with a readable
+    table among the direct and indirect inputs of the cells' plans. Returns a frame without rows
+    when there is no such step."""
     for row in records(cells[cells["plan_folder"].notna()]):
         for name, folder in steps_behind([row["plan_folder"]], reader).items():
-            table = read(folder, f"{kind}.parquet", reader) if step_kind(name) == kind else None
+            if step_kind(name) != kind:
+                continue
+            table = read(folder, f"{kind}.parquet", reader)
             if table is not None:
                 return table
     return pd.DataFrame(columns=list(_COLUMNS_OF_KIND[kind]), dtype=float).astype(

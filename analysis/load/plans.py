@@ -61,15 +61,14 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Loading memory before and after pruning; pruned cells with equal values in all columns have
-    one row in common.
+    """Bytes of the loaded model before and after pruning. A row that is equal for several pruned
+    cells occurs once. Cells whose cost was not counted have no row.
 
-    Columns: model, ratio, removed_words, granularity, allocation, bytes (unpruned), bytes_after
-    (pruned) and saved (the share of `bytes` that pruning saves). Cells whose cost was not counted
-    have no row.
+    Columns: model, ratio, removed_words, granularity, allocation (see `Study.cells`), bytes
+    (unpruned), bytes_after (pruned) and saved (the share of `bytes` that pruning saves).
     """
-    axes = ["model", "ratio", "removed_words", "granularity", "allocation"]
-    pruned = cells.loc[cells["criterion"] != "none", axes]
+    cell_columns = ["model", "ratio", "removed_words", "granularity", "allocation"]
+    pruned = cells.loc[cells["criterion"] != "none", cell_columns]
     sizes = costs.set_index("cell")[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
     rows = pruned.join(sizes, how="inner")
     unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
@@ -81,17 +80,17 @@ def loading_memory(cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
 
 
 def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """For each plan, the retained share of every expert of the unpruned model; one row per cell and
-    expert.
+    """Which share of each expert of the unpruned model a cell's plan retains; one row per cell and
+    expert. Cells without a plan, such as the unpruned model, have no rows.
 
     Columns: cell, layer, expert and
 
-    - share: retained share of the expert's channels, 1 for a whole expert and 0 for a dropped one
-    - constant: whether the router can choose the dropped expert, and a constant replaces its output
-    - merged: whether the dropped expert is merged into another, whose output replaces its own
+    - share: retained share of the expert's channels, 1 for a whole expert, 0 for a dropped expert
+    - constant: True for a dropped expert that the router can still choose, if a constant replaces
+      the output of the expert
+    - merged: True for a dropped expert that is merged into another expert
 
-    A dropped expert that the router can choose has the output 0 if it is neither constant nor
-    merged. Cells without a plan, such as the unpruned model, have no rows.
+    If constant and merged are False, a dropped expert that the router can still choose outputs 0.
     """
     frames = {}
     for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
@@ -103,16 +102,17 @@ def retained(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Share that each cell's plan removes, indexed like `cells`.
+    """The plan of each cell and the share that the plan removes, with the index of `cells`. Both
+    columns are NaN for a cell whose plan is missing or damaged. Columns:
 
-    Columns: removed, the share of the experts, or of the channels in a plan of channels; plan, the
-    plan's layers as JSON. NaN in both for a cell whose plan is missing or damaged.
+    - removed: share of the experts, or of the experts' channels if the plan removes channels
+    - plan: the plan's layers as JSON
     """
     rows = {}
     for cell, document in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         try:
-            share = _removed_share(document["layers"])
-            rows[cell] = {"removed": share, "plan": json.dumps(document["layers"])}
+            layers = document["layers"]
+            rows[cell] = {"removed": _removed_share(layers), "plan": json.dumps(layers)}
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
             reader.gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
     return pd.DataFrame.from_dict(rows, "index", columns=["removed", "plan"]).reindex(cells.index)
@@ -140,13 +140,13 @@ def _channel_count(mask: str) -> int:
 
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Profiles of hidden states and routing, one row per cell and layer; columns cell and
+    """Profiles of hidden states and routing, one row per cell and layer. Columns: cell and
     PROFILES."""
     return _read_tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Durations of requests, one row per cell and request; columns cell, TIMINGS and
+    """Durations of requests, one row per cell and request. Columns: cell, TIMINGS and
     CONDITIONS."""
     requests = _read_tables(cells["timing_folder"].dropna(), "timing.parquet", TIMINGS, reader)
     documents = _read_documents(cells, "timing_folder", "timing.json", reader)
@@ -176,18 +176,17 @@ def blocks(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def priors(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """The prior by which allocation=coverage divides a layer's budget among experts, one row per
-    cell whose plan has this allocation and uses a prior.
+    """Name of the prior by which allocation=coverage divides a layer's budget among experts, one
+    row per cell whose plan has this allocation and uses a prior.
 
-    Columns: cell, prior, and other_settings: all settings of the allocation except the prior, as
-    JSON.
+    Columns: cell, prior, and other_settings (the plan's allocation without the prior, as JSON).
     """
     rows = []
     for cell, plan in _read_documents(cells, "plan_folder", "plan.json", reader).items():
         allocation = dict((plan.get("provenance") or {}).get("allocation") or {})
         parameters = dict(allocation.pop("parameters", None) or {})
         prior = parameters.pop("prior", FIRST_ORDER)
-        # other values of intra divide the budget without a prior
+        # with any other value of the setting intra, the budget is divided without a prior
         uses_prior = parameters.get("intra", "coverage") in ("coverage", "proportional")
         if allocation.get("name") == "coverage" and uses_prior:
             settings = json.dumps({**allocation, "parameters": parameters}, sort_keys=True)
@@ -215,8 +214,8 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def _sample_count(folder: Path | None, reader: Reader) -> float:
-    """Number of rows of the text that a search read, from its step.json; NaN when the folder, the
-    file or the number is missing."""
+    """Number of rows of the text on which a search evaluated schedules, read from step.json in the
+    search's folder; NaN when the folder, the file or the number is missing."""
     if folder is None or not reader.has(folder, "step.json"):
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
@@ -226,10 +225,10 @@ def _sample_count(folder: Path | None, reader: Reader) -> float:
 def _read_tables(
     folders: pd.Series, file: str, columns: Sequence[str], reader: Reader
 ) -> pd.DataFrame:
-    """Concatenate the tables `file` in the folders of cells: `columns` with a column `cell` first.
-    A table that cannot be read is left out, with a gap.
+    """Read `columns` of the table `file` of each cell, and concatenate the tables. The column
+    `cell` is added first. A table that cannot be read is left out, with a gap.
 
-    folders: folder of a step, indexed by cell.
+    folders: name of the folder with the table, indexed by cell.
     """
     frames = {}
     for cell, name in folders.items():
@@ -243,9 +242,11 @@ def _read_tables(
 def _read_documents(
     cells: pd.DataFrame, column: str, file: str, reader: Reader
 ) -> dict[int, dict[str, Any]]:
-    """Cell -> the JSON document `file` in the cell's folder, whose name is in `column`. Cells with
-    the same folder share one document. A cell whose document cannot be read is left out, with a
-    gap."""
+    """Cell -> the JSON document `file` of the cell. Cells with the same folder share one document.
+    A cell whose document cannot be read is left out, with a gap.
+
+    column: column of `cells` with the name of the document's folder, None for a cell without it.
+    """
     document_of_folder: dict[str, dict[str, Any] | None] = {}
     documents = {}
     for cell, name in cells[column].dropna().items():
@@ -259,16 +260,18 @@ def _read_documents(
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of `retained` for one plan, without the column cell."""
+    """The rows of the function `retained` for one plan, without the column cell."""
     frames = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
+        # the experts that the router can choose
         is_routed = np.isin(experts, layer["retained"])
-        share = is_routed.astype(float)  # without channels, each retained expert is whole
+        share = is_routed.astype(float)
+        # only a plan of channels has masks, one for each of these experts; a mask can be empty
         if "channels" in layer:
             share[np.asarray(layer["retained"], int)] = list(map(_channel_count, layer["channels"]))
             share /= layer["width"]
-        # a group of merged experts contains its representative, which is not dropped
+        # the representative of a group of merged experts is in the group, but is not dropped
         members = []
         for representative, group in layer.get("merged", {}).items():
             members += [int(member) for member in group if member != representative]
@@ -280,5 +283,6 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _stack_by_cell(frames: Mapping[int, pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of frames, with a column `cell` first. frames: cell -> frame."""
+    """Concatenate `columns` of all frames, and add the column `cell` first. frames: cell -> frame
+    of the cell."""
     return stacked([frame.assign(cell=cell) for cell, frame in frames.items()], ["cell", *columns])

@@ -52,15 +52,19 @@ class Reader:
         """Folder of a step -> file -> sha256, for the folders that have been read."""
 
     def gap(self, reason: str, where: str) -> None:
-        """Record a missing result; equal gaps are recorded once."""
+        """Record a missing result once, even if the method is called again for the same gap.
+
+        where: name of a step's folder, or label of a cell.
+        """
         self.gaps.setdefault((reason, where), Gap(reason, where))
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
-        """The folder of the step `name`; None, with a gap, when the store does not have the folder.
+        """The path of a step's folder; None, with a gap, when the store does not have the folder.
 
-        `name` is None when the record names no step. The result is then None, with a gap at
-        `purpose`: `error` is the message of the step's failure, or None for a step that did not
-        run.
+        name: name of the step, or None for a step that failed or did not run. For None, a gap is
+        recorded and None is returned.
+        purpose: what the step should have computed, such as `mmlu of qwen unpruned`, for this gap.
+        error: message of the step's failure, or None for a step that did not run.
         """
         if name is None:
             self.gap(f"failed: {error}" if error else "not computed", purpose)
@@ -68,7 +72,8 @@ class Reader:
         return self.folder(name)
 
     def folder(self, name: str) -> Path | None:
-        """The folder of a step; None, with a gap, when the store does not have the folder."""
+        """The path of a step's folder; None, with a gap, when the store does not have the
+        folder."""
         folder = self.find(name)
         if folder is None:
             self.gap("the folder is gone from the store", name)
@@ -116,7 +121,7 @@ class Reader:
         return None
 
     def provenance(self, folder: Path) -> dict[str, Any]:
-        """The provenance in the step.json of a step; {} when either is missing."""
+        """The entry provenance of a step's step.json; {} when the file or the entry is missing."""
         step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
@@ -160,13 +165,13 @@ class Reader:
         return content
 
     def has(self, folder: Path, file: str) -> bool:
-        """Whether a step's folder has a file, or the pack that has the id at the end of the
-        folder's name."""
+        """Whether a step has a file, in the step's folder or in a pack."""
         return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
 
     def _read_unverified(self, folder: Path, file: str) -> bytes:
-        """The content of a file in a step's folder, or else in its pack, not verified. Raises
-        FileNotFoundError if neither has the file."""
+        """The content of a file of a step, from the step's folder or else from a pack, without a
+        check of the sha256. Raises FileNotFoundError if neither the folder nor a pack has the
+        file."""
         try:
             return (folder / file).read_bytes()
         except FileNotFoundError:
@@ -187,7 +192,7 @@ class Reader:
         return self._checksums_by_folder[folder]
 
     def _add_gap(self, reason: str, folder: Path) -> None:
-        """Record a gap at the folder, by its path in the store."""
+        """Record a gap of the step in `folder`; the gap has the path of the folder in the store."""
         self.gap(reason, str(folder.relative_to(self.root)))
 
 
@@ -197,11 +202,11 @@ TIMELESS = ("model",)
 
 
 def steps_behind(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
-    """The given steps and all their direct and indirect inputs, as recorded name of a step -> path
-    of the step's folder.
+    """Find the given steps and all their direct and indirect inputs. Returns name of a step -> path
+    of the step's folder, for the given steps and for the inputs.
 
-    Inputs are read from step.json; a step without this file has no known inputs. Steps that the
-    store does not have are left out.
+    steps: names of steps; None is ignored. Inputs are read from step.json; a step without this file
+    has no known inputs. Steps that the store does not have are left out.
     """
     folders: dict[str, Path] = {}
     remaining_names = [name for name in steps if name]
@@ -250,7 +255,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
-    """Concatenate `columns` of all frames; if there are no frames, the result has no rows."""
+    """Concatenate `columns` of all frames. Without frames, the result has `columns` and no rows."""
     parts = list(frames)
     if not parts:
         return pd.DataFrame(columns=list(columns))
@@ -260,8 +265,8 @@ def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFr
 def groups(
     frame: pd.DataFrame, columns: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield ({column: value}, rows) for each group of rows with equal values in `columns`, in the
-    order in which the groups first appear."""
+    """Yield (key, rows) for each group of rows with equal values in `columns`, in the order in
+    which the groups first appear. key: column -> the value of the group in this column."""
     if frame.empty:  # an empty frame may lack the columns
         return
     for key, group in frame.groupby(list(columns), sort=False):

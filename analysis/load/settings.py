@@ -22,13 +22,13 @@ def removed_noun(cells: pd.DataFrame) -> str:
 
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
-    """Cell -> label of the cell in gaps: its model, method, calibration set, ratio, and
-    `gate_and_seed`."""
+    """Cell -> label that identifies the cell in gaps: model, criterion, calibration set, ratio,
+    allocation and recovery of the cell, and the text of `gate_and_seed`."""
     rows = zip(cells.index, records(cells), gate_and_seed(cells), strict=True)
     return {
         # through str, because pandas' types allow any label in an index
-        int(str(cell)): " ".join(filter(None, (_label(row), suffix)))
-        for cell, row, suffix in rows
+        int(str(cell)): " ".join(filter(None, (_label(row), gate_and_seed_text)))
+        for cell, row, gate_and_seed_text in rows
     }
 
 
@@ -63,21 +63,23 @@ _AXIS_FORMATS = {"gate": "gate {}", "seed": "seed {}"}
 
 
 def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
-    """Text with the gate and seed of each pruned cell: `gate raw, seed 43`; "" for unpruned cells.
-    The text leaves out an axis that has one value for all pruned cells of the model."""
+    """For each cell, text with the gate and the seed: `gate raw, seed 43`. The gate is left out if
+    all pruned cells of the model have the same gate, and the seed if they have the same seed. The
+    text is "" for an unpruned cell."""
     texts = pd.Series("", cells.index, dtype=object)
     for _, model_cells in cells[cells["criterion"] != "none"].groupby("model", sort=False):
-        for axis, pattern in _AXIS_FORMATS.items():
-            # The cells of a comparison have no column seed.
+        for axis, text_format in _AXIS_FORMATS.items():
+            # cells that come from a comparison have no column seed
             if axis in model_cells and model_cells[axis].nunique() > 1:
-                values = model_cells[axis].map(pattern.format)
-                longer_texts = list(map(comma_joined, texts[model_cells.index], values))
+                axis_texts = model_cells[axis].map(text_format.format)
+                longer_texts = list(map(comma_joined, texts[model_cells.index], axis_texts))
                 texts.update(pd.Series(longer_texts, model_cells.index, dtype=object))
     return texts
 
 
 def pruned_in_words(cells: pd.DataFrame) -> pd.Series:
-    """Text with the share that each cell removes and its `gate_and_seed`: `50 %, seed 43`."""
+    """For each cell, text with the removed share, from the column removed_words, and with the gate
+    and the seed, from `gate_and_seed`: `50 %, seed 43`."""
     texts = list(map(comma_joined, cells["removed_words"], gate_and_seed(cells)))
     return pd.Series(texts, cells.index, dtype=object)
 
@@ -88,21 +90,23 @@ ratio."""
 
 
 def removed_words(shares: pd.Series, requested: Sequence[float]) -> str:
-    """Text with the range of the removed shares and the requested ratios: `28.1 % (30 %
-    requested)`; the requested ratio alone if there is only one, and if all shares equal it up to
-    ROUNDING.
+    """Text with the range of the removed shares and with the requested ratios: `28.1 to 29 % (30 %
+    requested)`. If only one ratio is requested, and all shares equal this ratio up to
+    ROUNDING, the text is the requested ratio alone: `30 %`.
 
-    Plans of one ratio can remove different shares, since allocations round in different ways.
+    shares: share that each plan removes, NaN if unknown. Plans of one ratio can remove different
+    shares, since allocations round in different ways.
+    requested: all requested ratios of these plans.
     """
     known_shares = shares.dropna()
-    ratios = names.listing(map(names.ratio, requested))
+    requested_text = names.listing(map(names.ratio, requested))
     if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
-        return ratios
-    # one text if the lowest and the highest share are printed alike
+        return requested_text
+    # the lowest and the highest share; one key if both are printed alike
     limits = dict.fromkeys(
         f"{100 * share:.3g}" for share in (known_shares.min(), known_shares.max())
     )
-    return f"{' to '.join(limits)} % ({ratios} requested)"
+    return f"{' to '.join(limits)} % ({requested_text} requested)"
 
 
 def comma_joined(first: str, second: str) -> str:
@@ -111,8 +115,8 @@ def comma_joined(first: str, second: str) -> str:
 
 
 def protocols(cells: pd.DataFrame) -> str:
-    """Text with the protocol by which each model was evaluated: `qwen by heapr, deepseek by
-    heapr_norm`; "" when all cells have the same protocol."""
+    """Text that names the protocol of each model's evaluations: `qwen by heapr, deepseek by
+    heapr_norm`. The text is "" when all cells have the same protocol."""
     if cells["protocol"].nunique() < 2:
         return ""
     cells_of_protocols = cells.dropna(subset=["protocol"]).drop_duplicates(["model", "protocol"])
@@ -131,18 +135,19 @@ _ALLOCATION = re.compile(
 
 
 def allocation(text: str) -> tuple[str, dict[str, str]]:
-    """Parse an allocation of a study's record into its name and its settings.
+    """Parse `text`, an allocation as written in a study's record. Returns (name, settings).
 
-    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}),
-    and `coverage(prior=usage), protect=super` has the setting protect too. A setting without a
-    value, as in `coverage, aligned`, has the value "". A text of another form is returned whole as
-    the name, with no settings.
+    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}).
+    `coverage(prior=usage), protect=super` has two settings, prior and protect. A setting without a
+    value, as in `coverage, aligned`, has the value "". A text that does not match the pattern
+    _ALLOCATION is returned as the name, without settings.
     """
     match = _ALLOCATION.fullmatch(text)
     if match is None:
         return text, {}
     settings = {}
     for part in f"{match['in_parentheses'] or ''},{match['after_comma'] or ''}".split(","):
+        # labels of presets of allocations have a space in place of the sign =
         key, _, value = part.strip().partition("=" if "=" in part else " ")
         settings[key] = value
     settings.pop("", None)  # empty parts are no settings
@@ -157,10 +162,10 @@ def replaces(text: str) -> bool:
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """Label of each cell: its method, then its calibration set if the pruned cells have several
-    calibration sets, and its gate if they have several gates."""
+    """Label of each cell: the display name of the cell's method. The calibration set is added if
+    the pruned cells have several calibration sets, and the gate if they have several gates."""
     pruned = cells[cells["criterion"] != "none"]
-    # the value none, of methods that read no data, is not counted
+    # nunique does not count None; the value "none" is that of methods which read no data
     varying_axes = [
         axis for axis in ("calibration", "gate") if pruned[axis].replace("none", None).nunique() > 1
     ]
@@ -170,8 +175,8 @@ def method_labels(cells: pd.DataFrame) -> pd.Series:
 
 
 def _method_label(row: dict[str, object], varying_axes: list[str]) -> str:
-    """Label of one cell: display name of its method, then, if the cell is pruned, its values on the
-    axes `varying_axes`, except none."""
+    """Label of one cell: the display name of the method, followed, for a pruned cell, by the value
+    of each axis in `varying_axes`. The value "none" is left out."""
     parts = [names.method(str(row["method"]))]
     if row["criterion"] != "none":
         for axis in varying_axes:

@@ -42,9 +42,10 @@ def studies(store: Path) -> list[str]:
 
 
 def requested_studies(store: Path, name: str) -> list[str]:
-    """Names of the studies that a user requests by `name`: one study, several studies separated by
-    commas, or EVERY for all studies of the store. If a study has the name EVERY, this study is
-    meant.
+    """Names of the studies that a user requests.
+
+    name: one name of a study, several names separated by commas, or EVERY for all studies of the
+    store. If a study has the name EVERY, only this study is requested.
 
     Raises UserError for a study that does not exist.
     """
@@ -57,12 +58,13 @@ def requested_studies(store: Path, name: str) -> list[str]:
 
 
 def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Read the record of one study, or the records of several studies as one combined record.
+    """Read the record of one study, or combine the records of several studies into one record.
     Raises UserError when a record cannot be read.
 
-    A cell that several studies have is one cell of the combined record, with the benchmarks of all
-    these studies. The rows in FIGURES are those of all studies; fields that cannot be combined are
-    those of the newest record.
+    A cell that occurs in several studies is one cell of the combined record, with the benchmarks
+    of all these studies. The lists in the fields FIGURES are concatenated. `study` has the names of
+    all studies, and `config` is name of a study -> config. All other fields are copied from the
+    newest record.
     """
     record_of_study = _distinguish_models({name: _read(store, name) for name in names})
     records = [_add_suites(record) for record in record_of_study.values()]
@@ -74,12 +76,13 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         "study": "+".join(record_of_study),
         "config": {name: record.get("config") for name, record in record_of_study.items()},
         "cells": _join_cells(records),
-        **{kind: [row for record in records for row in record[kind]] for kind in FIGURES},
+        **{figure: [row for record in records for row in record[figure]] for figure in FIGURES},
     }
 
 
 def _read(store: Path, name: str) -> dict[str, Any]:
-    """The record of one study. Raises UserError when it is missing, damaged, too new or empty."""
+    """Read the record of one study. Raises UserError when the record is missing or damaged, was
+    written by a newer version of moe_lab, or has no cells."""
     try:
         record = read_record(store, name)
     except (Damaged, OSError) as error:
@@ -99,31 +102,33 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 
 
 def _add_id(name: str, step_id: str) -> str:
-    """Add the first digits of the id of a model's step to its name: `qwen_top2` becomes
-    `qwen-3f2a91_top2`."""
+    """Add the first digits of `step_id` to `name`, the name of a model: `qwen_top2` becomes
+    `qwen-3f2a91_top2`. step_id: id of the step that prepared the model."""
     # The suffixes _topN and (PROTOCOL) stay at the end of the name.
     return re.sub(r"((_top\d+)?( \(.*\))?)$", rf"-{step_id[:ID_DIGITS]}\g<1>", name, count=1)
 
 
 def _distinguish_models(records: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add ids to the names of different models with the same name, in one study or several.
+    """Add ids to the names of models if different models have the same name, in the same study or
+    in different studies.
 
-    Takes and returns study -> record.
+    records: name of a study -> record. Returns name of a study -> record with the changed names.
     """
-    ids: dict[str, set[str]] = {}
+    ids_by_name: dict[str, set[str]] = {}
     for record in records.values():
         for entry in record["cells"]:
             name, step_id = _name_and_id(entry)
-            ids.setdefault(name, set()).update({step_id} - {""})  # "": the step is missing
-    ambiguous = {name for name, ids_of_name in ids.items() if len(ids_of_name) > 1}
-    return {study: _add_ids(record, ambiguous) for study, record in records.items()}
+            # an id "", of a missing step, does not count as another model
+            ids_by_name.setdefault(name, set()).update({step_id} - {""})
+    ambiguous_names = {name for name, ids in ids_by_name.items() if len(ids) > 1}
+    return {study: _add_ids(record, ambiguous_names) for study, record in records.items()}
 
 
 def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
-    """(name, id) of a cell's model: its name without the id that `_add_id` may have added, and the
-    first digits of the id of the model's step, "" when the step is missing.
+    """The name and the id of the model in `entry`, a cell's entry in a record.
 
-    entry: the cell's entry in a record.
+    - name: the name of the model without an id that `_add_id` has added
+    - id: the first ID_DIGITS digits of the id of the model's step, "" when the step is missing
     """
     name = str(entry["cell"].get("model"))
     folder = entry.get("model")
@@ -131,27 +136,32 @@ def _name_and_id(entry: Mapping[str, Any]) -> tuple[str, str]:
     return (name.replace(f"-{step_id}", "", 1) if step_id else name), step_id
 
 
-def _add_ids(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, Any]:
-    """The record with ids in the names of exactly those models whose names are `ambiguous`."""
+def _add_ids(record: dict[str, Any], ambiguous_names: Collection[str]) -> dict[str, Any]:
+    """A copy of the record, in which a model's name has an id if the name is in `ambiguous_names`.
+    All other names of models have no id."""
+    # name in the record -> name in the copy
     new_names: dict[str, str] = {}
     cells = []
     for entry in record["cells"]:
         name, step_id = _name_and_id(entry)
-        new_name = _add_id(name, step_id) if step_id and name in ambiguous else name
+        new_name = _add_id(name, step_id) if step_id and name in ambiguous_names else name
         if "model" in entry["cell"]:
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
     figures = {
-        kind: [{**row, "model": new_names.get(row["model"], row["model"])} for row in record[kind]]
-        for kind in FIGURES
+        figure: [
+            {**row, "model": new_names.get(row["model"], row["model"])} for row in record[figure]
+        ]
+        for figure in FIGURES
     }
     return {**record, "cells": cells, **figures}
 
 
 def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a field `suite` in each cell's entry: all tasks that the study ran on at
-    least one cell of the same model."""
+    """A copy of the record, with the field `suite` added to each cell's entry: names of all tasks
+    that the study ran on at least one cell of the same model."""
+    # model -> tasks; the tasks are keys, so that each is listed once, in the order of the record
     suites: dict[str, dict[str, None]] = {}
     for entry in record["cells"]:
         suites.setdefault(entry["cell"].get("model"), {}).update(
@@ -164,7 +174,8 @@ def _add_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for every cell of the records; entries of the same cell are joined."""
+    """The entries of all cells in the records. Entries of the same cell, in several records, are
+    joined to one entry by `joined_entry`."""
     entries_of_cell: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         for entry in record["cells"]:
@@ -174,8 +185,9 @@ def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several entries of one cell. A step or benchmark is taken from the first entry that has
-    the step or benchmark."""
+    """Merge entries of one cell from several records, or entries of cells with equal results. Each
+    field is copied from the first entry in which the field is not empty. The fields _DICTIONARIES
+    are merged in the same way, key by key."""
     dictionaries = {
         name: _first_values([entry.get(name) or {} for entry in entries]) for name in _DICTIONARIES
     }
@@ -183,7 +195,8 @@ def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _first_values(mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Key -> the first value of this key that is not empty; if all are empty, the last value."""
+    """Key -> the first value of the key in `mappings` that is not empty. If all values of the key
+    are empty, the last value is taken."""
     first_values: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():

@@ -21,16 +21,16 @@ from moe_lab.results import STEPS
 def _property_from_cells(
     read: Callable[[pd.DataFrame, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of `Study`: the frame that `read` makes from the study's cells. It is read at the
-    first access."""
+    """A property of `Study` that calls `read(cells, reader)` at the first access, and keeps the
+    frame that `read` returns."""
     return cached_property(lambda study: read(study.cells, study.reader))
 
 
 def _property_from_passes(
     read: Callable[[pd.DataFrame, passes.Reports, Reader], pd.DataFrame],
 ) -> cached_property[pd.DataFrame]:
-    """A property of `Study`: the frame that `read` makes from the study's cells and the reports of
-    its calibration passes. It is read at the first access."""
+    """A property of `Study` that calls `read(cells, calibrations, reader)` at the first access, and
+    keeps the frame that `read` returns. calibrations: reports of the calibration passes."""
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
@@ -103,15 +103,18 @@ class Study:
 
     @cached_property
     def memory(self) -> pd.DataFrame:
-        """Loading memory before and after pruning, see `plans.loading_memory`."""
+        """Bytes of the loaded models before and after pruning, see `plans.loading_memory`."""
         return plans.loading_memory(self.cells, self.costs)
 
 
 def load(store: Path, name: str) -> Study:
-    """Read the study `name`. Several names separated by commas, or `all`, give one combined study.
-    Missing and damaged files are recorded in the study's `gaps`.
+    """Read a study from the folder `store`. Missing and damaged files are recorded in the study's
+    `gaps`.
 
-    Raises UserError for an unknown or unreadable study.
+    name: name of the study. Several names separated by commas, or `all` for all studies of the
+    store, give one combined study.
+
+    Raises UserError for a study that does not exist or whose record cannot be read.
     """
     document = studies.document(store, studies.requested_studies(store, name))
     reader = Reader(store)
@@ -145,12 +148,13 @@ items that are long enough to be looked for."""
 
 
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
-    """A sentence for every calibration set that contains more than the share REMARKABLE of a
-    benchmark's items.
+    """A sentence for every calibration set that contains more than the share REMARKABLE of some
+    benchmark's items. The sentence names each such benchmark.
 
     contaminations: see `passes.contaminations`.
     """
-    # calibration set -> texts on its items; the texts are keys, so that each is listed once
+    # calibration set -> texts such as `3 of 100 items of MMLU`. Texts are keys, so that a text
+    # that is equal for several models is listed once
     texts_of_set: dict[str, dict[str, None]] = {}
     for calibration_at_model, counts_of_benchmark in contaminations.items():
         for benchmark, counts in counts_of_benchmark.items():
@@ -170,11 +174,13 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:
-    """`Study.cells` from a study's record, and cell -> the cell's entry in the record.
+    """Returns (cells, entries): the frame `Study.cells`, and cell -> entry of the cell in
+    `document`, the study's record.
 
-    A cell that the record lists twice counts once. A cell that lacks an axis is left out. A gap is
-    recorded for each cell of these two kinds, and for each cell that runs at the same time have
-    with different settings.
+    A cell without a value on one of AXES is left out. Of a cell that the record lists twice, the
+    first entry counts. A gap is recorded for each of these cells. A gap is also recorded for each
+    cell in the record's field `differing`: two runs of the study have computed such a cell with
+    different settings.
     """
     entries = dict(enumerate(document["cells"]))
     cells = pd.DataFrame(
