@@ -34,7 +34,8 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def not_run(benchmarks: Iterable[str]) -> str:
-    """A clause that names benchmarks: `PIQA was not run`, `PIQA and BoolQ were not run`."""
+    """A clause that says which benchmarks were not run: `PIQA was not run`, `PIQA and BoolQ were
+    not run`."""
     display_names = [benchmark(name) for name in benchmarks]
     return f"{listing(display_names)} {'was' if len(display_names) == 1 else 'were'} not run"
 
@@ -217,8 +218,9 @@ _CAPITALISED_SETS = ("code", "math", "general", "stories")
 
 
 def criterion(name: str) -> str:
-    """The papers' spelling of a criterion, or `name` if the papers do not have it. Members of the S
-    family are written S(1,0,2), with ? for a parameter that `name` lacks."""
+    """Display name of a criterion, as the papers spell it; `name` if no paper has the criterion.
+    The name `s_family(b=1,alpha=0,beta=2)` becomes S(1,0,2), with ? for a parameter without a
+    value."""
     match = _S_FAMILY.fullmatch(name)
     if match is None:
         return CRITERIA.get(name, name)
@@ -228,31 +230,31 @@ def criterion(name: str) -> str:
 
 def split_top_k(model: str) -> tuple[str, int | None]:
     """Split a model's name into the name of the trained model and the number of experts per token:
-    qwen_top2 becomes (qwen, 2). The number is None if the model keeps that of its training: qwen
-    becomes (qwen, None)."""
+    qwen_top2 becomes (qwen, 2). The number is None if the name has none, because the model routes
+    each token to as many experts as in its training: qwen becomes (qwen, None)."""
     match = _TOP_K_MODEL.fullmatch(model)
     return (match["trained"], int(match["top_k"])) if match else (model, None)
 
 
 def key(criterion_name: str, allocation: str = "", recovery: str = "") -> str:
     """The key by which tables identify a method, from its criterion, allocation and recovery.
+    `method` gives the display name of a key.
 
-    allocation, recovery: "" where the methods of the study do not differ in it. `method` gives the
-    display name of a key.
+    allocation, recovery: "" to leave the allocation or the recovery out of the key.
     """
     return _SEPARATOR.join((criterion_name, allocation, recovery)).rstrip(_SEPARATOR)
 
 
 def parts(method_key: str) -> tuple[str, str, str]:
-    """Criterion, allocation and recovery of a method's key; "" for a part that the key lacks."""
-    # two separators stand for the parts that the key lacks
+    """(criterion, allocation, recovery) of a method's key; "" for a part that the key lacks."""
+    # two more separators, so that a key with fewer parts also splits into at least three texts
     criterion_name, allocation, recovery = (method_key + 2 * _SEPARATOR).split(_SEPARATOR)[:3]
     return criterion_name, allocation, recovery
 
 
 def method(method_key: str) -> str:
     """Display name of a method: `REAP`; `HEAPr-G`; `REAP, evolutionary`; `Channel activation,
-    coverage, NF4`."""
+    coverage, NF4`. METHODS has one name for the criterion and the allocation of some methods."""
     criterion_name, allocation, recovery = parts(method_key)
     published_name = METHODS.get((criterion_name, allocation))
     parts_of_name = (
@@ -266,8 +268,8 @@ def method(method_key: str) -> str:
 def allocation_name(allocation: str) -> str:
     """Display name of an allocation: `U-shaped`.
 
-    If the allocation has a replacement, the replacement's name comes first, as in `M-SMoE, global
-    by frequency`. A uniform allocation with a replacement has the replacement's name: `novices`.
+    The name of a replacement comes before the allocation: `M-SMoE, global by frequency`. The
+    allocation `uniform` is not named after a replacement: `novices`.
     """
     kind, replacement = _split_replacement(allocation)
     replacement_name = REPLACEMENTS.get(replacement, replacement)
@@ -278,24 +280,25 @@ def allocation_name(allocation: str) -> str:
 
 
 def _split_replacement(allocation: str) -> tuple[str, str]:
-    """Split an allocation of a study's record into the allocation without its setting replacement,
-    and the replacement, or "" if there is none."""
+    """Split an allocation of `Study.cells` into the allocation without the replacement, and the
+    replacement: `uniform, replacement=ream` becomes (uniform, ream). The replacement is "" if the
+    allocation has none."""
     match = _REPLACEMENT.search(allocation)
     return (allocation.replace(match[0], ""), match[1]) if match else (allocation, "")
 
 
 def recovery_name(recovery: str, none: str = "") -> str:
-    """Display name of a recovery; `none` for cells without one."""
+    """Display name of a recovery; the text `none` if the cell has no recovery."""
     return RECOVERIES.get(recovery, recovery) or none
 
 
 def methods_in_order(keys: Iterable[str]) -> list[str]:
-    """Sort the different keys of methods by criterion, replacement, allocation and recovery in the
-    order of tables; unknown names come last, alphabetically."""
+    """Sort the distinct keys of methods by criterion, replacement, allocation and recovery. Each of
+    the four is in the order of tables; unknown names come last, alphabetically."""
     orders = [list(CRITERIA), list(REPLACEMENTS), ["", *ALLOCATIONS], ["", *RECOVERIES]]
 
     def sort_key(method_key: str) -> list[tuple[int, str]]:
-        """(position in the order, name) of each part of a method, for comparison part by part."""
+        """For each of the four parts of a method: (position in the part's order, name)."""
         criterion_name, allocation, recovery = parts(method_key)
         kind, replacement = _split_replacement(allocation)
         values = (criterion_name, replacement, kind, recovery)
@@ -308,8 +311,8 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
 
 
 def benchmark(name: str) -> str:
-    """The papers' spelling of a benchmark or displayed column; `name` if the papers do not have
-    it."""
+    """Display name of a benchmark or displayed column, as the papers spell it; `name` if no paper
+    has the benchmark or column."""
     return BENCHMARKS.get(name, name)
 
 

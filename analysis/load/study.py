@@ -209,13 +209,15 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
 def _merge_equal_ratios(
     cells: pd.DataFrame, entries: Entries, reader: Reader
 ) -> tuple[pd.DataFrame, Entries]:
-    """Merge ratios of a model that give the same plans, and add the columns removed, removed_words,
-    protocol and `<step>_folder`.
+    """Merge cells that differ only in the ratio and have the same plan, and add the columns
+    removed, removed_words, protocol and `<step>_folder` (see `Study.cells`).
 
-    Rounding to whole experts can give the same plan for two ratios. If all cells of the model have
-    the same plans at two ratios (see `_lowest_equal_ratio`), cells that differ only in these ratios
-    become one row. The row has the lower ratio and the results of all these cells. Returns the rows
-    and their entries (cell -> entry); `entries` stays as it is.
+    Rounding to whole experts can give the same plan for two ratios. Two ratios of a model are
+    merged if all cells of the model have the same plans at both (see `_lowest_equal_ratio`). A
+    merged row has the lowest ratio and the results of all its cells.
+
+    Returns the rows, and the index of a row -> its entry. `entries` (cell -> entry in the record)
+    is not changed.
     """
     cells = cells.join(plans.removed_shares(_add_folders(cells, entries), reader))
     cells["requested"] = cells["ratio"]
@@ -226,7 +228,7 @@ def _merge_equal_ratios(
             ratio_cells["removed"], requested_ratios
         )
     merged_entries: dict[int, Mapping[str, Any]] = {}
-    # the first member of a group has the lowest requested ratio
+    # sorted by requested ratio, so that a merged row has the index of the lowest ratio's cell
     cells_by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
     for members in cells_by_axes.groups.values():
         merged_entries[int(members[0])] = studies.joined_entry(
@@ -239,36 +241,43 @@ def _merge_equal_ratios(
 
 
 def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, the lowest ratio that gives the same plans as the cell's own ratio.
+    """For each cell, the lowest ratio at which the cell's model has the same plans as at the
+    cell's ratio.
 
-    Two ratios of a model give the same plans if both have the same cells apart from the ratio, with
-    equal plans. A ratio at which the plan of a cell is missing equals no other ratio.
+    Two ratios of a model give the same plans if both have the same combinations of the other axes,
+    and each combination has the same plan at both ratios. A ratio is equal to no other ratio if the
+    plan of one of its cells is missing.
     """
     other_axes = [axis for axis in AXES if axis != "ratio"]
     lowest_ratios = cells["ratio"].copy()
     lowest_with_plans: dict[frozenset[Any], float] = {}
     for key, ratio_cells in groups(cells.sort_values("ratio"), ["model", "ratio"]):
         if ratio_cells["plan"].notna().all():
-            rows = ratio_cells[[*other_axes, "plan"]].itertuples(index=False, name=None)
-            # ratios ascend, so that the ratio which is set first is the lowest with these plans
-            lowest = lowest_with_plans.setdefault(frozenset(rows), key["ratio"])
+            axes_and_plans = ratio_cells[[*other_axes, "plan"]].itertuples(index=False, name=None)
+            # ratios ascend, so the first ratio that sets an entry is the lowest with these plans
+            lowest = lowest_with_plans.setdefault(frozenset(axes_and_plans), key["ratio"])
             lowest_ratios[ratio_cells.index] = lowest
     return lowest_ratios
 
 
 def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add the columns protocol and, for each kind in STEPS, `<kind>_folder`, from the cells'
-    entries; None where an entry lacks the field."""
-    rows = [entries[cell] for cell in cells.index]
-    columns: dict[str, Any] = {f"{kind}_folder": [row.get(kind) for row in rows] for kind in STEPS}
-    columns["protocol"] = [row.get("protocol") for row in rows]
+    """Add columns from the cells' entries in the record: protocol, and for each kind of step in
+    STEPS the column `<kind>_folder`, the folder of the cell's step of this kind. A value that an
+    entry lacks is None."""
+    cell_entries = [entries[cell] for cell in cells.index]
+    columns: dict[str, Any] = {
+        f"{kind}_folder": [entry.get(kind) for entry in cell_entries] for kind in STEPS
+    }
+    columns["protocol"] = [entry.get("protocol") for entry in cell_entries]
     return cells.assign(**columns)
 
 
 def _allocation(cell: Mapping[str, Any]) -> str | None:
-    """The allocation of a record's cell as one text: its name, then its settings replacement and
-    protect, if the cell has them, as in `uniform, replacement=mean_output`. None if the record
-    lacks the allocation."""
+    """Text of a cell's allocation: `uniform, replacement=mean_output`. The allocation's name is
+    followed by the settings replacement and protect, if they are set. None if the cell has no
+    allocation.
+
+    cell: axes and settings of a cell, as in the record."""
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
     settings = [
@@ -276,11 +285,11 @@ def _allocation(cell: Mapping[str, Any]) -> str | None:
         f"protect={protect}" if protect else "",
     ]
     name = cell.get("allocation")
-    return ", ".join([name, *filter(None, settings)]) if name else name
+    return ", ".join([name, *filter(None, settings)]) if name else None
 
 
 def _method_keys(cells: pd.DataFrame) -> list[str]:
-    """The key of each cell's method, see `names.key`.
+    """The key of each cell's method, in the order of `cells`; see `names.key`.
 
     The key has the recovery if the study has several recoveries and the cell is recovered. The key
     has the allocation if the study has several allocations and the cell's allocation is not the
@@ -304,8 +313,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
 
 
 def _has_default_allocation(row: Mapping[str, Any]) -> bool:
-    """Whether the cell is unpruned, or has the default allocation of experts, `uniform`; channels
-    have no default allocation."""
+    """Whether the cell is unpruned, or prunes experts with the default allocation, `uniform`. For
+    channels, no allocation is the default."""
     return bool(
         row["criterion"] == "none"
         or (row["allocation"] == "uniform" and row["granularity"] != "channel")
@@ -313,7 +322,8 @@ def _has_default_allocation(row: Mapping[str, Any]) -> bool:
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:
-    """Model -> the numbers of its layers, experts and parameters, from facts.json of its step."""
+    """Model -> content of facts.json from the model's step: the numbers of layers, experts and
+    parameters. Models without this file are left out."""
     models: dict[str, Mapping[str, Any]] = {}
     for row in records(cells.drop_duplicates("model")):
         folder = reader.folder(row["model_folder"]) if row["model_folder"] else None

@@ -52,41 +52,45 @@ SECONDS = "Time (s)"
 
 def agreement_table(results: Results, name: str) -> Table:
     """Table 14: correlations over experts of each of ESTIMATES with each of TRUTHS, and the seconds
-    of the step that computes the estimate. A row per model, calibration set and estimate.
-
-    The ablation is a further estimate, of the layer loss, where the study has ablations."""
+    of the step that computes the estimate. A row per model, calibration set and estimate. If the
+    study has ablations, they have rows too, as an estimate of the layer loss."""
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
     rows = []
     machines = []
     for key, experts in groups(study.experts, ["model", "calibration"]):
-        is_of_pass = (study.cells["model"] == key["model"]) & (
+        is_of_group = (study.cells["model"] == key["model"]) & (
             study.cells["calibration"] == key["calibration"]
         )
-        cells = study.cells[is_of_pass]
+        cells = study.cells[is_of_group]
         plans_with_priors = cells.reset_index().merge(plans.priors(cells, study.reader), on="cell")
         seconds, pass_machines = seconds_and_machines(study, cells)
         machines += pass_machines
-        has_ablation = experts["ablation"].notna().any()
-        for measure in [*ESTIMATES, "ablation"] if has_ablation else ESTIMATES:
+        measures = list(ESTIMATES)
+        if experts["ablation"].notna().any():
+            measures.append("ablation")
+        for measure in measures:
             numbers: list[float] = []
             for truth in TRUTHS:
                 if measure == truth:
                     numbers += [1.0, 1.0, 1.0]  # a measure correlates perfectly with itself
                 else:
                     correlation = correlations(experts, measure, truth)
-                    layer_mean = rank_correlation_by_layer(experts, measure, truth)
-                    numbers += [correlation["linear"], correlation["rank"], layer_mean]
+                    rank_in_layer = rank_correlation_by_layer(experts, measure, truth)
+                    numbers += [correlation["linear"], correlation["rank"], rank_in_layer]
                 numbers.append(channel_agreement(plans_with_priors, study.retained, measure, truth))
-            labels = (
-                key["model"],
-                names.calibration(key["calibration"]),
-                names.capitalised(MEASURES[measure]),
-            )
             # all measures but the ablation are from the pass
             time = seconds["ablation" if measure == "ablation" else "pass"]
-            rows.append((*labels, *numbers, time))
+            rows.append(
+                (
+                    key["model"],
+                    names.calibration(key["calibration"]),
+                    names.capitalised(MEASURES[measure]),
+                    *numbers,
+                    time,
+                )
+            )
     text_columns = ["Model", "Calibration", "Estimate"]
     return Table(
         name=name,
@@ -111,17 +115,17 @@ def agreement_table(results: Results, name: str) -> Table:
 def channel_agreement(
     plans_with_priors: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
 ) -> float:
-    """Pearson's correlation between two plans' retained shares of channels, over experts. The prior
-    of the first plan is proportional to `measure`, the prior of the second plan to `truth`.
+    """Pearson's correlation, over experts, between the shares of channels that two plans retain.
+    The first plan's prior is proportional to `measure`, the second plan's prior to `truth`.
 
-    The result is the mean over pairs of plans that differ in the prior alone, one pair for each
-    combination of the other settings. Pairs without a correlation are left out; NaN without a pair.
+    Returns the mean over pairs of plans: one pair for each combination of values in SAME_BUT_PRIOR.
+    A pair is left out if its correlation is undefined. NaN if no pair is left.
 
     plans_with_priors: a row per plan, with the columns cell, prior and SAME_BUT_PRIOR; retained:
     see `plans.retained`."""
     values = []
     for _, candidates in groups(plans_with_priors, SAME_BUT_PRIOR):
-        shares = {}
+        shares = {}  # "measure" or "truth" -> retained shares of this plan, by layer and expert
         for column, proportional_to in (("measure", measure), ("truth", truth)):
             has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
             # the first plan with this prior, if there is one
@@ -135,12 +139,11 @@ def channel_agreement(
 
 
 def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """(seconds, machines) of two steps: the first pass of `cells` among `shown_passes`, and the
-    first ablation that a plan of `cells` reads.
+    """Returns ({"pass": seconds, "ablation": seconds}, names of the machines) of two steps: the
+    calibration pass of `cells`, see `shown_passes`, and the first ablation that a plan of `cells`
+    reads. The seconds are NaN if the store lacks the step.
 
-    seconds: `pass` and `ablation` -> seconds of this step; NaN when the store lacks them. machines:
-    names of the machines that ran these steps. cells: all cells of one model and calibration
-    set."""
+    cells: all cells of one model and calibration set."""
     pass_of_cell = shown_passes(study.cells)["statistics_folder"]
     passes = list(pass_of_cell[pass_of_cell.index.isin(cells.index)])
     ablations = [
@@ -153,6 +156,7 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     machines: list[str] = []
     for kind, steps in (("pass", passes), ("ablation", ablations)):
         times = time_and_memory(steps[:1], study.reader)
+        # without a step, min_count=1 gives NaN in place of the sum 0
         seconds[kind] = float(times["seconds"].sum(min_count=1))
         machines += map(str, times["machine"])
     return seconds, machines
@@ -165,9 +169,11 @@ def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, f
     "Difference: Mean minus that of the first order, paired.",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Blocks of plans of allocation=coverage that differ in the prior alone; differences are to the
-    plan with the prior of first order, where there is one. Plans without a counterpart of another
-    prior are left out."""
+    """Blocks of plans of allocation=coverage that differ in the prior alone. A plan is left out if
+    no other plan differs from it in the prior alone.
+
+    Differences are to the plan with the prior of first order; a block without this prior has no
+    differences."""
     cells = comparison.cells.reset_index().merge(
         plans.priors(comparison.cells, results.study.reader), on="cell"
     )
@@ -178,23 +184,23 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             "prior", key=lambda prior: prior.map(list(PRIOR_LABELS).index), kind="stable"
         )
         labels = dict(zip(rows["cell"].map(int), rows["prior"].map(PRIOR_LABELS), strict=True))
-        texts = [
+        title_parts = [
             comparison.removed_words(key["ratio"]),
             names.RECOVERIES.get(key["recovery"], key["recovery"]),
         ]
         base = None
         first_order_plans = competitors[competitors["prior"] == plans.FIRST_ORDER]
         if len(first_order_plans):
-            texts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
+            title_parts.append(names.allocation_name(str(first_order_plans["allocation"].iloc[0])))
             base = int(first_order_plans["cell"].iloc[0])
-        yield Block(comparison, ", ".join(filter(None, texts)), labels, base)
+        yield Block(comparison, ", ".join(filter(None, title_parts)), labels, base)
 
 
 @output("coverage.table14", chapter="attribution", filters="Model|Calibration|Pruned", needs=SUMS)
 def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]:
     """Agreement of attributions with ablations, seconds of attributions, and scores by prior.
 
-    The second table is None without plans that differ in the prior alone.
+    The second table is None if no two plans differ in the prior alone.
     """
     return [agreement_table(results, name), prior_table(results, f"{name}.scores")]
 
@@ -204,8 +210,8 @@ def agreement_and_prior_tables(results: Results, name: str) -> list[Item | None]
 def smoothing_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
-    A panel per calibration set, a line per smoothing; the targets of a line have mean 1. None
-    without losses.
+    A panel per calibration set, a line per smoothing. Targets are divided by the mean of their
+    line. None if the model has no layer losses.
     """
     from moe_lab.allocation.shapes import Smoothing, smooth
 

@@ -46,8 +46,9 @@ def token_counts(study: Study, model: str) -> dict[str, int]:
 
 
 def sources(study: Study, model: str) -> dict[str, str]:
-    """Calibration set -> identifier of its text: the text's hash or source, or else the name of the
-    set. Sets that read different numbers of tokens of the same text have the same identifier."""
+    """Calibration set -> identifier of its text: the text's hash, else the text's source, else the
+    name of the set. If several calibration sets differ only in how many tokens of one text are
+    read, their identifiers are equal."""
     return {
         name: str(report.get("sha256") or report.get("source") or name)
         for name, report in pass_reports(study, model).items()
@@ -55,7 +56,7 @@ def sources(study: Study, model: str) -> dict[str, str]:
 
 
 def text_cells(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells that read a calibration set, sorted by ratio and method."""
+    """Pruned cells with a calibration set, sorted by ratio and method."""
     cells = comparison.cells
     cells = cells[(cells["criterion"] != "none") & (cells["calibration"] != "none")]
     order = names.methods_in_order(cells["method"])
@@ -77,14 +78,14 @@ def text_cells(comparison: Comparison) -> pd.DataFrame:
 def calibration_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """Each method with several calibration sets, a block per ratio and method.
 
-    Rows are calibration sets, sorted by number of tokens, sets of unknown number last. Differences
-    are to the last set. Methods with one set are left out."""
+    Rows are calibration sets, sorted by number of tokens; a set without a known number comes last.
+    Differences are to the last row. Methods with one set are left out."""
     counts = token_counts(results.study, comparison.model)
     for key, rows in groups(text_cells(comparison), EQUAL_COLUMNS):
         if rows["calibration"].nunique() > 1:
             labels = {}
-            ordered_cells = rows.assign(read=rows["calibration"].map(counts)).sort_values(
-                "read", kind="stable"
+            ordered_cells = rows.assign(tokens=rows["calibration"].map(counts)).sort_values(
+                "tokens", kind="stable"
             )
             for cell, calibration in ordered_cells["calibration"].items():
                 suffix = f", {counts[calibration]:,} tokens" if calibration in counts else ""
@@ -95,11 +96,12 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 
 
 def lines_by_tokens(study: Study, comparison: Comparison) -> dict[tuple[str, float], pd.DataFrame]:
-    """(label, ratio) -> cells of one method and gate, whose calibration sets are different numbers
-    of tokens of one text. The cells are sorted by this number, the column read.
+    """(label, ratio) -> cells of a line, sorted by the number of calibration tokens, which is added
+    as the column read.
 
-    label: the method, the text, and the gate if there are several. Cells without a counterpart of
-    another number are left out."""
+    The cells of a line have one ratio, method and gate. Their calibration sets are different
+    numbers of tokens of one text. A line has at least two numbers of tokens. The label names the
+    method, the text, and the gate if the model has several gates."""
     counts = token_counts(study, comparison.model)
     source_of_set = sources(study, comparison.model)
     cells = text_cells(comparison)
@@ -145,7 +147,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         axes = grid[ratios.index(ratio)]
         shade = style.colour(line["method"].iloc[0])
         marker = style.MARKERS[len(keys) % len(style.MARKERS)]
-        # one entry for the lines of a label in all panels
+        # the lines of a label have one legend entry for all panels
         key = keys.setdefault(label, style.key(label, color=shade, marker=marker, markersize=4))
         axes.vlines(line["read"], low[line.index], high[line.index], color=shade, alpha=0.5)
         style.draw_line(axes, key, line["read"], score[line.index])
@@ -186,8 +188,9 @@ _FAMILIES = {
 
 
 def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Score of each cell of `lines_by_tokens` on each benchmark, minus the score of the line's cell
-    with the fewest tokens, which has the change 0.
+    """Change of each benchmark's score with more calibration text, for the cells of
+    `lines_by_tokens`: the score of a cell minus the score of the line's base, the cell with the
+    fewest tokens. The base has a row too, with the change 0.
 
     Columns: label (method and text), ratio, benchmark, read (number of tokens), and difference, low
     and high (95 %) in points. Benchmarks in which lower is better are left out."""
@@ -236,12 +239,12 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_title(
             f"{key['label']}, {comparison.removed_words(key['ratio'])} pruned", fontsize=7.5
         )
-    for axes in grid[::2]:  # the left of two columns
+    for axes in grid[::2]:  # panels in the left column; the grid has two columns
         axes.set_ylabel("change of the score (points)")
     style.legend(drawing, [keys[benchmark] for benchmark in names.in_order(keys, names.BENCHMARKS)])
-    panel_counts = points.groupby(["label", "ratio"])["read"]
-    least_tokens = " / ".join(style.tokens(count) for count in panel_counts.min().unique())
-    rows_with_more_tokens = points[points["read"] > panel_counts.transform("min")]
+    tokens_by_panel = points.groupby(["label", "ratio"])["read"]
+    least_tokens = " / ".join(style.tokens(count) for count in tokens_by_panel.min().unique())
+    rows_with_more_tokens = points[points["read"] > tokens_by_panel.transform("min")]
     has_filled_marker = rows_with_more_tokens.groupby(["label", "ratio", "benchmark"])[
         "significant"
     ].any()
@@ -256,12 +259,13 @@ def change_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
-    """Draw a line per benchmark through rows of `changes`; returns benchmark -> its legend entry.
+    """Draw the rows `points` of `changes` in one panel, a line per benchmark. Returns benchmark ->
+    legend entry of its line.
 
-    points: rows of one panel. Markers of rows that are significant (a column of `points`) are
-    filled, other markers are hollow. Lines of one family of benchmarks have the family's colour,
-    and differ in marker and dashes; benchmarks of no family are of the colour style.OTHER."""
-    families = {
+    Rows with a true value in the column significant have filled markers, other rows hollow ones.
+    The lines of a family of benchmarks have the family's colour, and differ in marker and dashes.
+    Benchmarks of no family have the colour style.OTHER."""
+    family_of_benchmark = {
         benchmark: family
         for column, family in _FAMILIES.items()
         for benchmark in names.COLUMNS[column]
@@ -271,29 +275,29 @@ def _draw_changes(axes: Axes, points: pd.DataFrame) -> dict[str, Line2D]:
     axes.axhline(0, color=style.MUTED, linewidth=0.8)
     for key, line in groups(points, ["benchmark"]):
         benchmark = str(key["benchmark"])
-        family = families.get(benchmark, "")
-        number = line_counts[family]
+        family = family_of_benchmark.get(benchmark, "")
+        index_in_family = line_counts[family]
         line_counts[family] += 1
         shade = _SHADES.get(family, style.OTHER)
-        marker = style.MARKERS[number % len(style.MARKERS)]
-        # other dashes when the family's lines have used all markers
-        look: Any = {
+        marker = style.MARKERS[index_in_family % len(style.MARKERS)]
+        # after all markers are used once, the family's next lines have other dashes
+        line_style: Any = {
             "color": shade,
-            "linestyle": ("-", "--", ":")[number // len(style.MARKERS) % 3],
+            "linestyle": ("-", "--", ":")[index_in_family // len(style.MARKERS) % 3],
             "linewidth": 1.0,
         }
-        axes.plot(line["read"], line["difference"], **look)
-        for is_significant, face in ((False, style.SURFACE), (True, shade)):
+        axes.plot(line["read"], line["difference"], **line_style)
+        for is_significant, fill_colour in ((False, style.SURFACE), (True, shade)):
             rows = line[line["significant"] == is_significant]
-            mark: Any = {
+            marker_style: Any = {
                 "color": shade,
-                "markerfacecolor": face,
+                "markerfacecolor": fill_colour,
                 "markersize": 3.8,
                 "markeredgewidth": 0.9,
             }
-            axes.plot(rows["read"], rows["difference"], marker, **mark)
+            axes.plot(rows["read"], rows["difference"], marker, **marker_style)
         keys[benchmark] = style.key(
-            names.benchmark(benchmark), marker=marker, markersize=3.8, **look
+            names.benchmark(benchmark), marker=marker, markersize=3.8, **line_style
         )
     counts = sorted(points["read"].unique())
     style.label_ticks(axes.xaxis, counts, map(style.tokens, counts))

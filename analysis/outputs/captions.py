@@ -57,7 +57,8 @@ def score_setup(study: Study) -> str:
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
-    """The metric of each result; where lower is better, the text adds unit and direction."""
+    """Text for the metric of each result: `acc`, but `loss (nats per token, less is better)`, see
+    `Quantity.described`."""
     columns = (results[name] for name in ("metric", "scale", "unit"))
     return [
         Quantity(scale, unit).described(str(metric))
@@ -78,7 +79,8 @@ def pass_setup(study: Study) -> str:
     """Text for captions of numbers from calibration passes: the seeds and gates of the shown
     passes, calibration tokens and library versions.
 
-    If cells have seeds or gates that no shown pass has, all values follow in brackets."""
+    If the shown passes lack a seed or gate of the pruned cells, brackets list those of all pruned
+    cells: `seed 1 (of 1 and 2)`."""
     cells = study.cells[
         (study.cells["criterion"] != "none") & study.cells["statistics_folder"].notna()
     ]
@@ -103,11 +105,11 @@ gives the number."""
 
 
 def _seeds_in_words(cells: pd.DataFrame) -> str:
-    """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`.
+    """Text with the seeds of these cells: `seed 42` or `seeds 1 and 2`; "" without cells.
 
-    If methods have different seeds, the seeds that most methods have come first. The seeds of the
-    other methods follow in brackets: `seed 42 (Random: seeds 1, 2 and 3)`. Of more than
-    MOST_METHODS methods with equal seeds, the brackets give the number. "" without cells."""
+    If methods have different seeds, the text begins with the most common seeds. Brackets name the
+    other methods and their seeds: `seed 42 (Random: seeds 1, 2 and 3)`. More than MOST_METHODS
+    methods with equal seeds are counted instead of named."""
     methods_by_seeds: dict[str, list[str]] = {}
     for method, seeds in cells.groupby("method", sort=False)["seed"]:
         noun = "seeds" if seeds.nunique() > 1 else "seed"

@@ -43,11 +43,11 @@ RETAINED_COLOUR, ATTRIBUTION_COLOUR = "#bb3311", "#b39a25"
 
 
 def concentration(study: Study, scores_folder: str) -> pd.DataFrame | None:
-    """Concentration of the channel scores in `scores_folder`; None when the store lacks the file of
-    it.
+    """Concentration of channel scores in experts, read from the step `scores_folder`; None if the
+    store lacks the file.
 
-    Columns: layer, expert, channels (a share of the expert's channels, those of highest scores) and
-    score (share of the sum of the expert's channel scores that these channels hold)."""
+    Columns: layer, expert, channels (share of the expert's channels, from the highest score down)
+    and score (share of the sum of the expert's channel scores that these channels have)."""
     return passes.read(
         study.reader.find(scores_folder), "expert_concentration.parquet", study.reader
     )
@@ -75,8 +75,8 @@ def channel_scores(results: Results, comparison: Comparison, name: str) -> list[
 
 
 def concentration_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Fig. 4 (a): curves of `concentration`, a line per expert; a panel for each of the first
-    PANELS steps that scored channels and have curves. None without curves."""
+    """Fig. 4 (a): curves of `concentration`, a line per expert. A panel for each step with such
+    curves, at most PANELS. None without curves."""
     cells = cells_without_recovery(comparison, "channel")
     panels: list[tuple[str, pd.DataFrame]] = []
     for row in records(cells[cells["scores_folder"].notna()].drop_duplicates("scores_folder")):
@@ -124,8 +124,8 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     of `ratio_lines` that prune channels.
 
     Columns: label (the method), cell, layer, kept (retained share of channels, the mean over the
-    layer's experts), loss (the error). Methods with a measured error in only one cell are left
-    out."""
+    layer's experts), loss (the error). Methods with measured errors in fewer than two cells are
+    left out."""
     losses = (
         study.profiles[["cell", "layer", "output_loss"]]
         .dropna()
@@ -133,7 +133,7 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
     )
     shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
-    # the first frame has no rows; its columns are for a study without losses
+    # the first frame has no rows: it gives the columns, and is the result without losses
     frames = [pd.DataFrame(columns=["label", "cell", "layer", "kept", "loss"])]
     for label, line in ratio_lines(cells_without_recovery(comparison, "channel")).items():
         line_losses = losses[losses["cell"].isin(line.index)]
@@ -221,8 +221,8 @@ def stacks_by_layer(study: Study, comparison: Comparison, cell: int) -> dict[int
 
 
 def _piece_colour(piece: int) -> Any:
-    """The colour of a piece of a bar, from 0.9 of the colour map for piece 0, which has the highest
-    scores and is the darkest, to 0.1 for the last piece."""
+    """The colour of a piece of a bar. Piece 0 has the highest scores and the darkest colour, 0.9 of
+    the colour map; the last piece has the lightest, 0.1."""
     return colormaps[style.SEQUENTIAL](0.9 - 0.8 * piece / (PIECES - 1))
 
 
@@ -258,10 +258,11 @@ def _draw_bars(axes: Axes, stacks: pd.DataFrame) -> None:
 def bars_figure(
     study: Study, panels: Sequence[tuple[str, pd.DataFrame]], name: str, title: str, plans: str
 ) -> Figure:
-    """A figure with a panel for each of `panels`, which are pairs (title, `expert_stacks`): a bar
-    per expert, with the retained share of channels and the attribution.
+    """A figure with a panel for each (title of the panel, `expert_stacks`) in `panels`. A panel has
+    a bar per expert, with the retained share of channels and the attribution.
 
-    name, title: those of the figure; plans: a sentence for the caption that names the plans."""
+    name, title: name and title of the figure; plans: a sentence for the caption that names the
+    plans."""
     drawing = style.drawing(style.PAGE, 1.55 * len(panels) + 0.6)
     for axes, (panel_title, stacks) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
@@ -297,12 +298,13 @@ def bars_figure(
 def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert in three layers.
 
-    A shallow, a middle and a deep layer of one plan. None without coverage budgets or scores.
+    A shallow, a middle and a deep layer of one plan. None without cells of `coverage_cells`, or
+    without their scores in the store.
     """
     cells = coverage_cells(comparison)
     if cells.empty:
         return None
-    # the first cell of criterion ACTIVATION, or else the first of any criterion
+    # the first cell of criterion ACTIVATION (False sorts first), or else of any criterion
     cell = (cells["criterion"] != ACTIVATION).sort_values(kind="stable").index[0]
     stacks = stacks_by_layer(results.study, comparison, int(cell))
     if not stacks:
@@ -323,23 +325,24 @@ def expert_bars(results: Results, comparison: Comparison, name: str) -> Figure |
 def expert_bars_by_score(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Channel scores, kept channels and attribution in the middle layer, by two scores.
 
-    Panels above show a plan by ACTIVATION, panels below a plan by WEIGHT_GRADIENT that is otherwise
-    equal. A layer of many experts has several panels. None without such plans or their scores.
+    The upper panels show a plan by the criterion ACTIVATION, the lower panels a plan by
+    WEIGHT_GRADIENT; the plans differ only in the criterion. A layer of many experts has several
+    panels per plan. None without the two plans, or without their scores in the store.
     """
-    cell_of_score = _cells_of_two_scores(coverage_cells(comparison))
-    stacks_of_score = {
-        score: stacks_by_layer(results.study, comparison, cell)
-        for score, cell in cell_of_score.items()
+    cell_of_criterion = _cells_of_two_scores(coverage_cells(comparison))
+    stacks_of_criterion = {
+        criterion: stacks_by_layer(results.study, comparison, cell)
+        for criterion, cell in cell_of_criterion.items()
     }
-    if not stacks_of_score or not all(stacks_of_score.values()):
+    if not stacks_of_criterion or not all(stacks_of_criterion.values()):
         return None
-    layers = sorted(stacks_of_score[ACTIVATION])
+    layers = sorted(stacks_of_criterion[ACTIVATION])
     layer = layers[(len(layers) - 1) // 2]  # the shallower of two middle layers
     panels: list[tuple[str, pd.DataFrame]] = []
-    for score, stacks in stacks_of_score.items():
-        for panel in _split(stacks[layer]):
-            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(score)}", panel))
-    above, below = map(names.criterion, stacks_of_score)
+    for criterion, stacks in stacks_of_criterion.items():
+        for part in _split(stacks[layer]):
+            panels.append((f"({'abcdefgh'[len(panels)]}) {names.criterion(criterion)}", part))
+    above, below = map(names.criterion, stacks_of_criterion)
     title = f"Channel scores and budgets of layer {layer} by two scores: {comparison.model}"
     return bars_figure(
         results.study,
@@ -351,10 +354,10 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 
 def _cells_of_two_scores(cells: pd.DataFrame) -> dict[str, int]:
-    """ACTIVATION -> a cell with this criterion, and WEIGHT_GRADIENT -> a cell with this criterion
-    and the same allocation, calibration set and gate; {} when there is no such pair.
+    """{ACTIVATION: cell, WEIGHT_GRADIENT: cell}, two cells with these criteria and the same
+    allocation, calibration set and gate; {} without two such cells.
 
-    cells: of one ratio."""
+    cells: cells of one ratio, see `coverage_cells`."""
     scores = (ACTIVATION, WEIGHT_GRADIENT)
     for _, candidates in groups(cells, ["allocation", "calibration", "gate"]):
         cells_of_criteria = candidates.reset_index().drop_duplicates("criterion")

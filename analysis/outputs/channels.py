@@ -40,8 +40,8 @@ EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 
 
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells that prune channels by one of names.METHODS, which are pairs of criterion and
-    allocation: the methods of HEAPr's tables."""
+    """Cells that prune channels by a method of HEAPr's tables, HEAPr or CAMERA: channel cells whose
+    pair (criterion, allocation) is in names.METHODS."""
     channels = cells[cells["granularity"] == "channel"]
     pairs = zip(channels["criterion"], channels["allocation"], strict=True)
     return channels[[pair in names.METHODS for pair in pairs]]
@@ -90,8 +90,9 @@ def method_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """HEAPr's Table 2: CAMERA-P, HEAPr-L and HEAPr-G.
 
-    Differences are to CAMERA-P, or to one-shot CAMERA-P when only this was run. Ratios and settings
-    with no cell or several cells of this base, or without another method, are left out."""
+    A block per ratio, calibration set and gate. Differences are to CAMERA-P, or to one-shot
+    CAMERA-P if only one-shot was run. A block is left out unless it has exactly one such reference
+    cell and at least one other method."""
     for key, cells in groups(heapr_cells(cells_without_recovery(comparison)), EQUAL_COLUMNS):
         camera_cells = cells[cells["criterion"] == "camera"]
         sequential_cells = camera_cells[camera_cells["allocation"] == "sequential"]
@@ -113,13 +114,13 @@ def channel_choice_table(results: Results, comparison: Comparison) -> Iterator[B
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 6: one channel score under every allocation.
 
-    Differences are to uniform widths. Scores without coverage budgets, or with no other allocation,
-    are left out.
+    A block per criterion, ratio, calibration set and gate. Differences are to uniform widths. A
+    block is left out unless it has coverage budgets and another allocation.
     """
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
     ):
-        # Table 7 compares the plans that set a smoothing
+        # plans that set a smoothing belong to Table 7
         has_default_smoothing = []
         for text in cells["allocation"]:
             _, parameters = settings.allocation(text)
@@ -147,8 +148,9 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
 def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 7: coverage budgets with different smoothings of layer losses.
 
-    Differences are to DEFAULT_SMOOTHING. Plans with a parameter other than the smoothing are left
-    out, and scores with one smoothing only.
+    A block per criterion, ratio, calibration set and gate. Differences are to DEFAULT_SMOOTHING.
+    Plans that set a parameter other than the smoothing are left out. A block with only one
+    smoothing is left out.
     """
     for key, cells in groups(
         cells_without_recovery(comparison, "channel"), [*EQUAL_COLUMNS, "criterion"]
@@ -157,6 +159,7 @@ def smoothing_table(results: Results, comparison: Comparison) -> Iterator[Block]
         for cell, text in cells["allocation"].items():
             allocation, parameters = settings.allocation(text)
             if allocation == "coverage" and set(parameters) <= set(SMOOTHING):
+                # the only parameter, if there is one, is the smoothing
                 smoothing_of_cell[cell] = next(iter(parameters.values()), DEFAULT_SMOOTHING)
         smoothings = pd.Series(smoothing_of_cell, dtype=object)
         if cells["allocation"][smoothings.index].nunique() > 1:
@@ -192,10 +195,10 @@ def draw_ratios(
     axes: Axes, comparison: Comparison, target: Target
 ) -> tuple[list[Line2D], list[Artist]]:
     """Draw scores on `target` against the removed share in per cent: a line with 95 % intervals for
-    each method of `ratio_lines`, the unpruned model, and bands of chance.
+    each method of `ratio_lines`, the unpruned model, and the bands of `draw_chance`.
 
     Points of one ratio are side by side. Returns (legend entries of the lines, legend entries
-    of the unpruned model and of chance)."""
+    of the unpruned model and of the bands)."""
     score, low, high = comparison.displayed(target)
     unpruned_key = draw_unpruned(axes, comparison, target)
     keys = []
@@ -299,8 +302,8 @@ differences."""
 
 
 def allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
-    """Blocks of several cells that differ in the allocation alone; differences are to
-    PUBLISHED_BLOCKS.
+    """Blocks of cells that differ in the allocation alone, at least two cells each. Differences are
+    to the cell with the allocation PUBLISHED_BLOCKS.
 
     pattern: regular expression; cells whose allocation does not match it are left out."""
     matches = comparison.cells[comparison.cells["allocation"].str.fullmatch(pattern)]

@@ -50,8 +50,9 @@ Pairs = Sequence[tuple[int, int]]
 def claims(
     comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame
 ) -> pd.DataFrame:
-    """Test the claims: a row per claim, model and ratio, and a row for the mean over all ratios of
-    a claim and model. Without rows when no claim can be tested.
+    """Test the claims: a row per claim, model and ratio. If a claim other than SEARCHED has several
+    ratios of a model, another row has their mean, with the ratio ALL. The frame has no rows when no
+    claim can be tested.
 
     costs: cell, routed_kept; family: see `Study.family`. Returned columns:
 
@@ -61,7 +62,7 @@ def claims(
     - detectable: the difference that this study would find in 80 % of cases
     - p: NaN for methods with one seed; p_holm: p after Holm's correction over all rows
     - verdict: see `verdict`
-    - parts: name of a group average -> difference of this average
+    - parts: name of a group average -> difference of this average; {} for INVARIANT
     """
     rows = [
         row
@@ -105,8 +106,9 @@ def _searched_rows(comparison: Comparison) -> list[dict[str, object]]:
 
 
 def _channel_rows(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows of the claims CHANNELS (plans by criteria) and BY_CHANCE (random plans, whose difference
-    is the effect of granularity alone). Only plans without recovery are compared.
+    """Rows of the claims CHANNELS and BY_CHANCE. CHANNELS compares plans of criteria that are not
+    random. BY_CHANCE compares random plans; their difference is the effect of granularity alone.
+    Plans with recovery are left out.
 
     costs: see `claims`."""
     retained = costs.set_index("cell")["routed_kept"].astype(float).reindex(comparison.cells.index)
@@ -124,9 +126,9 @@ def _granularity_rows(
 ) -> list[dict[str, object]]:
     """Rows of `claim`: a row per ratio, and a row for ALL if there are several ratios.
 
-    A pair is a cell of channels and a cell of whole experts whose retained shares of routed
-    parameters are equal up to TOLERANCE. Cells that replace dropped experts are left out, because
-    the claim is about removing experts.
+    A pair is a cell of channels and a cell of whole experts of the same ratio, with retained shares
+    of routed parameters that differ by less than TOLERANCE. Cells that replace dropped experts are
+    left out, because the claim is about removing experts.
 
     cells: pruned cells, with the column kept (retained share of routed parameters)."""
     cells = cells[~cells["allocation"].map(replaces).astype(bool)]
@@ -154,19 +156,21 @@ def _row(
     """A row of `claims`: the differences of Avg and of each group average. A difference is the mean
     over the pairs of each ratio, then over ratios.
 
-    pairs_of_ratios: a list of pairs for each ratio. The difference of an Avg in which lower is
-    better changes its sign. p is NaN if the cells have one seed."""
+    The difference of Avg is above 0 if the first cells of the pairs are better. For this, the sign
+    is reversed if Avg is a loss. p is NaN if a cell has only one seed.
+
+    pairs_of_ratios: for each ratio, its pairs of cells."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
     average = overall(comparison, cells)
     quantity = comparison.quantity(average)
     targets = group_targets(comparison, cells)
-    targets.pop(quantity.mean_name, None)  # without Avg itself
+    targets.pop(quantity.mean_name, None)  # Avg is not a group average
     parts = {}
     for name, target in targets.items():
-        _, estimate = pooled_difference(comparison, target, pairs_of_ratios)
-        parts[name] = estimate.value
+        _, part_estimate = pooled_difference(comparison, target, pairs_of_ratios)
+        parts[name] = part_estimate.value
     count, estimate = pooled_difference(comparison, average, pairs_of_ratios)
-    numbers = _numbers(replace(estimate, value=quantity.sign * estimate.value))
+    numbers = _estimate_columns(replace(estimate, value=quantity.sign * estimate.value))
     if not comparison.have_several_seeds(cells):
         numbers["p"] = np.nan
     return {
@@ -179,8 +183,8 @@ def _row(
     }
 
 
-def _numbers(estimate: Estimate) -> dict[str, float]:
-    """Name in ESTIMATES -> this number of `estimate`."""
+def _estimate_columns(estimate: Estimate) -> dict[str, float]:
+    """The columns ESTIMATES of `claims`: name of a column -> number from `estimate`."""
     numbers = (estimate.value, *estimate.interval, estimate.detectable, estimate.p)
     return dict(zip(ESTIMATES, numbers, strict=True))
 
@@ -191,13 +195,14 @@ def _invariant_rows(
     """Rows of the claim INVARIANT: the mean over layers of `layer_differences`. A row per model and
     ratio, and a row for ALL if the model has several ratios.
 
-    family: see `Study.family`; models with one calibration set are left out. ratios: model -> the
-    ratios of its plans; a model without an entry has overlap.RATIOS."""
+    family: see `Study.family`; models with one calibration set are left out. ratios: model ->
+    ratios of the model's plans; a model that `ratios` lacks has overlap.RATIOS."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
         scores_by_layer = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
+        # ratio or ALL -> differences (layers,)
         differences: dict[object, np.ndarray] = {
             ratio: layer_differences(scores_by_layer, ratio)
             for ratio in ratios.get(key["model"], overlap.RATIOS)
@@ -208,9 +213,9 @@ def _invariant_rows(
             estimate = Estimate(float(np.mean(values)))
             if np.ptp(values) > 0:  # without variance between layers there is no interval
                 estimate = uncertainty.mean_estimate(values)
-            # a pair of scores for each (alpha, beta) is compared
+            # the pairs are S(1, alpha, beta) and S(0, alpha, beta), one for each (alpha, beta)
             labels = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
-            rows.append({**labels, **_numbers(estimate), "compared": len(_EXPONENTS)})
+            rows.append({**labels, **_estimate_columns(estimate), "compared": len(_EXPONENTS)})
     return rows
 
 
@@ -226,15 +231,17 @@ _EXPONENTS = [
 def layer_differences(
     layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float
 ) -> np.ndarray:
-    """A number per layer (layers,): the agreement of S(1, alpha, beta) minus the agreement of
-    S(0, alpha, beta), the mean over (alpha, beta). NaN for a layer without such a pair of scores.
+    """For each layer (layers,), the agreement of S(1, alpha, beta) minus the agreement of
+    S(0, alpha, beta), as the mean over (alpha, beta). NaN for a layer in which no (alpha, beta) has
+    both scores.
 
-    The agreement of a score: of the experts with the lowest scores, as many as `ratio` prunes, the
-    share that all calibration sets have in common. layers: `overlap.scores_by_variant` of each
-    layer."""
+    The agreement of a score is `triple` of `overlap.agreement`: of the experts that the score
+    prunes at `ratio`, the share that all calibration sets prune.
+
+    layers: for each layer, (b, alpha, beta) -> scores (calibration sets, experts)."""
     differences = []
     for layer in layers:
-        # [:, None, :] gives (calibration sets, 1 layer, experts); triple: common to all sets
+        # [:, None, :] gives (calibration sets, 1 layer, experts)
         shares = {
             variant: overlap.agreement(overlap.bottom_sets(scores, ratio)[:, None, :])["triple"]
             for variant, scores in layer.items()
@@ -257,8 +264,8 @@ STATEMENTS = {
 
 
 def _sign_of_losses(results: Results) -> str:
-    """A sentence for the caption on the sign of differences of losses; "" when the average of every
-    model is of scores."""
+    """A sentence for the caption that explains the sign of differences of losses; "" if no model's
+    average is a loss or perplexity."""
     quantities = means(results.comparisons).values()
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:

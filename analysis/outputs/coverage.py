@@ -63,8 +63,8 @@ def tokens_per_expert(results: Results, name: str) -> list[Item]:
 
 
 def coverage_table(study: Study, name: str) -> Table:
-    """Table of `coverage_summary`; the column of items has the numbers of benchmark items that the
-    calibration text contains."""
+    """Table of `coverage_summary`. The column `Items in the text` has the numbers of benchmark
+    items that the calibration text contains."""
     text_columns = {"Model": "model", "Calibration": "calibration"}
     number_columns = {
         "Experts": "experts",
@@ -91,10 +91,12 @@ def coverage_table(study: Study, name: str) -> Table:
 
 
 def _items_in_words(counts: Mapping[str, Any]) -> str:
-    """Text with the numbers of found and of comparable items, first over all benchmarks, then of
-    each benchmark with found items: `3 / 155: GSM8K 3 / 75`; "" without counts.
+    """Text with the number of items that a calibration text contains / the number of items looked
+    for: `3 / 155: GSM8K 3 / 75`. The total over all benchmarks comes first, then each benchmark of
+    which the text contains items. "" without counts.
 
-    counts: benchmark -> numbers `found` and `comparable`, see `Study.contaminations`."""
+    counts: benchmark -> {"found": first number, "comparable": second number}, see
+    `passes.contaminations`."""
     if not counts:
         return ""
     total = _found_of_comparable(counts.values())
@@ -107,15 +109,18 @@ def _items_in_words(counts: Mapping[str, Any]) -> str:
 
 
 def _found_of_comparable(counts: Collection[Any]) -> str:
-    """Text with the sums of found and of comparable items over `counts`: `3 / 155`."""
+    """Text with the sum of `found` / the sum of `comparable` over `counts`: `3 / 155`."""
     found = sum(count["found"] for count in counts)
     comparable = sum(count["comparable"] for count in counts)
     return f"{found:,} / {comparable:,}"
 
 
 def _explanation_of_items(study: Study) -> str:
-    """Sentences for the caption that explain the column of items, and name the benchmarks that have
-    no numbers, by reason; "" when no calibration text was searched for items."""
+    """Sentences for the caption that explain the column `Items in the text`; "" when no calibration
+    text was searched for items.
+
+    The sentences also list the benchmarks without numbers, in two groups: benchmarks that were not
+    looked up, and benchmarks whose items are all shorter than 13 words."""
     counts_of_sets = [counts for counts in study.contaminations.values() if counts]
     if not counts_of_sets:
         return ""
@@ -139,15 +144,15 @@ def _explanation_of_items(study: Study) -> str:
 
 
 def coverage_figure(study: Study, name: str) -> Figure:
-    """A panel per model and calibration set, with a row of squares per layer and a square per
-    expert, shaded by the expert's tokens relative to an even load, fewest tokens first. Squares of
-    experts without a token are crossed."""
+    """A panel per model and calibration set. A panel has a row per layer, and a row has a square
+    per expert, sorted from the fewest to the most tokens. The shade is the expert's tokens relative
+    to an even load. Squares of experts without a token are crossed."""
     coverage = study.coverage
     order = names.calibrations_in_order(coverage["calibration"])
     ordered = sorted_in_order(coverage, "calibration", order, "model")
     panels = list(groups(ordered, ["model", "calibration"]))
     layer_count = max(experts["layer"].nunique() for _, experts in panels)
-    # in inches; panels with more than 24 layers have narrower rows
+    # height in inches: 0.2 per layer; from 24 layers on, panels do not become higher
     drawing = style.drawing(style.PAGE, len(panels) * (0.2 * min(layer_count, 24) + 0.5) + 0.5)
     for axes, (key, experts) in zip(
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
