@@ -97,14 +97,14 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         stop: Sequence[str],
-        ends: Sequence[int],
+        end_token_ids: Sequence[int],
     ) -> Iterator[tuple[int, list[int], float]]:
         """Generate a text greedily after each of the `prompts`, which are token ids. Yields (index
         of the prompt, new tokens, log-likelihood of the new tokens in nats) for each complete text.
 
         A text is complete when it has `max_tokens` new tokens, contains one of the strings `stop`,
-        or ends with one of the tokens `ends`. The log-likelihood is NaN if a logit was NaN.
-        ValueError if vLLM stops a text for another reason.
+        or ends with one of the tokens `end_token_ids`. The log-likelihood is NaN if a logit was
+        NaN. ValueError if vLLM stops a text for another reason.
         """
         from vllm import SamplingParams
 
@@ -112,8 +112,8 @@ class Engine:
             temperature=0,
             max_tokens=max_tokens,
             stop=list(stop) or None,
-            stop_token_ids=list(ends),
-            ignore_eos=True,  # only the caller's `ends` end a text
+            stop_token_ids=list(end_token_ids),
+            ignore_eos=True,  # only the caller's `end_token_ids` end a text
             detokenize=bool(stop),
             logprobs=0,  # log-probabilities of the generated tokens only
         )

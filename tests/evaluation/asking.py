@@ -71,7 +71,7 @@ def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
     engine = VllmModel.__new__(VllmModel)
     said = {"max_length": 512, "items": lambda *_, **__: iter(replies)}
     vars(engine).update(
-        said, tokenizer=tokenizer, ends=[tokenizer.eos_token_id], template_arguments={}
+        said, tokenizer=tokenizer, end_token_ids=[tokenizer.eos_token_id], template_arguments={}
     )
     return engine
 

@@ -32,7 +32,7 @@ from moe_lab.evaluation.engines import (
     Likelihood,
     Prompt,
     Row,
-    last_lines,
+    error_summary,
 )
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
@@ -375,7 +375,7 @@ CONSEQUENCE = "RuntimeError: the engine failed, see root cause above"
     ],
 )
 def test_a_log_is_quoted_by_its_last_cause_and_line(lines: list[str], quoted: str) -> None:
-    assert last_lines("\n".join(lines)) == quoted
+    assert error_summary("\n".join(lines)) == quoted
 
 
 def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:

@@ -248,7 +248,7 @@ def test_served_checkpoint_without_generation_config_ends_like_the_model(
 ) -> None:
     (preferring / "generation_config.json").unlink()
     servers.make_view(preferring, tmp_path / "view", subject.tokenizer)
-    assert read(tmp_path / "view/generation_config.json")["eos_token_id"] == subject.ends
+    assert read(tmp_path / "view/generation_config.json")["eos_token_id"] == subject.end_token_ids
 
 
 def read(file: Path) -> Any:
@@ -419,7 +419,7 @@ def test_slow_server_may_take_its_time_between_two_texts(
     monkeypatch.setattr(
         servers, "wait", lambda *arguments: waits.append(arguments[1]) or wait(*arguments)
     )
-    slow, _ = fake(lambda body: completion("x", "m"), patience=200)
+    slow, _ = fake(lambda body: completion("x", "m"), ready_seconds=200)
     assert write(slow, list("abcdef"), 4, batch_size=1) == ["x"] * 6
     assert len(waits) > 1 and set(waits) == {200.4}, (
         "so long may pass between two, whatever all take"
@@ -438,7 +438,7 @@ def test_hanging_server_is_given_up(
     fake: Any, stopped: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "TOKEN_SECONDS", 0.1)
-    silent, _ = fake(lambda body: stopped.wait() and completion("x", "m"), patience=0.2)
+    silent, _ = fake(lambda body: stopped.wait() and completion("x", "m"), ready_seconds=0.2)
     with pytest.raises(Unavailable, match=r"0\.6 s, .*ready_seconds=0\.2"):
         write(silent, list("abcdef"), 4, batch_size=2)
 

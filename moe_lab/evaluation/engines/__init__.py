@@ -133,13 +133,13 @@ def generated_text(
     prompt_tokens: Sequence[int],
     new_tokens: Sequence[int],
     generation: GenerationSettings,
-    ends: Collection[int],
+    end_token_ids: Collection[int],
 ) -> GeneratedText:
     """The text of the `new_tokens`, which follow the `prompt_tokens`, up to the first end token.
-    `ends`: ids of the end tokens."""
+    `end_token_ids`: ids of the end tokens."""
     # number of tokens before the end token
     length = next(
-        (index for index, token in enumerate(new_tokens) if token in ends), len(new_tokens)
+        (index for index, token in enumerate(new_tokens) if token in end_token_ids), len(new_tokens)
     )
     marks = dict(generation.marks)  # id of a special token to keep -> its text
     end_of_prompt = prompt_tokens[-_CONTEXT_TOKENS:]
@@ -167,7 +167,7 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     return text
 
 
-def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
+def end_token_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's end token, and the end tokens in the
     checkpoint's generation_config.json. If this file has none, those in config.json count."""
     ends = read_json_if_there(checkpoint / "generation_config.json").get("eos_token_id")
@@ -269,7 +269,7 @@ def search_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-def last_lines(log: str) -> str:
+def error_summary(log: str) -> str:
     """The last error in a log and the last line of the log, joined by "; ". For a log without an
     error, the last two lines. Errors with CAUSE_MARK are consequences of other errors, and count
     only if there are no others. Also prints the last `_LOG_LINES` lines to standard error."""

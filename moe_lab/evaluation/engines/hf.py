@@ -52,21 +52,25 @@ class LoadedModel(Engine):
         self.max_length = getattr(
             self.model.config.get_text_config(), "max_position_embeddings", None
         )
-        self.ends = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
+        self.end_token_ids = eos_tokens(self.model.generation_config.eos_token_id, self.tokenizer)
 
     def generate(
         self, prompts: Sequence[Prompt], generation: GenerationSettings
     ) -> list[GeneratedText]:
         """Implement `Engine.generate`. All prompts are one batch, and are padded on the left."""
         padding = (
-            self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
+            self.tokenizer.pad_token_id
+            if self.tokenizer.pad_token_id is not None
+            else self.end_token_ids[0]
         )
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_readable_answer(prompt) for prompt in prompts]
-        batch = Batch(tokens, answers, generation, frozenset(self.ends), padding, self.tokenizer)
+        batch = Batch(
+            tokens, answers, generation, frozenset(self.end_token_ids), padding, self.tokenizer
+        )
         return [
             replace(
-                generated_text(self.tokenizer, prompt, text.tokens, generation, self.ends),
+                generated_text(self.tokenizer, prompt, text.tokens, generation, self.end_token_ids),
                 likelihood=text.likelihood,
             )
             for prompt, text in zip(tokens, greedy_tokens(self.model, batch), strict=True)
@@ -111,29 +115,31 @@ class Batch:
     None for a prompt without an answer."""
     generation: GenerationSettings
     """A text is complete at `max_tokens`, or when it contains one of the `stop` texts."""
-    ends: frozenset[int]
+    end_token_ids: frozenset[int]
     """Tokens at which a text is complete."""
     padding: int
     """The token to the left of shorter prompts."""
     tokenizer: Any = None
     """The tokenizer by which stop texts are found."""
 
-    def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
+    def incomplete_rows(
+        self, rows: Sequence[int], texts: Sequence[NewTokens], new_token_count: int
+    ) -> list[int]:
         """The `rows` with incomplete texts: shorter than the limit, and without an end token or a
-        stop text. A row is the index of a prompt and of its text in `texts`. `unseen`: number of
-        tokens at the end of each text that are new since the last call. Only new tokens are
-        searched for end tokens and stop texts."""
+        stop text. A row is the index of a prompt and of its text in `texts`. `new_token_count`:
+        number of tokens at the end of each text that are new since the last call. Only new tokens
+        are searched for end tokens and stop texts."""
         unended_rows = [
             row
             for row in rows
             if len(texts[row].tokens) < self.generation.max_tokens
-            and not self.ends & set(texts[row].tokens[-unseen:])
+            and not self.end_token_ids & set(texts[row].tokens[-new_token_count:])
         ]
         stop = self.generation.stop
         if not stop or not unended_rows:
             return unended_rows
         # A stop text of n bytes has at most n tokens, and may begin before the new tokens.
-        window = max(len(text.encode()) for text in stop) + unseen
+        window = max(len(text.encode()) for text in stop) + new_token_count
         last_tokens = [texts[row].tokens[-window:] for row in unended_rows]
         endings = self.tokenizer.batch_decode(last_tokens, clean_up_tokenization_spaces=False)
         return [
@@ -151,7 +157,7 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
     settings = GenerationConfig(
         max_new_tokens=batch.generation.max_tokens,
         do_sample=False,
-        eos_token_id=sorted(batch.ends),
+        eos_token_id=sorted(batch.end_token_ids),
         pad_token_id=batch.padding,
         use_cache=True,
     )
@@ -165,7 +171,9 @@ def greedy_tokens(model: Any, batch: Batch) -> list[NewTokens]:
         )
     for text in texts:
         # length of the text up to an end token, for each end token
-        lengths = (length for length, token in enumerate(text.tokens, 1) if token in batch.ends)
+        lengths = (
+            length for length, token in enumerate(text.tokens, 1) if token in batch.end_token_ids
+        )
         del text.tokens[next(lengths, len(text.tokens)) :]
     return texts
 
@@ -209,18 +217,20 @@ def _generate(
     }
     output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
     # indices in `texts`: of the rows in the batch, and of the rows with incomplete texts
-    rows = open_rows = list(range(len(texts)))
+    rows = incomplete_rows = list(range(len(texts)))
     new_tokens = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
-    unseen = max(len(text.tokens) for text in texts)  # see `Batch.open_rows`
+    new_token_count = max(len(text.tokens) for text in texts)  # see `Batch.incomplete_rows`
     while True:
         inputs = next_inputs(model, output, inputs)
         input_ids = torch.cat([input_ids, new_tokens[:, None]], dim=1)
-        open_rows = batch.open_rows(open_rows, texts, unseen)
-        if not open_rows:
+        incomplete_rows = batch.incomplete_rows(incomplete_rows, texts, new_token_count)
+        if not incomplete_rows:
             return input_ids
         # once most texts are complete, their rows are removed from the batch
-        if len(open_rows) <= SHRINK * len(rows):
-            indices = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
+        if len(incomplete_rows) <= SHRINK * len(rows):
+            indices = torch.tensor(
+                [rows.index(row) for row in incomplete_rows], device=input_ids.device
+            )
             inputs["past_key_values"].reorder_cache(indices)
             # select the rows of tensors; `reorder_cache` has changed the cache in place
             inputs = {
@@ -230,7 +240,7 @@ def _generate(
                 for name, value in inputs.items()
             }
             input_ids = input_ids[indices]
-            rows = open_rows
+            rows = incomplete_rows
         model_inputs = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
         )
@@ -238,10 +248,10 @@ def _generate(
         new_tokens, logits = _likeliest_tokens(output.logits[:, -1])
         for row, token, logit in zip(rows, new_tokens.tolist(), logits, strict=True):
             # rows of complete texts may still be in the batch; their tokens are not used
-            if row in open_rows:
+            if row in incomplete_rows:
                 check_finite(logit, "logit")
                 texts[row].tokens.append(token)
-        unseen = 1
+        new_token_count = 1
 
 
 def _read(

@@ -31,8 +31,8 @@ from moe_lab.evaluation.engines import (
     Prompt,
     appended_tokens,
     command_line,
-    end_tokens,
-    last_lines,
+    end_token_ids,
+    error_summary,
     search_path,
 )
 from moe_lab.evaluation.items import MARKS
@@ -73,12 +73,12 @@ class ServedModel(Engine):
     """The tokenizer that the server uses."""
     max_length: int | None
     template_arguments: Mapping[str, Any]
-    patience: float = BackendConfig.ready_seconds
+    ready_seconds: float = BackendConfig.ready_seconds
     """A server counts as hung if it finishes no text within these seconds plus the time that one
     text may take."""
     exit_reason: Callable[[], str | None] = lambda: None
     """Returns the last output of a server that has ended; None while it runs."""
-    ends: list[int] = field(default_factory=list)
+    end_token_ids: list[int] = field(default_factory=list)
     """Tokens besides the tokenizer's end token at which the server ends a text."""
 
     batches = 16  # so that the server rarely waits for the last text of a batch
@@ -103,9 +103,9 @@ class ServedModel(Engine):
         as the server finishes other texts. UserError if special tokens matter, because a server
         omits them from texts: special tokens that mark thoughts or that are in stop texts.
         """
-        ends = eos_tokens(self.ends, self.tokenizer)
+        end_token_ids = eos_tokens(self.end_token_ids, self.tokenizer)
         # An end token ends a text even if it is omitted. Marks of thoughts matter only in a chat.
-        marks = [mark for token, mark in generation.marks if token not in ends]
+        marks = [mark for token, mark in generation.marks if token not in end_token_ids]
         if omitted_marks := [mark for mark in marks if generation.chat or mark not in MARKS]:
             raise UserError(
                 "backend=server: a server leaves out special tokens, and "
@@ -119,14 +119,14 @@ class ServedModel(Engine):
                 pool.submit(self.complete, client, text, generation.max_tokens, generation.stop)
                 for text in texts
             ]
-            seconds = self.patience + TOKEN_SECONDS * generation.max_tokens
+            seconds = self.ready_seconds + TOKEN_SECONDS * generation.max_tokens
             try:
                 while pending:
                     done, not_done = wait(pending, seconds, FIRST_COMPLETED)
                     if not done:
                         raise Unavailable(
                             f"the server of {self.name} runs and wrote no text for {seconds:g} s, "
-                            f"which is backend.ready_seconds={self.patience:g} and "
+                            f"which is backend.ready_seconds={self.ready_seconds:g} and "
                             f"{TOKEN_SECONDS:g} s per token: it seems to hang"
                         )
                     for future in done:
@@ -238,7 +238,7 @@ def served_model(
     with tempfile.TemporaryDirectory(prefix="moe_lab-server-") as scratch:
         view = Path(scratch, "checkpoint")
         make_view(checkpoint, view, tokenizer)
-        end_ids = end_tokens(checkpoint, tokenizer)
+        end_ids = end_token_ids(checkpoint, tokenizer)
         port = _free_port()
         # so that another server at this port is not mistaken for the started server
         unique_name = f"{name}-{secrets.token_hex(4)}"
@@ -250,9 +250,9 @@ def served_model(
                 tokenizer=tokenizer,
                 max_length=max_length,
                 template_arguments=model.template_arguments,
-                patience=backend.ready_seconds,
+                ready_seconds=backend.ready_seconds,
                 exit_reason=partial(_exit_reason, server, _EXIT_SECONDS),
-                ends=end_ids,
+                end_token_ids=end_ids,
             )
             yield _wait_until_ready(engine, server, str(view))
 
@@ -261,7 +261,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     """Make a folder `view` with links to the checkpoint's files. Two files are written instead of
     linked: generation_config.json asks for greedy generation without penalties, and
     tokenizer_config.json leaves spaces in decoded texts as they are."""
-    end_ids = end_tokens(checkpoint, tokenizer)
+    end_ids = end_token_ids(checkpoint, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     tokenizer_config = read_json_if_there(checkpoint / "tokenizer_config.json")
     written_files = {
@@ -280,8 +280,8 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
             (view / file.name).symlink_to(file.resolve())
 
 
-def start_process(line: Sequence[str]) -> Child:
-    """Start a server by the command `line`, the program and its arguments. The server ends when the
+def start_process(argv: Sequence[str]) -> Child:
+    """Start a server by the command `argv`, the program and its arguments. The server ends when the
     returned `Child` is closed or when this process dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -289,8 +289,8 @@ def start_process(line: Sequence[str]) -> Child:
         "PATH": search_path(),
         "XDG_CACHE_HOME": str(user_cache()),
     }
-    # server_process runs `line`, and ends the server when this process is gone
-    return Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
+    # server_process runs `argv`, and ends the server when this process is gone
+    return Child(command("moe_lab.evaluation.server_process", str(GRACE), *argv), environment)
 
 
 def _exit_reason(server: Child, seconds: float = 0.0) -> str | None:
@@ -298,7 +298,7 @@ def _exit_reason(server: Child, seconds: float = 0.0) -> str | None:
     for `seconds`."""
     with suppress(subprocess.TimeoutExpired):
         server.process.wait(seconds)
-    return None if server.process.poll() is None else last_lines(server.log())
+    return None if server.process.poll() is None else error_summary(server.log())
 
 
 def _free_port() -> int:
@@ -317,15 +317,15 @@ def _wait_until_ready(engine: ServedModel, server: Child, path: str) -> ServedMo
     accepts. This is engine.name or, if the server does not list engine.name, the `path` of the
     checkpoint's view. Raises Unavailable if the server ends, does not answer in time or does not
     serve the checkpoint."""
-    deadline = time.monotonic() + engine.patience
+    deadline = time.monotonic() + engine.ready_seconds
     while (listed_names := _listed_models(engine)) is None:
         if (reason := _exit_reason(server)) is not None:
             raise Unavailable(f"the server ended before it was ready: {reason}")
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {engine.url} within "
-                f"backend.ready_seconds={engine.patience:g}; its last output: "
-                f"{last_lines(server.log())}"
+                f"backend.ready_seconds={engine.ready_seconds:g}; its last output: "
+                f"{error_summary(server.log())}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name from its command line; `transformers serve` lists other models

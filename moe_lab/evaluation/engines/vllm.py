@@ -28,9 +28,9 @@ from moe_lab.evaluation.engines import (
     Prompt,
     Row,
     check_finite,
-    end_tokens,
+    end_token_ids,
+    error_summary,
     generated_text,
-    last_lines,
 )
 from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
@@ -63,9 +63,9 @@ class VllmModel(Engine):
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         with quiet():
             self.tokenizer = load_tokenizer(checkpoint, model)
-        self.ends = end_tokens(checkpoint, self.tokenizer)
+        self.end_token_ids = end_token_ids(checkpoint, self.tokenizer)
         self.template_arguments = model.template_arguments
-        self.patience = backend.ready_seconds
+        self.ready_seconds = backend.ready_seconds
         self.has_mask = False
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
         argv = command(
@@ -132,22 +132,22 @@ class VllmModel(Engine):
         """A context for one request to vLLM's process. Its `as` variable is the number of seconds
         that a reply may take: `seconds` plus backend.ready_seconds. Errors of the process become
         Unavailable."""
-        limit = self.patience + seconds
+        limit = self.ready_seconds + seconds
         try:
             yield limit
         except TimeoutError:
             raise Unavailable(
                 f"vLLM sent nothing for {limit:g} s, which is "
-                f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it "
-                "seems to hang"
+                f"backend.ready_seconds={self.ready_seconds:g} and {TOKEN_SECONDS:g} s per token: "
+                "it seems to hang"
             ) from None
         except Ended:
-            reason = last_lines(self._child.log())
+            reason = error_summary(self._child.log())
             raise Unavailable(
                 f"vLLM ended (exit code {self.process.returncode}): {reason}"
             ) from None
         except Refused as error:
-            log = last_lines(self._child.log())
+            log = error_summary(self._child.log())
             reason = log if CAUSE_MARK in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
@@ -163,13 +163,13 @@ class VllmModel(Engine):
             prompts=[prompt.tokens for prompt in prompts],
             max_tokens=generation.max_tokens,
             stop=generation.stop,
-            ends=self.ends,
+            end_token_ids=self.end_token_ids,
         )
         texts: dict[int, GeneratedText] = {}
         for index, new_tokens, log_likelihood in replies:
             check_finite(log_likelihood, "log-likelihood")
             texts[index] = generated_text(
-                self.tokenizer, prompts[index].tokens, new_tokens, generation, self.ends
+                self.tokenizer, prompts[index].tokens, new_tokens, generation, self.end_token_ids
             )
         return [texts[index] for index in range(len(prompts))]
 
