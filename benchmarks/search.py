@@ -60,7 +60,7 @@ def main() -> int:
         return values
 
     settings = SearchSettings(generations=arguments.generations)
-    layers = [Limits(64, top_k=8, n_group=1, step=1, fewest=8)] * 16
+    layers = [Limits(64, top_k=8, n_group=1, step=1, minimum_experts=8)] * 16
     evolve(space_of(layers, 16 * 32, settings.granularity), settings, evaluate)
     # the first generation is random, not mutated
     children = sum(map(len, generations[1:]))

@@ -137,7 +137,7 @@ def calibrate(
 
     # names of passes, each name once; a dictionary keeps their order
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
-    needs |= dict.fromkeys(grouping.needs(replacement))
+    needs |= dict.fromkeys(grouping.required_passes(replacement))
     facts = model_facts(model)
     if not any_tokenizer:
         check_tokenizer(model, tokenizer)
@@ -372,10 +372,14 @@ def plan(
         identity = _allocation_identity(fields, "expert")
     settings = {**identity, "ratio": ratio}
     check_evidence(settings, statistics.sums)
-    facts = protection.with_protected(
+    facts = protection.add_super_experts(
         settings, statistics.facts, statistics.sums.get("statistics", {})
     )
-    provenance = {"allocation": settings, **statistics.identity, **protection.provenance(facts)}
+    provenance = {
+        "allocation": settings,
+        **statistics.identity,
+        **protection.protected_entry(facts),
+    }
     plan = plan_from_scores(
         settings, values, facts["layers"], statistics.sums, provenance=provenance
     )

@@ -25,12 +25,12 @@ from moe_lab.allocation.problem import (
     Evidence,
     Experts,
     RatioTooLarge,
-    accepted,
+    accepted_parameters,
     budget,
+    call_or_suggest_ratio,
     check_ratio,
-    keywords,
+    keyword_types,
     limits,
-    or_suggest_ratio,
 )
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, identity_fields, valid
@@ -101,7 +101,7 @@ ALLOCATIONS: dict[str, Allocation] = {
         Allocation(
             "loss_based",
             {"expert": shapes.loss_based, "channel": shapes.loss_based},
-            shapes.loss_needs,
+            shapes.layer_loss_steps,
             uneven=BOTH,
         ),
         Allocation(
@@ -187,7 +187,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         )
     if settings.name == "list":
         # raises UserError if the file lists channels for experts, or experts for channels
-        list_file.read_as(settings.path, granularity)
+        list_file.read_for_granularity(settings.path, granularity)
     if settings.by is not None:
         criteria.check(settings.by, {})
         if criteria.get(settings.by).granularity != "expert":
@@ -197,14 +197,14 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             )
 
 
-def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
+def required_evidence(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that an allocation with `settings` (fields of AllocationConfig) needs
     besides the scores, each name once. A name is that of the step that measures the evidence. The
     name "by" comes first: it stands for the scores of the second criterion that allocation.by
     names, if any."""
     other_scores = ("by",) if settings.get("by") else ()
     steps = [
-        *grouping.needs(settings.get("replacement", "none")),
+        *grouping.required_passes(settings.get("replacement", "none")),
         *get(settings["name"]).needs(settings["parameters"]),
     ]
     if settings.get("protect") is not None:
@@ -215,7 +215,7 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def check_evidence(settings: Mapping[str, Any], sums: Collection[str]) -> None:
     """Raise UserError unless all evidence that an allocation with `settings` needs is available.
     `sums`: names of the passes whose sums are available, such as "statistics"."""
-    if missing := [kind for kind in needs(settings) if kind not in sums]:
+    if missing := [kind for kind in required_evidence(settings) if kind not in sums]:
         raise UserError(
             f"plan: allocation={settings['name']}, replacement={settings['replacement']} and "
             f"protect={settings['protect']} read {', '.join(missing)}, which these statistics "
@@ -276,7 +276,7 @@ def _parameters(
     for each parameter that is allowed with the other `settings` at `granularity`. The default of
     every field is None."""
     function = allocation.functions[granularity]
-    types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
+    types = {**(allocation.parameters or {}), **(keyword_types(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
         types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
@@ -305,9 +305,9 @@ def allocate(
 
     `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts. `scores`:
     layer -> scores of experts (E,), or of channels (E, I). `evidence`: each name in
-    `needs(settings)` -> layer -> arrays by name; the name "by" -> layer -> scores (E,). Numbers of
-    channels are rounded to whole blocks if parameters.align is set. UserError for infeasible
-    settings, with the nearest feasible ratio.
+    `required_evidence(settings)` -> layer -> arrays by name; the name "by" -> layer -> scores (E,).
+    Numbers of channels are rounded to whole blocks if parameters.align is set. UserError for
+    infeasible settings, with the nearest feasible ratio.
     """
     granularity = granularity_of(scores)
     function = _function(settings, granularity)
@@ -322,11 +322,11 @@ def allocate(
         },
     }
     if granularity == "channel":
-        return or_suggest_ratio(
+        return call_or_suggest_ratio(
             partial(_budgets, function, settings, layers, inputs), settings["ratio"]
         )
     layer_limits = limits(layers, settings["multiple_of"])
-    return or_suggest_ratio(
+    return call_or_suggest_ratio(
         lambda ratio: function(Experts(ratio=ratio, limits=layer_limits, **inputs)),
         settings["ratio"],
     )
@@ -358,9 +358,10 @@ def _budgets(
     for layer, experts in inputs["protected"].items():
         scores[layer][experts] = numpy.inf
     problem = Channels(ratio=ratio, **{**inputs, "scores": scores})
-    if problem.fixed.sum() > problem.keep:
+    if problem.protected_channels.sum() > problem.total_retained:
         raise RatioTooLarge(
-            f"retains {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
+            f"retains {problem.total_retained} channels, but allocation.protect needs "
+            f"{problem.protected_channels.sum()}"
         )
     budgets: Budgets = function(problem)
     alignment = coverage.alignment_of(settings)
@@ -373,11 +374,13 @@ def check_fits(settings: Mapping[str, Any], layers: Layers, granularity: Granula
     layer -> facts. A block size is checked only in layers with the fact `width`."""
     if granularity == "channel":
         with_width = {layer: facts for layer, facts in layers.items() if "width" in facts}
-        or_suggest_ratio(
+        call_or_suggest_ratio(
             lambda ratio: _check_channels(ratio, settings, with_width), settings["ratio"]
         )
     elif settings["name"] != "list":  # the numbers of a list come from its file
-        or_suggest_ratio(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
+        call_or_suggest_ratio(
+            lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"]
+        )
 
 
 def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
@@ -402,7 +405,10 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
         budget(layer_limits, ratio)
     for layer, limit in layer_limits.items():
         grouping.check_groups(
-            settings, limit.count, limit.retained_at(ratio), len(layers[layer].get("protected", ()))
+            settings,
+            limit.n_experts,
+            limit.retained_at(ratio),
+            len(layers[layer].get("protected", ())),
         )
 
 
@@ -417,4 +423,4 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function
             f"allocation={allocation.name} cannot decide from scores of {granularity}s alone: it "
             f"is for {' and '.join(allocation.functions)}s, decided in the {allocation.step} step"
         )
-    return partial(function, **accepted(function, settings["parameters"]))
+    return partial(function, **accepted_parameters(function, settings["parameters"]))

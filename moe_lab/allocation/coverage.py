@@ -31,7 +31,14 @@ from moe_lab.allocation.problem import (
     count_highest,
     measurement,
 )
-from moe_lab.allocation.shapes import Floor, Smoothing, layer_losses, loss_needs, smooth, u_shape
+from moe_lab.allocation.shapes import (
+    Floor,
+    Smoothing,
+    layer_loss_steps,
+    layer_losses,
+    smooth,
+    u_shape,
+)
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError
 
@@ -88,7 +95,9 @@ def coverage(
     else:
         layer_budgets = problem.layer_budgets(shares)
     budgets = {}
-    for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
+    for (layer, values), n_protected in zip(
+        scores.items(), problem.protected_channels.tolist(), strict=True
+    ):
         budgets[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
         experts = problem.unprotected(layer)
         if not len(experts):
@@ -97,7 +106,7 @@ def coverage(
         if intra in BY_PRIOR:
             priors = expert_prior(prior, problem.evidence, layer, len(values))
             targets = smooth(priors[experts], expert_smoothing)
-        budget = layer_budgets[layer] - fixed
+        budget = layer_budgets[layer] - n_protected
         budgets[layer][experts] = _divide_layer(intra, values[experts], targets, budget)
     return budgets
 
@@ -120,16 +129,18 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
     """Layer -> number of channels that the layer retains. Protected experts retain all channels.
     CBA divides the rest of the budget among layers: the group of a layer has the channels of all
     its unprotected experts. `shares` (L,): targets of the layers."""
-    budgets = problem.fixed  # a new array at each access, so that it may be changed
+    budgets = problem.protected_channels  # a new array at each access, so that it may be changed
     # whether a layer has unprotected experts
-    has_room = problem.sizes > problem.fixed
+    has_room = problem.layer_channels > problem.protected_channels
     if has_room.any():
         pools = []
         for layer, values in problem.scores.items():
             pool = values[problem.unprotected(layer)].ravel()
             if len(pool):
                 pools.append(pool)
-        budgets[has_room] += cover(pools, shares[has_room], problem.keep - int(budgets.sum()))
+        budgets[has_room] += cover(
+            pools, shares[has_room], problem.total_retained - int(budgets.sum())
+        )
     return dict(zip(problem.scores, budgets.tolist(), strict=True))
 
 
@@ -138,7 +149,7 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     `parameters` can be computed."""
     steps: set[str] = set()
     if parameters.get("inter", "coverage") in BY_LOSS and parameters.get("layer_prior") != "none":
-        steps.update(loss_needs(parameters))
+        steps.update(layer_loss_steps(parameters))
     if parameters.get("intra", "coverage") in BY_PRIOR:
         prior = parameters.get("prior", "ala1")
         if prior in PRIORS:  # all but "none"
@@ -151,10 +162,10 @@ BEYOND = 1e300
 """A finite threshold above every alpha of a group with phi > 0."""
 
 
-def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
+def cover(groups: Sequence[Array], targets: Array, budget: int) -> Budget:
     """Number of channels that each of G groups retains (G,), when CBA (Coverage-Maximized Budget
     Allocation) divides `budget` channels among the groups. `groups`: for each group, the scores of
-    its channels (n_g,). `prior`: the target phi_g >= 0 of each group (G,).
+    its channels (n_g,). `targets`: the target phi_g >= 0 of each group (G,).
 
     S_g is the sum of all scores of group g. S_g(n) is the sum of the n highest scores of group g.
     CBA raises a level alpha from 0: group g, which has n channels so far, gets the next one as soon
@@ -165,25 +176,25 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
     other groups. Channels with scores <= 0 come last.
     """
     # groups with larger targets first: the stable sort below then prefers them in ties
-    order = numpy.argsort(-prior, kind="stable")
-    thresholds = [_thresholds(groups[group], prior[group]) for group in order]
+    order = numpy.argsort(-targets, kind="stable")
+    thresholds = [_thresholds(groups[group], targets[group]) for group in order]
     group_ids = numpy.repeat(order, [len(threshold) for threshold in thresholds])
     flat = numpy.concatenate(thresholds)
     ranking = numpy.argsort(flat, kind="stable")
     return numpy.bincount(group_ids[ranking[:budget]], minlength=len(groups))
 
 
-def _thresholds(scores: Array, prior: float) -> Array:
+def _thresholds(scores: Array, target: float) -> Array:
     """Thresholds (n,) of the channels of one group, in descending order of score. A channel is
     retained when the level alpha of `cover` is above its threshold. The threshold is infinite for
-    scores <= 0. `prior`: the target phi_g of the group."""
+    scores <= 0. `target`: the target phi_g of the group."""
     descending = numpy.sort(numpy.maximum(scores, 0))[::-1]
     sums = numpy.cumsum(descending)
     if sums[-1] <= 0:
         return numpy.full(len(scores), numpy.inf)
     share = (sums - descending) / sums[-1]  # S_g(n) / S_g before channel n+1
     # for phi_g = 0, finite but above the thresholds of all groups with phi_g > 0
-    threshold = share / prior if prior > 0 else BEYOND * (1 + share)
+    threshold = share / target if target > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
 
@@ -229,7 +240,7 @@ class Alignment:
     """Order in which experts get the blocks that rounding down leaves over: see `align`."""
 
     @property
-    def fewest(self) -> int:
+    def minimum_channels(self) -> int:
         """The smallest number of channels above 0 that an expert can retain."""
         return self.block if self.min_channels is None else self.min_channels
 
@@ -248,7 +259,7 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
     `layers`: layer -> facts, of which n_experts and width are read."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
-    for name, minimum in (("block", block), ("min_channels", alignment.fewest)):
+    for name, minimum in (("block", block), ("min_channels", alignment.minimum_channels)):
         if minimum > width:
             raise UserError(
                 f"allocation.parameters.align.{name}={minimum}: experts have {width} channels, the "
@@ -286,8 +297,8 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
         if budget.any() and not aligned[layer].any():
             raise RatioTooLarge(
                 f"allocation.parameters.align (block={alignment.block}, "
-                f"min_channels={alignment.fewest}) retains no channel in layer {layer}: expected "
-                f"both at most {int(budget.max())}, the budget of its largest expert"
+                f"min_channels={alignment.minimum_channels}) retains no channel in layer {layer}: "
+                f"expected both at most {int(budget.max())}, the budget of its largest expert"
             )
     return aligned
 
@@ -296,7 +307,7 @@ def _align_layer(budgets: Budget, scores: Array, alignment: Alignment) -> Budget
     """The budgets (E,) of one layer, rounded to whole blocks as in `align`. `scores`: scores of the
     channels (E, I)."""
     block = alignment.block
-    is_retained = (budgets >= alignment.fewest) & (budgets > 0)
+    is_retained = (budgets >= alignment.minimum_channels) & (budgets > 0)
     rounded = numpy.where(is_retained, budgets // block * block, 0)
     # (E,): what each expert loses by rounding, first as a number of channels
     losses: NDArray[Any] = budgets - rounded

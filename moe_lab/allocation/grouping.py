@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.allocation.problem import accepted, keywords
+from moe_lab.allocation.problem import accepted_parameters, keyword_types
 from moe_lab.errors import UserError, check_known
 
 Array = NDArray[numpy.float64]
@@ -94,7 +94,7 @@ def weight_distances(sums: Sums) -> Array:
     return distances
 
 
-def nearest(distances: Array, retained: Sequence[int]) -> Groups:
+def nearest_groups(distances: Array, retained: Sequence[int]) -> Groups:
     """One group per retained expert: each dropped expert joins the group of the retained expert at
     the smallest distance. Of retained experts at equal distance, it joins the expert with the lower
     id. `distances`: (E, E). `retained`: ids, in any order."""
@@ -122,7 +122,7 @@ def average_linkage(distances: Array, retained: Sequence[int]) -> Groups:
     return [numpy.flatnonzero(labels == label).tolist() for label in range(len(retained))]
 
 
-def by_salience(
+def salience_groups(
     distances: Array, retained: Sequence[int], *, group_size: int = GROUP_SIZE
 ) -> Groups:
     """One group per retained expert. The groups are filled one after another, in the order of
@@ -152,19 +152,21 @@ def check_capacity(count: int, retained: int, *, group_size: int = GROUP_SIZE) -
 
 
 GROUPINGS = {
-    "m_smoe": Grouping(("statistics", "similarity"), logit_distances, nearest, align="weights"),
-    "m_smoe_unaligned": Grouping(("statistics", "similarity"), logit_distances, nearest),
+    "m_smoe": Grouping(
+        ("statistics", "similarity"), logit_distances, nearest_groups, align="weights"
+    ),
+    "m_smoe_unaligned": Grouping(("statistics", "similarity"), logit_distances, nearest_groups),
     "hc_smoe": Grouping(("statistics", "similarity"), output_distances, average_linkage),
     "hc_smoe_routed": Grouping(("statistics",), routed_output_distances, average_linkage),
     "ream": Grouping(
         ("similarity",),
         output_and_logit_distances,
-        by_salience,
+        salience_groups,
         weights="scores",
         rows="retained",
         align="activations_and_weights",
     ),
-    "merge_moe": Grouping(("statistics", "weight_distances"), weight_distances, nearest),
+    "merge_moe": Grouping(("statistics", "weight_distances"), weight_distances, nearest_groups),
 }
 """M-SMoE (arXiv 2310.01334; unaligned as in its code for Mixtral), HC-SMoE (2410.08589; routed:
 with the mean outputs over routed tokens), REAM (2604.04356) and the groups of MergeMoE
@@ -178,7 +180,7 @@ REPLACEMENTS: dict[str, tuple[str, ...]] = {
 reads."""
 
 
-def needs(replacement: str) -> tuple[str, ...]:
+def required_passes(replacement: str) -> tuple[str, ...]:
     """Names of the passes whose sums are read by `replacement`, a value of allocation.replacement.
     UserError for an unknown replacement."""
     check_known("allocation.replacement", replacement, REPLACEMENTS)
@@ -187,7 +189,7 @@ def needs(replacement: str) -> tuple[str, ...]:
 
 def parameters(replacement: str) -> dict[str, Any]:
     """Name -> type, for each parameter of `replacement`, a value of allocation.replacement."""
-    return keywords(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
+    return keyword_types(GROUPINGS[replacement].cluster) if replacement in GROUPINGS else {}
 
 
 def check_groups(settings: Mapping[str, Any], count: int, retained: int, protected: int) -> None:
@@ -195,13 +197,17 @@ def check_groups(settings: Mapping[str, Any], count: int, retained: int, protect
     experts: `count` in the layer, `retained` (one group each), and `protected`, which are retained
     but never merged with another expert. `settings`: fields of AllocationConfig."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    # Only by_salience limits the size of groups. Without dropped experts, there is nothing to
+    # Only salience_groups limits the size of groups. Without dropped experts, there is nothing to
     # merge. For a layer that retains only protected experts, `groups` raises another error.
-    if grouping is not None and grouping.cluster is by_salience and protected < retained < count:
+    if (
+        grouping is not None
+        and grouping.cluster is salience_groups
+        and protected < retained < count
+    ):
         check_capacity(
             count - protected,
             retained - protected,
-            **accepted(check_capacity, settings["parameters"]),
+            **accepted_parameters(check_capacity, settings["parameters"]),
         )
 
 
@@ -248,7 +254,7 @@ def groups(
     # `distances` has only unprotected experts, so an expert is given by its index in `unprotected`
     positions = [unprotected.index(expert) for expert in owners]
     clusters = grouping.cluster(
-        distances, positions, **accepted(grouping.cluster, settings["parameters"])
+        distances, positions, **accepted_parameters(grouping.cluster, settings["parameters"])
     )
     for cluster in clusters:
         all_groups.append(sorted(unprotected[position] for position in cluster))

@@ -46,7 +46,7 @@ def is_plan(content: Mapping[str, Any]) -> bool:
     )
 
 
-def read_as(path: str | None, granularity: str) -> dict[str, Any]:
+def read_for_granularity(path: str | None, granularity: str) -> dict[str, Any]:
     """The content of the file at `path`: a schedule or a plan. UserError when `path` is None, and
     when the file lists channels for granularity="expert", or experts for granularity="channel".
     Other errors are those of `read`."""
@@ -69,7 +69,7 @@ def removals(problem: Experts) -> dict[int, int]:
     """Layer -> number of experts to remove, from the schedule or plan in the file problem.path.
     UserError when the numbers do not fit the model's layers, the limits of a layer, or the ratio
     problem.ratio."""
-    content = read_as(problem.path, "expert")
+    content = read_for_granularity(problem.path, "expert")
     if is_plan(content):  # reduce the plan to a schedule
         content = {
             layer: plan["experts"] - len(plan["retained"])
@@ -77,17 +77,17 @@ def removals(problem: Experts) -> dict[int, int]:
         }
     removed_counts = _layer_values(content, problem.limits)
     for layer, limit in problem.limits.items():
-        retained = limit.count - removed_counts[layer]
+        retained = limit.n_experts - removed_counts[layer]
         if not limit.smallest <= retained <= limit.largest or retained % limit.step:
             nearest = min(
                 range(limit.smallest, limit.largest + 1, limit.step),
                 key=lambda count: abs(count - retained),
             )
             raise UserError(
-                f"allocation.path: removes {removed_counts[layer]} of {limit.count} experts in "
-                f"layer {layer}, {limit.count - nearest} is the nearest feasible"
+                f"allocation.path: removes {removed_counts[layer]} of {limit.n_experts} experts in "
+                f"layer {layer}, {limit.n_experts - nearest} is the nearest feasible"
             )
-    total = sum(limit.count for limit in problem.limits.values())
+    total = sum(limit.n_experts for limit in problem.limits.values())
     _check_ratio(sum(removed_counts.values()) / total, problem.ratio)
     return removed_counts
 
@@ -96,7 +96,7 @@ def budgets(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), from the plan in the file
     problem.path. The number is 0 for an expert that the plan removes. UserError when the plan does
     not fit the model's layers or the ratio problem.ratio."""
-    layers = _layer_values(read_as(problem.path, "channel")["layers"], problem.scores)
+    layers = _layer_values(read_for_granularity(problem.path, "channel")["layers"], problem.scores)
     retained: Budgets = {}
     for number, scores in problem.scores.items():
         layer = layers[number]
@@ -113,7 +113,7 @@ def budgets(problem: Channels) -> Budgets:
             for mask in layer["channels"]
         ]
     total = sum(int(counts.sum()) for counts in retained.values())
-    _check_ratio(1 - total / int(problem.sizes.sum()), problem.ratio)
+    _check_ratio(1 - total / int(problem.layer_channels.sum()), problem.ratio)
     return retained
 
 

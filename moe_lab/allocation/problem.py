@@ -22,10 +22,10 @@ Budget: TypeAlias = NDArray[numpy.int64]
 """Retained channels of each expert of a layer (E,)."""
 Budgets: TypeAlias = dict[int, Budget]
 Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
-"""Measurements besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
+"""Measurements besides the scores: step -> layer -> arrays by name ("by": layer -> scores)."""
 
 
-def keywords(function: Callable[..., Any]) -> dict[str, Any]:
+def keyword_types(function: Callable[..., Any]) -> dict[str, Any]:
     """Name -> type, for each keyword-only argument of `function`. These arguments are parameters
     that users set."""
     hints = get_type_hints(function, include_extras=True)
@@ -37,10 +37,12 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_parameters(
+    function: Callable[..., Any], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     """The items of `parameters` (name -> value) whose names are keyword-only arguments of
     `function`."""
-    return {name: value for name, value in parameters.items() if name in keywords(function)}
+    return {name: value for name, value in parameters.items() if name in keyword_types(function)}
 
 
 Result = TypeVar("Result")
@@ -54,7 +56,7 @@ class RatioTooSmall(UserError):
     """Infeasible at this ratio and all smaller ratios, but perhaps feasible at a larger ratio."""
 
 
-def or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
+def call_or_suggest_ratio(decide: Callable[[float], Result], ratio: float) -> Result:
     """The result of `decide(ratio)`. If `decide` raises RatioTooLarge, raise a UserError that
     suggests the largest feasible ratio below `ratio`. If `decide` raises RatioTooSmall, the error
     suggests the smallest feasible ratio above `ratio`. Only ratios with at most three decimals are
@@ -117,12 +119,12 @@ class Experts(Problem):
 
     limits: dict[int, Limits]
 
-    def in_proportion(self, shares: Array) -> dict[int, int]:
+    def proportional_allocation(self, shares: Array) -> dict[int, int]:
         """Layer -> number of experts to remove. `shares` (L,): a weight w of each layer. A layer of
         n experts retains a number of experts that is proportional to w * n, as far as the limits of
         the layer allow."""
         limits = self.limits.values()
-        count = numpy.array([limit.count for limit in limits])
+        count = numpy.array([limit.n_experts for limit in limits])
         retained = apportion(
             shares * count,
             int(count.sum()) - budget(self.limits, self.ratio),
@@ -138,12 +140,12 @@ class Channels(Problem):
     Scores of protected experts are infinite, so that all their channels are retained."""
 
     @property
-    def sizes(self) -> NDArray[numpy.int64]:
+    def layer_channels(self) -> NDArray[numpy.int64]:
         """Number of channels of each layer (L,): experts times channels per expert."""
         return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
 
     @property
-    def fixed(self) -> NDArray[numpy.int64]:
+    def protected_channels(self) -> NDArray[numpy.int64]:
         """Number of channels of all protected experts of each layer (L,)."""
         counts = [
             len(self.protected.get(layer, ())) * scores.shape[1]
@@ -156,19 +158,24 @@ class Channels(Problem):
         return numpy.setdiff1d(numpy.arange(len(self.scores[layer])), self.protected.get(layer, ()))
 
     @property
-    def keep(self) -> int:
+    def total_retained(self) -> int:
         """Number of channels to retain in all layers together: the number of channels times
         1 - ratio, rounded down."""
-        return round_down(int(self.sizes.sum()) * (1 - self.ratio))
+        return round_down(int(self.layer_channels.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> number of channels that the layer retains. The numbers sum to `keep`. `shares`
-        (L,): a weight w of each layer. The number for a layer of n channels is proportional to
-        w * n, but at least the number of channels of its protected experts."""
-        retained = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
+        """Layer -> number of channels that the layer retains. The numbers sum to `total_retained`.
+        `shares` (L,): a weight w of each layer. The number for a layer of n channels is
+        proportional to w * n, but at least the number of channels of its protected experts."""
+        retained = apportion(
+            shares * self.layer_channels,
+            self.total_retained,
+            self.protected_channels,
+            self.layer_channels,
+        )
         return dict(zip(self.scores, retained.tolist(), strict=True))
 
-    def in_proportion(self, shares: Array) -> Budgets:
+    def proportional_allocation(self, shares: Array) -> Budgets:
         """Layer -> number of channels that each expert retains (E,). A layer retains
         layer_budgets(shares)[layer] channels: those with the highest scores among all experts of
         the layer. `shares` (L,): a weight of each layer."""
@@ -178,19 +185,19 @@ class Channels(Problem):
         }
 
 
-def count_highest(scores: Array, keep: int) -> Budget:
-    """For each expert (E,), the number of its channels that are among the `keep` channels with the
-    highest of all `scores` (E, I). Of equal scores, the score with the higher index counts as
-    higher."""
-    counts: Budget = flag_highest(scores.ravel(), keep).reshape(scores.shape).sum(axis=1)
+def count_highest(scores: Array, n_retained: int) -> Budget:
+    """For each expert (E,), the number of its channels that are among the `n_retained` channels
+    with the highest of all `scores` (E, I). Of equal scores, the score with the higher index counts
+    as higher."""
+    counts: Budget = flag_highest(scores.ravel(), n_retained).reshape(scores.shape).sum(axis=1)
     return counts
 
 
-def flag_highest(scores: Array, keep: int) -> Budget:
-    """Flags (n,): 1 for the `keep` highest of `scores` (n,), 0 for all other scores. Of equal
+def flag_highest(scores: Array, n_retained: int) -> Budget:
+    """Flags (n,): 1 for the `n_retained` highest of `scores` (n,), 0 for all other scores. Of equal
     scores, the score with the higher index counts as higher."""
     flags: Budget = numpy.ones(len(scores), dtype=numpy.int64)
-    flags[numpy.argsort(scores, kind="stable")[: len(scores) - keep]] = 0
+    flags[numpy.argsort(scores, kind="stable")[: len(scores) - n_retained]] = 0
     return flags
 
 
@@ -200,13 +207,13 @@ def round_down(value: float) -> int:
     return int(value + 1e-6)
 
 
-def measurement(evidence: Evidence, need: str, layer: int, name: str) -> Array:
-    """The array `name` (fp64) that the step `need` measured for `layer`. UserError when `evidence`
+def measurement(evidence: Evidence, step: str, layer: int, name: str) -> Array:
+    """The array `name` (fp64) that the step `step` measured for `layer`. UserError when `evidence`
     does not have the array."""
-    arrays = evidence.get(need, {}).get(layer, {})
+    arrays = evidence.get(step, {}).get(layer, {})
     if name not in arrays:
         raise UserError(
-            f"allocation needs {name} of layer {layer}, which the step {need} measures, and has "
+            f"allocation needs {name} of layer {layer}, which the step {step} measures, and has "
             "none"
         )
     return numpy.asarray(arrays[name], dtype=numpy.float64)
@@ -251,7 +258,7 @@ class Limits:
     """The numbers of experts that a layer can retain, given its router and `multiple_of`:
     `smallest` to `largest`, in steps of `step`."""
 
-    count: int
+    n_experts: int
     """Routed experts of the layer."""
     top_k: int
     n_group: int
@@ -259,26 +266,27 @@ class Limits:
     routers."""
     step: int
     """Numbers of retained experts are multiples of this."""
-    fewest: int
+    minimum_experts: int
     """The smallest number of experts that is enough for the router and for all protected
     experts."""
 
     @property
     def smallest(self) -> int:
-        """The smallest feasible number of retained experts. It is above `count` if no number is
+        """The smallest feasible number of retained experts. It is above `n_experts` if no number is
         feasible."""
-        return self.step * ceil(self.fewest / self.step)
+        return self.step * ceil(self.minimum_experts / self.step)
 
     @property
     def largest(self) -> int:
         """The largest feasible number of retained experts: the largest multiple of `step` up to
-        `count`."""
-        return self.step * (self.count // self.step)
+        `n_experts`."""
+        return self.step * (self.n_experts // self.step)
 
     def retained_at(self, ratio: float) -> int:
-        """Number of experts that the layer retains at `ratio`: count - int(count * ratio), which is
-        the papers' rule, rounded up to a multiple of `step`. The result may be above `count`."""
-        return self.step * ceil((self.count - int(self.count * ratio)) / self.step)
+        """Number of experts that the layer retains at `ratio`: n_experts - int(n_experts * ratio),
+        which is the papers' rule, rounded up to a multiple of `step`. The result may be above
+        `n_experts`."""
+        return self.step * ceil((self.n_experts - int(self.n_experts * ratio)) / self.step)
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
@@ -288,27 +296,28 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
     multiple of `multiple_of`."""
     layer_limits = {}
     for layer, facts in layers.items():
-        count = int(facts["n_experts"])
+        n_experts = int(facts["n_experts"])
         top_k = int(facts["top_k"])
         n_group = int(facts["n_group"])
         protected_counts = Counter(  # group -> number of protected experts in the group
-            expert * n_group // count for expert in facts.get("protected", ())
+            expert * n_group // n_experts for expert in facts.get("protected", ())
         )
         # all groups retain equally many experts, so the group with most protected experts decides
-        fewest = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
-        if fewest_experts(facts) > count:
+        minimum = max(fewest_experts(facts), n_group * max(protected_counts.values(), default=0))
+        if fewest_experts(facts) > n_experts:
             raise UserError(
-                f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json"
+                f"model.top_k={top_k}: layer {layer} has {n_experts} experts in the model's "
+                "config.json"
             )
         # with a multiple of n_group, every group retains equally many experts
         limit = layer_limits[layer] = Limits(
-            count, top_k, n_group, lcm(multiple_of, n_group), fewest
+            n_experts, top_k, n_group, lcm(multiple_of, n_group), minimum
         )
-        if limit.smallest > count:
+        if limit.smallest > n_experts:
             raise UserError(
-                f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a "
-                f"multiple of {limit.step} that is at least {limit.fewest}: choose a smaller "
-                "multiple"
+                f"allocation.multiple_of: layer {layer} has {n_experts} experts and cannot keep "
+                f"a multiple of {limit.step} that is at least {limit.minimum_experts}: choose a "
+                "smaller multiple"
             )
     return layer_limits
 
@@ -318,9 +327,9 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     allocation=uniform removes. `layers`: layer -> limits. RatioTooLarge or RatioTooSmall when the
     limits do not allow to remove that many experts."""
     check_ratio(ratio)
-    removed = sum(limit.count - limit.retained_at(ratio) for limit in layers.values())
-    least = sum(limit.count - limit.largest for limit in layers.values())
-    most = sum(limit.count - limit.smallest for limit in layers.values())
+    removed = sum(limit.n_experts - limit.retained_at(ratio) for limit in layers.values())
+    least = sum(limit.n_experts - limit.largest for limit in layers.values())
+    most = sum(limit.n_experts - limit.smallest for limit in layers.values())
     if removed > most:
         raise RatioTooLarge(
             f"removes {removed} experts, but routers, allocation.protect and "

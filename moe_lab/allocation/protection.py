@@ -40,7 +40,7 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
     return {layer: experts for layer, experts in super_ids.items() if experts}
 
 
-def with_protected(
+def add_super_experts(
     settings: Mapping[str, Any],
     model: Mapping[str, Any],
     statistics: Mapping[int, Mapping[str, Any]],
@@ -70,11 +70,11 @@ def with_protected(
     return {**model, "layers": layers}
 
 
-def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
+def protected_entry(model: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a plan's provenance that names the protected experts: {"protected": {layer: ids
     of the protected experts}}. Layers without protected experts are left out. {} if the plan
     protects no experts, that is, if no layer in `model` has the key `protected`. `model`: facts of
-    the model, see `with_protected`."""
+    the model, see `add_super_experts`."""
     protected = {
         str(layer): facts["protected"]
         for layer, facts in model["layers"].items()

@@ -25,11 +25,11 @@ from moe_lab.allocation.problem import (
     RatioTooLarge,
     RatioTooSmall,
     budget,
+    call_or_suggest_ratio,
     check_ratio,
     flag_highest,
     limits,
     measurement,
-    or_suggest_ratio,
     round_down,
 )
 from moe_lab.errors import UserError
@@ -43,7 +43,7 @@ LAYER_LOSSES: Mapping[str, tuple[str, str]] = {
 }
 """Value of layer_prior -> (the step that measures this loss of each layer, the name of the loss
 among the step's results)."""
-LIMIT = 10_000
+MAX_SUBSETS = 10_000
 """Largest number of subsets per layer that are tried by default."""
 
 
@@ -64,17 +64,19 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     removed = {}
     for layer, limit in layers.items():
         retained = limit.retained_at(ratio)
-        if retained < limit.fewest:
+        if retained < limit.minimum_experts:
             raise RatioTooLarge(
-                f"retains {retained} of {limit.count} experts in layer {layer}, but its router "
-                f"(top_k={limit.top_k}) and allocation.protect need at least {limit.fewest}"
+                f"retains {retained} of {limit.n_experts} experts in layer {layer}, but its router "
+                f"(top_k={limit.top_k}) and allocation.protect need at least "
+                f"{limit.minimum_experts}"
             )
-        if retained > limit.count:  # after rounding up to a multiple of `step`
+        if retained > limit.n_experts:  # after rounding up to a multiple of `step`
             raise RatioTooSmall(
-                f"retains {limit.count - int(limit.count * ratio)} of {limit.count} experts in "
-                f"layer {layer}, and a multiple of {limit.step} is at most {limit.largest}"
+                f"retains {limit.n_experts - int(limit.n_experts * ratio)} of {limit.n_experts} "
+                f"experts in layer {layer}, and a multiple of {limit.step} is at most "
+                f"{limit.largest}"
             )
-        removed[layer] = limit.count - retained
+        removed[layer] = limit.n_experts - retained
     return removed
 
 
@@ -100,7 +102,9 @@ def u_shaped(
     """Layer -> number of experts to remove, or number of channels that each expert retains (E,).
     The share that a layer retains is proportional to the layer's value of `u_shape`. If `beta` is
     above 0, the first and the last layer retain the largest shares. beta, floor: see `u_shape`."""
-    return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
+    return problem.proportional_allocation(
+        u_shape(len(problem.scores), 1 - problem.ratio, beta, floor)
+    )
 
 
 def loss_based(
@@ -111,14 +115,14 @@ def loss_based(
     name of the loss, see `layer_losses`. smoothing: name of the smoothing function, see
     `smooth`."""
     losses = layer_losses(problem.evidence, problem.scores.keys(), layer_prior)
-    return problem.in_proportion(smooth(losses, smoothing))
+    return problem.proportional_allocation(smooth(losses, smoothing))
 
 
 def layerwise(problem: Channels) -> Budgets:
     """Layer -> number of channels that each expert retains (E,), by HEAPr-L. Every layer loses the
     same share of its channels. The channels of all experts of a layer are ranked together, and the
     channels with the lowest scores are removed."""
-    return problem.in_proportion(numpy.ones(len(problem.scores)))
+    return problem.proportional_allocation(numpy.ones(len(problem.scores)))
 
 
 def global_channels(problem: Channels) -> Budgets:
@@ -126,8 +130,9 @@ def global_channels(problem: Channels) -> Budgets:
     layers are ranked together, and the channels with the lowest scores are removed. So an expert
     may retain no channel."""
     pooled = numpy.concatenate([scores.ravel() for scores in problem.scores.values()])
-    flags = flag_highest(pooled, problem.keep)  # 1 for a retained channel, 0 for a removed one
-    parts = numpy.split(flags, numpy.cumsum(problem.sizes)[:-1])
+    # 1 for a retained channel, 0 for a removed one
+    flags = flag_highest(pooled, problem.total_retained)
+    parts = numpy.split(flags, numpy.cumsum(problem.layer_channels)[:-1])
     budgets = {}
     for (layer, scores), part in zip(problem.scores.items(), parts, strict=True):
         budgets[layer] = part.reshape(scores.shape).sum(axis=1)
@@ -146,11 +151,14 @@ def global_experts(problem: Experts) -> dict[int, int]:
     """
     ranking_scores = problem.evidence.get("by", problem.scores)
     # A layer must first lose enough experts to retain a multiple of its step.
-    removed = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
+    removed = {layer: limit.n_experts - limit.largest for layer, limit in problem.limits.items()}
     remaining = budget(problem.limits, problem.ratio) - sum(removed.values())
     for _mean, layer, _number in sorted(_removal_steps(problem, ranking_scores)):
         limit = problem.limits[layer]
-        if limit.step <= remaining and limit.count - removed[layer] - limit.step >= limit.smallest:
+        if (
+            limit.step <= remaining
+            and limit.n_experts - removed[layer] - limit.step >= limit.smallest
+        ):
             removed[layer] += limit.step
             remaining -= limit.step
     return removed
@@ -171,7 +179,7 @@ def _removal_steps(
         scores = numpy.array(ranking_scores[layer], dtype=numpy.float64)
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
         # number of experts that each group loses in any case
-        forced = (limit.count - limit.largest) // limit.n_group
+        forced = (limit.n_experts - limit.largest) // limit.n_group
         group_scores = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, forced:]
         # (groups, steps, experts that a group loses in a step) -> mean score of each step
         by_step = group_scores.reshape(limit.n_group, -1, limit.step // limit.n_group)
@@ -180,14 +188,16 @@ def _removal_steps(
     return steps
 
 
-def u_shape(layers: int, retained_share: float, beta: float, floor: float) -> Array:
+def u_shape(n_layers: int, retained_share: float, beta: float, floor: float) -> Array:
     """Relative share that each of L MoE layers retains (L,): max(floor, retained_share (1 + beta
     z)). Layer i = 0 ... L - 1 has the depth x = i / (L - 1), and z is (x - 1/2)^2, standardised
     over the layers to mean 0 and standard deviation 1. For L < 3 all (x - 1/2)^2 are equal, and z
-    is 0. `layers`: L."""
-    curve = (numpy.linspace(0, 1, layers) - 0.5) ** 2
+    is 0. `n_layers`: L."""
+    curve = (numpy.linspace(0, 1, n_layers) - 0.5) ** 2
     deviation = curve.std()
-    standardised = (curve - curve.mean()) / deviation if deviation > 1e-12 else numpy.zeros(layers)
+    standardised = (
+        (curve - curve.mean()) / deviation if deviation > 1e-12 else numpy.zeros(n_layers)
+    )
     shares: Array = numpy.maximum(floor, retained_share * (1 + beta * standardised))
     return shares
 
@@ -214,7 +224,7 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
     return losses
 
 
-def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+def layer_loss_steps(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Tuple of one name: the step that measures the layer losses. `parameters`: parameters of the
     allocation, of which layer_prior names the loss."""
     step, _name = LAYER_LOSSES[parameters.get("layer_prior", "loss")]
@@ -236,7 +246,7 @@ def smooth(values: Array, name: Smoothing) -> Array:
     total = values.sum()
     if total <= 0:
         return numpy.ones_like(values)
-    smoothed = FUNCTIONS[name](values * (len(values) / total))
+    smoothed = SMOOTHING_FUNCTIONS[name](values * (len(values) / total))
     clamped: Array = numpy.maximum(smoothed, 1e-6 * smoothed.sum())
     return clamped
 
@@ -247,7 +257,7 @@ def _huber(x: Array) -> Array:
     return numpy.where(x <= delta, x, delta + numpy.sqrt(delta * numpy.maximum(x - delta, 0)))
 
 
-FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+SMOOTHING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "sqrt": numpy.sqrt,
     "log": lambda x: numpy.log1p(5 * x),
     "huber": _huber,
@@ -260,7 +270,7 @@ def removals_within_limit(
     layers: Mapping[int, Mapping[str, Any]],
     ratio: float,
     *,
-    limit: int = LIMIT,
+    limit: int = MAX_SUBSETS,
     multiple_of: int = 1,
 ) -> dict[int, int]:
     """Layer -> number of experts to remove, the same share of each layer. `layers`: layer -> facts.
@@ -285,7 +295,7 @@ def removals_within_limit(
                 )
         return removed
 
-    return or_suggest_ratio(decide, ratio)
+    return call_or_suggest_ratio(decide, ratio)
 
 
 def count_subsets(

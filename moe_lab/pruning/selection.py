@@ -32,7 +32,7 @@ def plan_from_scores(
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,) scores of experts,
     or (E, I) scores of channels. `layers`: layer -> facts of its router, see `Routers`. `evidence`:
-    the measurements that `allocation.needs(settings)` names. UserError as from
+    the measurements that `allocation.required_evidence(settings)` names. UserError as from
     `allocation.allocate` and `replace_dropped`.
     """
     granularity = allocation.granularity_of(scores)
@@ -137,7 +137,7 @@ def replace_dropped(
         width = int(layers[number]["width"])
         protected = layers[number].get("protected", ())
         sums: dict[str, Any] = {}  # name -> sum over tokens, from all passes that are needed
-        for pass_name in grouping.needs(name):
+        for pass_name in grouping.required_passes(name):
             sums |= evidence[pass_name][number]
         if method is None:
             replaced[number] = replace_by_constants(layer, finite(number, mean_output(sums)), width)

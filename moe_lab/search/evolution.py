@@ -26,7 +26,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import progress
-from moe_lab.allocation.problem import budget, limits, or_suggest_ratio
+from moe_lab.allocation.problem import budget, call_or_suggest_ratio, limits
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, check_known
 from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
@@ -116,7 +116,7 @@ def space_to_search(
     layer_limits = limits(
         {int(layer): router for layer, router in facts["layers"].items()}, settings["multiple_of"]
     )
-    n_removed = or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
+    n_removed = call_or_suggest_ratio(lambda ratio: budget(layer_limits, ratio), settings["ratio"])
     space = space_of(
         [layer_limits[layer] for layer in sorted(layer_limits)], n_removed, parameters.granularity
     )

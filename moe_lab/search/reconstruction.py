@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.allocation.shapes import LIMIT, removals_within_limit, retained_subsets
+from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
@@ -47,7 +47,7 @@ def reconstruct(
     *,
     facts: Mapping[str, Any],
     ratio: float,
-    limit: int = LIMIT,
+    limit: int = MAX_SUBSETS,
     multiple_of: int = 1,
 ) -> Reconstruction:
     """Find the best choice of retained experts in each layer. The errors of all choices are

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 
-from moe_lab.allocation.protection import provenance
+from moe_lab.allocation.protection import protected_entry
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import ResultCache
@@ -78,7 +78,7 @@ def search(
     origin = {
         "allocation": dict(settings),
         **result,
-        **provenance(facts),
+        **protected_entry(facts),
         "model_sha256": facts.get("sha256"),
     }
     plan = plans.plan(outcome.best, origin)

@@ -105,17 +105,17 @@ def space_of(layers: Sequence[Limits], budget: int, granularity: int) -> Space:
             "allocation.multiple_of such that it is a multiple of every router's groups"
         )
     step = steps.pop()
-    lowest = tuple(limit.count % step for limit in layers)
+    lowest = tuple(limit.n_experts % step for limit in layers)
     capacity = tuple(
-        (limit.count - low - limit.fewest) // step
+        (limit.n_experts - low - limit.minimum_experts) // step
         for limit, low in zip(layers, lowest, strict=True)
     )
     for position, (limit, room) in enumerate(zip(layers, capacity, strict=True)):
         if room < 0:
             raise UserError(
-                f"allocation=evolutionary: MoE layer {position} (counted from 0) has {limit.count} "
-                f"experts and cannot keep a multiple of {step} that is at least {limit.fewest}: "
-                "choose a smaller multiple"
+                f"allocation=evolutionary: MoE layer {position} (counted from 0) has "
+                f"{limit.n_experts} experts and cannot keep a multiple of {step} that is at least "
+                f"{limit.minimum_experts}: choose a smaller multiple"
             )
     return Space(step, lowest, capacity, _units(budget, sum(lowest), sum(capacity), step))
 

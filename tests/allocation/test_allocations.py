@@ -16,7 +16,15 @@ from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import ALLOCATIONS, allocate, check, check_fits, get, needs, zero_expert
+from moe_lab.allocation import (
+    ALLOCATIONS,
+    allocate,
+    check,
+    check_fits,
+    get,
+    required_evidence,
+    zero_expert,
+)
 from moe_lab.allocation.problem import apportion
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
@@ -327,12 +335,12 @@ def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, f
 def test_needs_of_an_allocation(
     name: str, parameters: dict[str, Any], inputs: tuple[str, ...]
 ) -> None:
-    assert needs({"name": name, "parameters": parameters}) == inputs
+    assert required_evidence({"name": name, "parameters": parameters}) == inputs
 
 
 def test_needs_of_protection_and_of_scores_by_name() -> None:
-    assert needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
-    assert needs({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
+    assert required_evidence(vars(AllocationConfig(protect="super"))) == ("statistics",)
+    assert required_evidence({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
 
 
 def test_empty_experts_are_null_or_dropped() -> None:

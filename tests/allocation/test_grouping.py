@@ -21,12 +21,12 @@ from moe_lab.allocation import allocate, check_fits
 from moe_lab.allocation.grouping import (
     GROUPINGS,
     average_linkage,
-    by_salience,
     groups,
     member_weights,
-    nearest,
+    nearest_groups,
+    salience_groups,
 )
-from moe_lab.allocation.protection import super_experts, with_protected
+from moe_lab.allocation.protection import add_super_experts, super_experts
 from moe_lab.allocation.shapes import removals_within_limit
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
@@ -175,20 +175,20 @@ def test_negative_scores_weigh_nothing() -> None:
 
 def test_groups_fill_from_the_most_salient_expert() -> None:
     by_score = (0, 2, 4)
-    assert by_salience(APART, by_score, group_size=3) == [[0, 3, 5], [2, 1], [4]]
-    assert by_salience(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
-    assert by_salience(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
+    assert salience_groups(APART, by_score, group_size=3) == [[0, 3, 5], [2, 1], [4]]
+    assert salience_groups(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
+    assert salience_groups(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
     equal = numpy.zeros((4, 4))
-    lower_ids_first = by_salience(equal, (3, 1), group_size=2)
+    lower_ids_first = salience_groups(equal, (3, 1), group_size=2)
     assert lower_ids_first == [[3, 0], [1, 2]]
     with pytest.raises(UserError, match=r"group_size=1.*at least 2"):
-        by_salience(APART, by_score, group_size=1)
+        salience_groups(APART, by_score, group_size=1)
 
 
 def test_groups_are_of_the_nearest_retained_expert() -> None:
-    assert nearest(APART, (0, 2, 4)) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
+    assert nearest_groups(APART, (0, 2, 4)) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
     equal = numpy.zeros((4, 4))
-    assert nearest(equal, (2, 0)) == [[0, 1, 3], [2]]  # the lower id
+    assert nearest_groups(equal, (2, 0)) == [[0, 1, 3], [2]]  # the lower id
 
 
 def naive_ream(logits: NDArray[Any], gated: NDArray[Any]) -> NDArray[Any]:
@@ -217,7 +217,7 @@ def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
     for first, last in ((0, 8), (8, 0)):
         scores = numpy.ones(9)
         scores[first] = 2.0
-        expected = by_salience(distances, (first, last), group_size=5)
+        expected = salience_groups(distances, (first, last), group_size=5)
         grouping = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
         assert grouping == sorted(map(sorted, expected))
         assert len(grouping[0]) + len(grouping[1]) == 9
@@ -339,7 +339,7 @@ def test_the_share_of_layers_is_rounded() -> None:
         sums[number] = {"output_abs_max": largest}
     for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
         chosen = AllocationConfig(protect="super", protect_layers=share)
-        marked = with_protected(vars(chosen), model, sums)["layers"]
+        marked = add_super_experts(vars(chosen), model, sums)["layers"]
         assert list(marked) == [1, 2, 3, 4, 5]
         for number, facts in marked.items():
             assert facts["protected"] == ([7] if number <= last else [])

@@ -72,7 +72,7 @@ def removed_share(cell: Cell) -> float:
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
         return cell.ratio
     (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
-    return 1 - limit.retained_at(cell.ratio) / limit.count
+    return 1 - limit.retained_at(cell.ratio) / limit.n_experts
 
 
 def check_engine(cell: Cell) -> None:
@@ -229,7 +229,7 @@ class PlanRequest(StepFields):
         statistics = read(
             files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
         )
-        return protection.with_protected(self.allocation_settings, facts, statistics)
+        return protection.add_super_experts(self.allocation_settings, facts, statistics)
 
     def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan: settings of the allocation, the hash of the model's files and,
@@ -239,7 +239,7 @@ class PlanRequest(StepFields):
         if self.allocation_settings["protect"] is not None:
             from moe_lab.allocation import protection
 
-            origin |= protection.provenance(model)
+            origin |= protection.protected_entry(model)
         return origin
 
 

@@ -34,7 +34,7 @@ def needed_class(name: str) -> Any:
 def evidence_roles(cell: Cell) -> tuple[str, ...]:
     """Roles of the input steps that the cell's allocation needs besides the cell's scores. A role
     is the kind of the step, or "by" for the scores of the criterion `allocation.by`."""
-    return allocation.needs(vars(cell.allocation))
+    return allocation.required_evidence(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:
