@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mode
 
 from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
@@ -42,13 +44,14 @@ def answer(
     engine: Engine, benchmark: BenchmarkConfig, cache: ResultCache | None = None
 ) -> list[Answer]:
     """The model's answers to all items of the benchmark. UserError if the number of items is not
-    benchmark.expected, unless a limit is set. RuntimeError for two items of the same name."""
+    benchmark.expected, unless a limit is set, and if two items have the same name."""
     harness = harness_of(benchmark)
     items = harness.items(benchmark)
     if benchmark.limit is None and harness.counts_items:
         check_count(benchmark, len(items))
-    if len({item.name for item in items}) < len(items):
-        raise RuntimeError(f"benchmark {benchmark.name} has two items of the same name")
+    names = [item.name for item in items]
+    if len(set(names)) < len(names):
+        raise UserError(f"{benchmark.name}: two items have the name {mode(names)}")
     return collect_answers(engine, items, benchmark, cache)
 
 

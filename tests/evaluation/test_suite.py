@@ -330,6 +330,14 @@ def test_stories_with_a_reference_have_its_loss(graded_stories: Any, subject: Lo
     assert second["answer_loss"] is None
 
 
+def test_stories_of_the_same_id_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
+    story = {"id": "a", "prompt": STORY_PROMPT, "checklist": [{"rule": "mentions", "text": "x"}]}
+    data = write_lines(tmp_path / "stories.jsonl", [story, {**story, "prompt": "Another story:"}])
+    benchmark = BenchmarkConfig("s", "stories", str(data), reports={"s": "score"})
+    with pytest.raises(UserError, match=r"\bs\b.*\ba$"):
+        evaluate(subject, benchmark, tmp_path, policy=Policy())
+
+
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
 WINDOW = 64
 

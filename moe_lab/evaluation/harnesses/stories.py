@@ -30,8 +30,8 @@ class Stories(Harness):
         """An item for each row: a story to continue, with a reference if the row has one."""
         max_tokens = benchmark.max_new_tokens
         return text_items(
-            (name, Text(row["prompt"], max_tokens, reference=row.get("reference")))
-            for name, row in self._rows(benchmark).items()
+            (str(row["id"]), Text(row["prompt"], max_tokens, reference=row.get("reference")))
+            for row in self._rows(benchmark)
         )
 
     def grade(
@@ -39,7 +39,7 @@ class Stories(Harness):
     ) -> Graded:
         """Grade the stories. A story's checklist has rules, and the story's outcome is the share of
         these rules that the story follows."""
-        rows = self._rows(benchmark)
+        rows = {str(row["id"]): row for row in self._rows(benchmark)}
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
             results = rules_followed(answer.reply.text or "", rows[answer.item]["checklist"])
@@ -47,9 +47,9 @@ class Stories(Harness):
 
         return graded_by_mean(answers, benchmark, verdict)
 
-    def _rows(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
-        """Id -> row of the data file, for the first benchmark.limit rows. UserError for a row
-        without an id, without a prompt or without a rule."""
+    def _rows(self, benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
+        """The first benchmark.limit rows of the data file. UserError for a row without an id,
+        without a prompt or without a rule."""
         file = self.data_files(benchmark)[-1]
         rows = mirror.read_rows(file)[: benchmark.limit]
         for row in rows:
@@ -57,7 +57,7 @@ class Stories(Harness):
                 raise UserError(
                     f"{file}: every line needs an id, a prompt and a checklist of at least one rule"
                 )
-        return {str(row["id"]): row for row in rows}
+        return rows
 
 
 HARNESS = Stories()
