@@ -13,7 +13,7 @@ from moe_lab.errors import Unavailable, UserError
 NAMESPACES = "namespaces"
 LIMITED = "limited subprocess, closed-world programs only"
 UNCONFINED = "none: limited subprocess"
-"""Results of `Policy.protection`, in the words of reports."""
+"""Results of `Policy.program_sandbox`, in the words of reports."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Policy:
     allow_code_execution: bool = False
     """Programs that a model wrote may run."""
     sandbox: str = "auto"
-    """auto, namespaces or none; see `protection`."""
+    """auto, namespaces or none; see `program_sandbox`."""
     allow_judge: bool = False
     """Texts that the model wrote may be sent to a judge."""
     allow_pickled_data: bool = False
     """Data may be read in formats that can run code when they are read."""
 
-    def protection(self, *, closed_world: bool = False) -> str:
+    def program_sandbox(self, *, closed_world: bool = False) -> str:
         """The sandbox for programs that a model wrote: NAMESPACES, LIMITED (a subprocess with
         limits, for checked programs only) or UNCONFINED (a subprocess with limits).
 

@@ -44,7 +44,7 @@ class Graded:
     """One sample per item and result."""
     protocol: dict[str, Any] = field(default_factory=dict)
     """Settings of the harness, as JSON."""
-    tolerated: int = 0
+    max_unscored: int = 0
     """Number of items that may have no outcome; the protocol names them."""
 
 
@@ -148,7 +148,7 @@ class Harness(ABC):
 
             try:
                 return mirror.digest(benchmark)
-            except UserError:  # `missing` reports the error
+            except UserError:  # `missing_requirements` reports the error
                 return f"no mirror of {benchmark.data}"
         files, versions = self.hashed_files(benchmark)
         # without versions, only the files are hashed
@@ -198,12 +198,12 @@ class Harness(ABC):
     def check(self, benchmark: BenchmarkConfig, policy: Policy) -> None:
         """Raise UserError for wrong settings or files. Raise Unavailable for requirements that are
         missing on this machine. Another machine may meet these requirements."""
-        if problems := list(self.wrong(benchmark)):
+        if problems := list(self.setting_errors(benchmark)):
             raise UserError("; ".join(problems))
-        if problems := list(self.missing(benchmark, policy)):
+        if problems := list(self.missing_requirements(benchmark, policy)):
             raise Unavailable("; ".join(problems))
 
-    def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+    def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
         """Yield a sentence for each setting or file of the benchmark that is wrong on every
         machine."""
         # for a harness that reads only mirrors, `_wrong_settings` reports that there is no mirror
@@ -252,7 +252,7 @@ class Harness(ABC):
             lines = items_file.read_bytes().splitlines()
             check_count(benchmark, sum(1 for line in lines if line.strip()))
 
-    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Yield a sentence for each package, mirror, permission, judge or sandbox that is missing
         on this machine. If the package is missing, nothing else is checked."""
         if self.package and package_version(self.package) is None:
@@ -268,29 +268,29 @@ class Harness(ABC):
         if self.judged:
             from moe_lab.evaluation import judge
 
-            yield from judge.missing(benchmark, policy)
+            yield from judge.missing_requirements(benchmark, policy)
         if self.runs_programs(benchmark):
-            yield from user_errors(self.protection, benchmark, policy)
+            yield from user_errors(self.program_sandbox, benchmark, policy)
 
     def runs_programs(self, benchmark: BenchmarkConfig) -> bool:
         """Whether grading runs programs that the model wrote."""
         return False
 
-    def protection(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
-        """The sandbox in which the model's programs run, see `Policy.protection`. UserError or
+    def program_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> str:
+        """The sandbox in which the model's programs run, see `Policy.program_sandbox`. UserError or
         Unavailable if there is no sandbox."""
         # shipped benchmarks can be solved by programs without imports and private attributes
-        return policy.protection(closed_world=benchmark.task.startswith(PREFIX))
+        return policy.program_sandbox(closed_world=benchmark.task.startswith(PREFIX))
 
-    def runs_limited(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
+    def uses_limited_sandbox(self, benchmark: BenchmarkConfig, policy: Policy) -> bool:
         """Whether the sandbox on this machine is `LIMITED`: programs with imports or private
         attributes are then not run and count as wrong. False for a benchmark that runs no
         programs."""
         if not self.runs_programs(benchmark):
             return False
         try:
-            return self.protection(benchmark, policy) == LIMITED
-        except (UserError, Unavailable):  # `missing` reports the error
+            return self.program_sandbox(benchmark, policy) == LIMITED
+        except (UserError, Unavailable):  # `missing_requirements` reports the error
             return False
 
 
@@ -344,16 +344,17 @@ def graded_by_mean(
     benchmark: BenchmarkConfig,
     verdict: Callable[[Answer, str], tuple[float, str]],
     protocol: dict[str, Any] | None = None,
-    tolerated: int = 0,
+    max_unscored: int = 0,
 ) -> Graded:
     """Grade answers so that each result is a mean outcome. `verdict`: (answer, metric) -> (outcome
-    of the answer, text that explains the outcome). `protocol`, `tolerated`: fields of `Graded`."""
+    of the answer, text that explains the outcome). `protocol`, `max_unscored`: fields of
+    `Graded`."""
     samples = []
     results = []
     for name, metric in benchmark.reports.items():
         samples += [answer.sample(name, *verdict(answer, metric)) for answer in answers]
         results.append(mean_result(name, metric, samples, benchmark))
-    return Graded(results, samples, protocol or {}, tolerated)
+    return Graded(results, samples, protocol or {}, max_unscored)
 
 
 def loss_result(
@@ -415,13 +416,13 @@ class IdentifiedBenchmark(BenchmarkConfig):
         return harness_of(self).identity(self)
 
 
-def wrong_benchmarks(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
+def benchmark_errors(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """A sentence for each setting or file of the benchmarks that is wrong on every machine, and for
     each result name that two benchmarks report. Equal sentences are listed once."""
     sentences: list[str] = []
     benchmark_of_result: dict[str, str] = {}
     for benchmark in benchmarks:
-        sentences += harness_of(benchmark).wrong(benchmark)
+        sentences += harness_of(benchmark).setting_errors(benchmark)
         for name in benchmark.reports:  # results of the same name would be confused
             first_benchmark = benchmark_of_result.setdefault(name, benchmark.name)
             if first_benchmark != benchmark.name:

@@ -61,7 +61,7 @@ class Verdict:
     """The judge's reply, or the reason why there is none."""
 
 
-def missing(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+def missing_requirements(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """Yield a sentence for each requirement that is missing: the permission to use a judge, the
     judge, or its key."""
     name = f"benchmark {benchmark.name}"
@@ -87,15 +87,15 @@ def _key(judge: JudgeConfig) -> str:
 
 
 def verdicts(
-    judge: JudgeConfig, cache: Path, prompts: Sequence[str], tolerated: int
+    judge: JudgeConfig, cache: Path, prompts: Sequence[str], max_unscored: int
 ) -> list[Verdict]:
     """The judge's verdict on each prompt, in order. Replies with a score are stored in `cache`;
     failures are not.
 
-    Raises Unavailable as soon as more than `tolerated` prompts have no score. The message has the
-    reason for the first missing score. Raises Unavailable, too, as soon as the endpoint refuses a
-    request. The step can then be run again with another address or key, because the step's identity
-    has neither the address nor the key.
+    Raises Unavailable as soon as more than `max_unscored` prompts have no score. The message has
+    the reason for the first missing score. Raises Unavailable, too, as soon as the endpoint refuses
+    a request. The step can then be run again with another address or key, because the step's
+    identity has neither the address nor the key.
     """
     unscored_verdicts: list[Verdict] = []
     stop = threading.Event()
@@ -111,11 +111,11 @@ def verdicts(
                 if verdict.score is None:
                     unscored_verdicts.append(verdict)
                 # a refused request sets `stop`, and raises an error that is clearer than this one
-                if len(unscored_verdicts) > tolerated and not stop.is_set():
+                if len(unscored_verdicts) > max_unscored and not stop.is_set():
                     raise Unavailable(
                         f"judge {judge.model} at {judge.url} gave no score to "
                         f"{len(unscored_verdicts)} of {len(prompts)} answers, and at most "
-                        f"{tolerated} may go without: {unscored_verdicts[0].reply}"
+                        f"{max_unscored} may go without: {unscored_verdicts[0].reply}"
                     )
         finally:
             stop.set()

@@ -81,7 +81,7 @@ def _grade(
     for result in grades.results:
         # if the expected number of items is unknown, no item counts as missing
         missing_items = (result["expected"] or result["n"]) - result["n"]
-        if benchmark.limit is None and not 0 <= missing_items <= grades.tolerated:
+        if benchmark.limit is None and not 0 <= missing_items <= grades.max_unscored:
             raise RuntimeError(
                 f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded"
             )

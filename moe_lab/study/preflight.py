@@ -22,7 +22,7 @@ from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config, ExportConfig, LauncherConfig, RecoveryConfig
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import engines
-from moe_lab.evaluation.harness import harness_of, wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors, harness_of
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.paths import conf, store_folder
@@ -47,8 +47,8 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     Requirements on this machine are checked by `missing_requirements`."""
     sentences = list(_settings_problems(config))
     for cells, benchmarks in requests:
-        sentences += wrong_benchmarks(benchmarks)
-        sentences += engines.wrong(
+        sentences += benchmark_errors(benchmarks)
+        sentences += engines.setting_errors(
             config.backend, benchmarks, [cell.model for cell in _deduplicate(cells, "model")]
         )
         for groups, check in CELL_CHECKS:

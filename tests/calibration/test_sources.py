@@ -21,7 +21,7 @@ from moe_lab.calibration.documents import Chat, Text, from_template, pair, token
 from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.harness import wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import perplexity
 from moe_lab.evaluation.items import Document
 from moe_lab.models.files import IdentifiedModel
@@ -525,7 +525,7 @@ def test_binary_files_are_refused(
         match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b",
     ):
         first_record(settings(path))
-    (message,) = wrong_benchmarks(
+    (message,) = benchmark_errors(
         [BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})]
     )
     assert f"suite.path={path} " in message
@@ -546,8 +546,8 @@ def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None
     pickled = BenchmarkConfig(
         "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
     )
-    assert "suite.path" in wrong_benchmarks([pickled])[0]
-    assert "pickles" in wrong_benchmarks([pickled])[0]
+    assert "suite.path" in benchmark_errors([pickled])[0]
+    assert "pickles" in benchmark_errors([pickled])[0]
 
 
 # ---- conversations, and functions that are called in them

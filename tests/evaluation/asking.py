@@ -22,7 +22,7 @@ from moe_lab.evaluation.answers import ResultCache, collect_answers
 from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings, Prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.harness import Graded, harness_of, wrong_benchmarks
+from moe_lab.evaluation.harness import Graded, benchmark_errors, harness_of
 from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_in
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -39,8 +39,10 @@ def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None =
 
 def problems(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """What is wrong with benchmarks, and what this machine lacks for them."""
-    missing = [harness_of(benchmark).missing(benchmark, policy) for benchmark in benchmarks]
-    return list(dict.fromkeys([*wrong_benchmarks(benchmarks), *chain.from_iterable(missing)]))
+    missing = [
+        harness_of(benchmark).missing_requirements(benchmark, policy) for benchmark in benchmarks
+    ]
+    return list(dict.fromkeys([*benchmark_errors(benchmarks), *chain.from_iterable(missing)]))
 
 
 def ask(

@@ -425,20 +425,20 @@ def test_unset_interpreter_is_reported(
 ) -> None:
     monkeypatch.setattr(machine, "_ROOT", tmp_path)
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    *_, message = HARNESS.missing(replace(code_benchmark, python=None), ALLOWED)
+    *_, message = HARNESS.missing_requirements(replace(code_benchmark, python=None), ALLOWED)
     assert "benchmark live_code_bench" in message
     assert "interpreters.evalscope=" in message
 
 
 def test_wrong_settings_of_evalscope_are_named(code_benchmark: BenchmarkConfig) -> None:
     parameters = {"end_date": "2025-04-31", "processes": 1}
-    messages = HARNESS.wrong(replace(code_benchmark, shots=2, parameters=parameters))
+    messages = HARNESS.setting_errors(replace(code_benchmark, shots=2, parameters=parameters))
     assert [message.partition(": ")[2].partition("=")[0] for message in messages] == [
         "shots",
         "parameters.start_date",
         "parameters.end_date",
     ]
-    [unknown_task] = HARNESS.wrong(replace(code_benchmark, task="gsm8"))
+    [unknown_task] = HARNESS.setting_errors(replace(code_benchmark, task="gsm8"))
     assert "task=gsm8" in unknown_task
     assert "did you mean gsm8k" in unknown_task
 

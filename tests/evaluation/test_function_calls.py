@@ -18,7 +18,7 @@ from moe_lab.evaluation.adapters import function_call_rules as rules
 from moe_lab.evaluation.adapters.function_call_rules import Call, Undecodable, tool
 from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.items import answer_in
 from moe_lab.models.config_json import check_chat_template
@@ -416,12 +416,12 @@ def test_files_do_not_fit(
     file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path
 ) -> None:
     changed(folder / file, number, **fields)
-    (problem,) = wrong_benchmarks([benchmark(folder)])
+    (problem,) = benchmark_errors([benchmark(folder)])
     assert sentence in problem
     (folder / file).write_text('{"id": "simple_0", "ground')
-    assert f"{file} line 1 is damaged JSON" in wrong_benchmarks([benchmark(folder)])[0]
+    assert f"{file} line 1 is damaged JSON" in benchmark_errors([benchmark(folder)])[0]
     (folder / file).unlink()
-    assert f"{file}, and there is no such file" in wrong_benchmarks([benchmark(folder)])[0]
+    assert f"{file}, and there is no such file" in benchmark_errors([benchmark(folder)])[0]
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_files_do_not_fit(
 def test_wrong_settings_of_function_calls_are_named(
     changes: dict[str, Any], sentence: str, folder: Path
 ) -> None:
-    assert any(sentence in problem for problem in wrong_benchmarks([benchmark(folder, **changes)]))
+    assert any(sentence in problem for problem in benchmark_errors([benchmark(folder, **changes)]))
 
 
 def test_function_calls_are_identified_by_the_content_of_both_files(

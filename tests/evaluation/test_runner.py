@@ -22,7 +22,7 @@ from moe_lab.child_process import Ended
 from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners
-from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.closed_world import closed_world_violation
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from moe_lab.paths import resolve
 from tests.campaign.programs import (
@@ -515,14 +515,14 @@ def test_closed_world_programs_are_told_from_others() -> None:
         "async def add(x): return x",
         "def add(x):\n    with x as y: return y",
     ]
-    assert all(leaves_closed_world(program) for program in reaching)
+    assert all(closed_world_violation(program) for program in reaching)
     assert (
-        leaves_closed_world(
+        closed_world_violation(
             "def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]"
         )
         is None
     )
-    assert leaves_closed_world("def add(x: return") is None
+    assert closed_world_violation("def add(x: return") is None
 
 
 @pytest.mark.slow
@@ -538,7 +538,7 @@ def test_shipped_problems_are_passed_by_their_solutions_only(name: str, dataset:
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
-    assert not any(leaves_closed_world(program) for program in right.values())
+    assert not any(closed_world_violation(program) for program in right.values())
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())

@@ -317,7 +317,7 @@ def test_server_writes_chats_of_the_loaded_model(pair: Pair) -> None:
 def test_server_can_have_a_judge_behind_it(pair: Pair, tmp_path: Path) -> None:
     """Though this one has nothing to say."""
     judge = JudgeConfig(pair.served.name, pair.served.url, max_tokens=8)
-    (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], tolerated=1)
+    (verdict,) = verdicts(judge, tmp_path / "cache", ["Give a score."], max_unscored=1)
     assert verdict.score is None and "without a usable score" in verdict.reply, (
         "it was asked, and it answered"
     )
@@ -497,7 +497,7 @@ def test_refused_and_too_long_requests_are_reported(fake: Any) -> None:
     ],
 )
 def test_wrong_server_command_is_reported_before_loading(command: str | None) -> None:
-    (sentence,) = engines.wrong(BackendConfig("server", command), [], [])
+    (sentence,) = engines.setting_errors(BackendConfig("server", command), [], [])
     assert f"backend.command={command}" in sentence
 
 
@@ -556,10 +556,10 @@ def test_vllm_is_given_all_gpus_of_its_process(
 def test_ported_family_is_refused_for_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "deepseek"}')
     ported = ModelConfig(name="ported", path=str(tmp_path))
-    (sentence,) = engines.wrong(BackendConfig("vllm"), [], [POCKET, ported])
+    (sentence,) = engines.setting_errors(BackendConfig("vllm"), [], [POCKET, ported])
     assert "model_type=deepseek" in sentence
     assert "backend=hf" in sentence
-    assert not list(engines.wrong(BackendConfig("hf"), [], [ported]))
+    assert not list(engines.setting_errors(BackendConfig("hf"), [], [ported]))
 
 
 def test_missing_server_program_is_reported_before_loading(

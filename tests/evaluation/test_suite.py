@@ -29,7 +29,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.perplexity import HARNESS as PERPLEXITY
 from moe_lab.evaluation.run import evaluate
@@ -68,14 +68,14 @@ def test_preflight_reports_all_problems_together() -> None:
 def test_preflight_and_grading_import_no_torch() -> None:
     program = (
         "import sys\nfrom dataclasses import replace\nfrom pkgutil import iter_modules\n"
-        "from moe_lab.evaluation.harness import wrong_benchmarks\n"
+        "from moe_lab.evaluation.harness import benchmark_errors\n"
         "from moe_lab.config import BenchmarkConfig as B\n"
         "from moe_lab.config.evaluation import HARNESSES\nfrom moe_lab.evaluation.harness import "
         "harness_of\n"
         "from moe_lab.evaluation.harnesses import evalplus\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': "
         "'base'})\n"
-        "assert len(wrong_benchmarks([b])) == 1\n"
+        "assert len(benchmark_errors([b])) == 1\n"
         "for name in iter_modules([str(HARNESSES)]):\n"
         "    harness_of(replace(b, harness=name.name))\n"
         "evalplus.HARNESS.identity(b)\n"
@@ -129,9 +129,9 @@ def test_the_sandbox_setting_selects_the_sandbox(
     monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
     refused = pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}")
     with nullcontext() if expected else refused:
-        assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
+        assert Policy(True, sandbox).program_sandbox(closed_world=closed_world) == expected
     with pytest.raises(UserError, match=r"allow_code_execution=false"):
-        Policy(False, sandbox).protection(closed_world=closed_world)
+        Policy(False, sandbox).program_sandbox(closed_world=closed_world)
 
 
 def no_namespaces() -> None:
@@ -184,9 +184,9 @@ def test_failed_sandbox_start_is_repeated_not_weakened(
     with monkeypatch.context() as three_times:
         broken_starts(three_times, 3, how)
         with pytest.raises(Unavailable, match="sandbox=auto"):
-            Policy(True).protection()
+            Policy(True).program_sandbox()
     failed = broken_starts(monkeypatch, 1, how)  # the failure before is not remembered
-    assert Policy(True).protection() == NAMESPACES
+    assert Policy(True).program_sandbox() == NAMESPACES
     assert failed == [how]
 
 
@@ -218,7 +218,7 @@ def test_failed_sandbox_start_is_repeated_while_grading(
 def test_settings_that_cannot_be_or_would_do_nothing_are_told(
     changed: dict[str, Any], says: str
 ) -> None:
-    assert any(says in sentence for sentence in wrong_benchmarks([replace(CODE, **changed)]))
+    assert any(says in sentence for sentence in benchmark_errors([replace(CODE, **changed)]))
 
 
 OTHER_BODY = "    return 'something else'\n"
@@ -285,7 +285,7 @@ def test_shipped_benchmarks_run_without_namespaces(
             policy=Policy(True),
         )
     assert not (tmp_path / "other").exists()
-    monkeypatch.setattr(evalplus, "leaves_closed_world", lambda program: "the name open")
+    monkeypatch.setattr(evalplus, "closed_world_violation", lambda program: "the name open")
     evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
     verdicts = [sample["extracted"].splitlines()[0] for sample in samples(tmp_path / "refused")]
     assert verdicts == ["refused: not run: it uses the name open"] * 4

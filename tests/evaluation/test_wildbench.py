@@ -16,7 +16,7 @@ from endpoint import Endpoint, Reply, endpoint, message
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run
-from moe_lab.evaluation.harness import wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses.wildbench import HARNESS, question, template
 
 KEY = "MOE_LAB_TEST_KEY"
@@ -69,7 +69,7 @@ def test_templates_that_cannot_be_filled(text: str | None, message: str, tmp_pat
 
 def test_missing_judge_and_key_are_reported(published: BenchmarkConfig, monkeypatch: Any) -> None:
     def missing(judge: JudgeConfig | None) -> str:
-        return " ".join(HARNESS.missing(replace(published, judge=judge), ALLOWED))
+        return " ".join(HARNESS.missing_requirements(replace(published, judge=judge), ALLOWED))
 
     distant = replace(JUDGE, url="https://x.org/v1", key_variable=KEY)
     monkeypatch.setenv(KEY, "a-secret")
@@ -82,7 +82,7 @@ def test_missing_judge_and_key_are_reported(published: BenchmarkConfig, monkeypa
 def test_wildbench_requires_a_chat_template() -> None:
     (problem,) = (
         sentence
-        for sentence in wrong_benchmarks([replace(BENCHMARK, chat=False)])
+        for sentence in benchmark_errors([replace(BENCHMARK, chat=False)])
         if "chat" in sentence
     )
     assert "chat=false: expected chat=true" in problem

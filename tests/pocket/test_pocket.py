@@ -27,7 +27,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters.function_call_rules import mistake
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import wrong_benchmarks
+from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.stories import rules_followed
 from moe_lab.models.load import load_model
@@ -174,7 +174,7 @@ def calling() -> Any:
 
 
 def test_function_calls_have_items_of_every_kind(calling: BenchmarkConfig) -> None:
-    assert wrong_benchmarks([calling]) == []
+    assert benchmark_errors([calling]) == []
     kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.HARNESS.items(calling))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) >= 16

@@ -214,9 +214,9 @@ def test_the_sandbox_is_that_of_the_machine_where_the_study_began(
     graded: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     confined, limited = (steps["grade"].grading.policy for steps in graded)
-    assert limited.protection(closed_world=True) == LIMITED
+    assert limited.program_sandbox(closed_world=True) == LIMITED
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
-        confined.protection(closed_world=True)
+        confined.program_sandbox(closed_world=True)
 
 
 def test_a_new_harness_version_changes_only_its_steps(

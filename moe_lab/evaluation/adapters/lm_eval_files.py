@@ -35,7 +35,7 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
     lm-eval indexes only this folder, because indexing all its 14,000 files takes ten seconds.
     """
     package = find_spec("lm_eval")
-    # if lm-eval is not installed, `LmEval.missing` has reported this before
+    # if lm-eval is not installed, `LmEval.missing_requirements` has reported this before
     assert package is not None and package.origin is not None
     root = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))

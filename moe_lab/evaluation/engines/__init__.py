@@ -199,7 +199,7 @@ def check_finite(number: float, name: str) -> None:
 # Settings of an engine.
 
 
-def wrong(
+def setting_errors(
     backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
 ) -> Iterator[str]:
     """Yield an error message for each wrong setting of the back end, and for each benchmark and

@@ -18,7 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text
-from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.closed_world import closed_world_violation
 
 # A fenced block, with or without a closing fence; the group is its content.
 _BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
@@ -46,7 +46,7 @@ class EvalPlus(Harness):
         reference, because the canonical solution is only the text after the prompt.
         """
         max_tokens = benchmark.max_new_tokens
-        stop = self.stops(benchmark)
+        stop = self.stop_texts(benchmark)
         items = []
         for task, problem in self.problems(benchmark).items():
             prompt = problem["prompt"].strip()
@@ -58,7 +58,7 @@ class EvalPlus(Harness):
             items.append(Item(task, (request,)))
         return items
 
-    def stops(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:
+    def stop_texts(self, benchmark: BenchmarkConfig) -> tuple[str, ...]:
         """Stop texts of a completion; () for answers in a chat."""
         from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
@@ -75,19 +75,19 @@ class EvalPlus(Harness):
         EvalPlus's sanitizer extracts the programs from answers to published problems. Shipped
         problems need no sanitizer, because the shipped models write nothing but code. An answer
         with an unfinished thought counts as an empty program. In a `LIMITED` sandbox, a program
-        with imports or other forbidden parts (`leaves_closed_world`) gets the status refused
+        with imports or other forbidden parts (`closed_world_violation`) gets the status refused
         instead of being run. UserError if programs may not be run, RuntimeError for a canonical
         solution that does not run.
         """
         from moe_lab.evaluation.adapters import evalplus
 
-        protection = self.protection(benchmark, policy)
+        sandbox = self.program_sandbox(benchmark, policy)
         problems = self.problems(benchmark)
         programs: dict[str, str] = {}
         refusals: dict[str, evalplus.Verdict] = {}
         for answer in answers:
             program = _program(answer, problems[answer.item], chat=benchmark.chat)
-            violation = leaves_closed_world(program) if protection == LIMITED else None
+            violation = closed_world_violation(program) if sandbox == LIMITED else None
             if violation:
                 reason = f"not run: it uses {violation}"
                 refusals[answer.item] = evalplus.Verdict(program, "refused", "refused", reason)
@@ -97,7 +97,7 @@ class EvalPlus(Harness):
             dataset=dataset_of(problems),
             data=str(self.data_file(benchmark)),
             programs=programs,
-            confined=protection == NAMESPACES,
+            confined=sandbox == NAMESPACES,
             sanitize=benchmark.data is not None,
             **benchmark.parameters,
         )
@@ -107,8 +107,8 @@ class EvalPlus(Harness):
             "sanitize": request.sanitize,
             "seconds": request.seconds,
             "memory_mib": request.memory_mib,
-            "sandbox": protection,
-            "stop": list(self.stops(benchmark)),
+            "sandbox": sandbox,
+            "stop": list(self.stop_texts(benchmark)),
         }
         return graded_by_mean(
             answers,

@@ -103,7 +103,7 @@ class EvalScope(Harness):
 
         protocol = {"evalscope": reply["versions"], "unscored": unscored_items}
         if is_code:
-            protocol["sandbox"] = self.protection(benchmark, policy)
+            protocol["sandbox"] = self.program_sandbox(benchmark, policy)
         return graded_by_mean(answers, benchmark, verdict, protocol)
 
     def version(self, benchmark: BenchmarkConfig) -> str | None:
@@ -113,10 +113,10 @@ class EvalScope(Harness):
         except UserError:
             return None
 
-    def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.wrong`, and check the task, its number of examples, and the two contest
-        dates between which problems are selected."""
-        yield from super().wrong(benchmark)
+    def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """Do as `Harness.setting_errors`, and check the task, its number of examples, and the two
+        contest dates between which problems are selected."""
+        yield from super().setting_errors(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
             yield str(unknown(f"{name}: task", benchmark.task, SHOTS))
@@ -136,10 +136,10 @@ class EvalScope(Harness):
             except ValueError:
                 yield f"{name}: parameters.{key}={value}: expected a day, such as 2025-01-31"
 
-    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing`, and check that the interpreter has EvalScope and that pickled
-        tests may be read."""
-        yield from super().missing(benchmark, policy)
+    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing_requirements`, and check that the interpreter has EvalScope and
+        that pickled tests may be read."""
+        yield from super().missing_requirements(benchmark, policy)
         yield from user_errors(lambda: check_has("evalscope", _python(benchmark)))
         if benchmark.task == CODE and not policy.allow_pickled_data:
             yield (
@@ -234,7 +234,7 @@ def _code_settings(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[st
     parameters = benchmark.parameters
     # A limit of 0 or null is left out. `evalscope_code.Programs` then uses its default.
     limits = {key: parameters[key] for key in HARNESS.numeric_parameters if parameters.get(key)}
-    is_confined = policy is None or policy.protection() == NAMESPACES
+    is_confined = policy is None or policy.program_sandbox() == NAMESPACES
     return {
         "days": [str(parameters[key]) for key in HARNESS.question_parameters],
         "pickles": policy is not None and policy.allow_pickled_data,

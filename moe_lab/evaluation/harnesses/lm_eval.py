@@ -65,10 +65,10 @@ class LmEval(Harness):
                 "in lm-eval's format, such as {doc_to_text: question}"
             )
 
-    def wrong(self, benchmark: BenchmarkConfig) -> Iterator[str]:
-        """Do as `Harness.wrong`, and refuse a chat template for a task that computes
+    def setting_errors(self, benchmark: BenchmarkConfig) -> Iterator[str]:
+        """Do as `Harness.setting_errors`, and refuse a chat template for a task that computes
         likelihoods."""
-        yield from super().wrong(benchmark)
+        yield from super().setting_errors(benchmark)
         # data: a task of lm-eval itself; max_new_tokens=0: a task that only computes likelihoods
         if benchmark.chat and benchmark.data is not None and not benchmark.max_new_tokens:
             yield (
@@ -77,9 +77,10 @@ class LmEval(Harness):
                 "computed"
             )
 
-    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing`, and check that the installed lm-eval has the task."""
-        yield from super().missing(benchmark, policy)
+    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing_requirements`, and check that the installed lm-eval has the
+        task."""
+        yield from super().missing_requirements(benchmark, policy)
         # `task_folder` raises UserError if lm-eval, which must be installed, does not have the task
         if benchmark.data is not None and self.version(benchmark) is not None:
             yield from user_errors(task_folder, benchmark)

@@ -21,7 +21,7 @@ from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates, tex
 from moe_lab.evaluation.judge import HIGHEST, LOWEST, Verdict, verdicts
 from moe_lab.paths import cache_folder
 
-TOLERATED = 0.01
+UNSCORED_AT_MOST = 0.01
 """Largest share of items without a score. If more items have no score, the benchmark fails."""
 PLACEHOLDERS = ("{$history}", "{$user_query}", "{$model_output}", "{$checklist}")
 """Placeholders of a template. All but the history are required."""
@@ -74,9 +74,9 @@ class WildBench(Harness):
                 judge_template, row["conversation_input"], text, row["checklist"]
             )
         count_without_request = len(verdict_of_item)
-        tolerated = math.floor(TOLERATED * len(answers))
+        max_unscored = math.floor(UNSCORED_AT_MOST * len(answers))
         judge_verdicts = verdicts(
-            benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), tolerated
+            benchmark.judge, cache_folder("judge"), list(judge_prompts.values()), max_unscored
         )
         verdict_of_item.update(zip(judge_prompts, judge_verdicts, strict=True))
         scores = {
@@ -99,16 +99,16 @@ class WildBench(Harness):
             "judge_prompt": next(iter(judge_prompts.values()), None),
         }
         scored_answers = [answer for answer in answers if answer.item in scores]
-        return graded_by_mean(scored_answers, benchmark, outcome_and_reply, protocol, tolerated)
+        return graded_by_mean(scored_answers, benchmark, outcome_and_reply, protocol, max_unscored)
 
     def identity(self, benchmark: BenchmarkConfig) -> dict[str, Any]:
         """Do as `Harness.identity`, and add the hash of the judge's template."""
         digest = hashlib.sha256(template(benchmark).encode()).hexdigest()
         return {**super().identity(benchmark), "template": digest}
 
-    def missing(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-        """Do as `Harness.missing`, and check the judge's template."""
-        yield from super().missing(benchmark, policy)
+    def missing_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+        """Do as `Harness.missing_requirements`, and check the judge's template."""
+        yield from super().missing_requirements(benchmark, policy)
         yield from user_errors(lambda: template(benchmark))
 
 

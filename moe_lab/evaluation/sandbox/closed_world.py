@@ -41,7 +41,7 @@ _ATTRIBUTES = frozenset(
 )
 
 
-def leaves_closed_world(program: str) -> str | None:
+def closed_world_violation(program: str) -> str | None:
     """The name of a part of `program` that is not allowed, such as "an import" or "the name open".
     None if all parts are allowed, or if `program` is not Python."""
     try:

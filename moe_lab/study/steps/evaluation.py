@@ -66,7 +66,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data
     )
     # LIMITED does not run some programs, which changes results: `sandbox` is part of the id
-    sandbox = LIMITED if harness.runs_limited(benchmark, policy) else None
+    sandbox = LIMITED if harness.uses_limited_sandbox(benchmark, policy) else None
     if policy.sandbox == "auto" and sandbox is None:
         policy = replace(policy, sandbox=NAMESPACES)
 
@@ -115,7 +115,7 @@ class Grading(StepFields):
     def conditions(self) -> list[Check]:
         """Check for `Resources.conditions`, as (function, *arguments). The function yields a
         sentence for each reason why grading is impossible or not permitted on this machine."""
-        return [(harness_of(self.benchmark).missing, self.benchmark, self.policy)]
+        return [(harness_of(self.benchmark).missing_requirements, self.benchmark, self.policy)]
 
 
 class BenchmarkSetup(StepFields):
