@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.sources import lines
+from moe_lab.calibration.sources import wikitext_lines
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation.mirror import make, read_rows
 
@@ -68,7 +68,7 @@ def _text_rows(benchmark: BenchmarkConfig, file: Path) -> Iterator[dict[str, Any
     wikitext2_word."""
     text = file.read_text(encoding="utf-8")
     if benchmark.name == "wikitext2":
-        yield from ({"text": line} for line in lines(text))
+        yield from ({"text": line} for line in wikitext_lines(text))
         return
     page: list[str] = []
     for line in [*text.split("\n"), None]:

@@ -17,12 +17,12 @@ from moe_lab.calibration.sources import (
     first_record,
     hub_file,
     is_hub_file,
-    locate,
+    local_file,
     read,
 )
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import identity_fields
-from moe_lab.config.pruning import OF_DOCUMENTS
+from moe_lab.config.pruning import DOCUMENT_SETTINGS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
@@ -91,7 +91,7 @@ def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
     checked if the model has no local tokenizer.json, if `settings` are a mixture, if the source is
     not a local file of plain texts, or if the file has more than 6 bytes per required token.
     """
-    file = None if settings.sources else locate(settings.path)
+    file = None if settings.sources else local_file(settings.path)
     tokenizer_file = local_path(model.path) / "tokenizer.json"
     # Few tokens have more than 6 bytes, so a file with more bytes per token is long enough.
     if file is None or not tokenizer_file.is_file() or file.stat().st_size > 6 * settings.tokens:
@@ -170,9 +170,9 @@ class IdentifiedText(CalibrationConfig):
 
 def _documents_identity(settings: CalibrationConfig) -> dict[str, Any]:
     """Fields that identify the documents of one set, their order, and how each is read: name of a
-    setting in OF_DOCUMENTS, or "seed" -> value. The value of "path" identifies the content of the
-    file or data set. "seed" is None if documents are not shuffled."""
-    fields = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    setting in DOCUMENT_SETTINGS, or "seed" -> value. The value of "path" identifies the content
+    of the file or data set. "seed" is None if documents are not shuffled."""
+    fields = {name: getattr(settings, name) for name in DOCUMENT_SETTINGS}
     return {**fields, "path": _content_identity(settings.path), "seed": order_seed(settings)}
 
 
@@ -180,7 +180,7 @@ def _content_identity(path: str) -> dict[str, Any]:
     """Fields that identify the content at `path`. For a file, which is local or on the hub: its
     "sha256" and "format". For a data set on the hub: "data", a digest of all its data files. If the
     hub cannot be reached: {UNRESOLVED: path}."""
-    if (file := locate(path)) is not None:
+    if (file := local_file(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
         name, file_name = hub_file(path)

@@ -20,13 +20,13 @@ from moe_lab.calibration.documents import (
     Chat,
     Document,
     document_text,
-    from_template,
     is_content,
+    render,
     rendering,
     tokenize,
     unread_texts,
 )
-from moe_lab.calibration.sources import locate, read, read_answered
+from moe_lab.calibration.sources import local_file, read, read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
@@ -364,7 +364,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
 
 def _digest(source: Source) -> str:
     """sha256 of the local file of a source. For a source on the hub: sha256 of its documents."""
-    if (file := locate(source.settings.path)) is not None:
+    if (file := local_file(source.settings.path)) is not None:
         return sha256_of(file)
     digest = hashlib.sha256()
     for document in source.documents:
@@ -439,11 +439,11 @@ def _answer_spans(
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turn_spans(document, text, tokenizer, header)
-    elif (plain := document.plain) and plain.answer is not None:
-        # `plain.answer` is the index in `text` at which the answer begins. The answer extends to
-        # the end of the text.
+    elif (plain := document.plain) and plain.answer_start is not None:
+        # `plain.answer_start` is the index in `text` at which the answer begins. The answer extends
+        # to the end of the text.
         separator = BLANK_LINE if header and isinstance(document, Chat) else ""
-        yield plain.answer - len(separator), len(text)
+        yield plain.answer_start - len(separator), len(text)
 
 
 def _turn_spans(
@@ -488,8 +488,6 @@ def _turn_spans(
 def _common_prefix_length(document: Chat, count: int, text: str, tokenizer: Any) -> int:
     """Number of characters before the first difference between `text` and the rendering of only the
     first `count` messages of the document. The rendering is empty for count=0."""
-    prefix_text = (
-        from_template(document.messages[:count], document.arguments, tokenizer) if count else ""
-    )
+    prefix_text = render(document.messages[:count], document.arguments, tokenizer) if count else ""
     matches = map(operator.eq, prefix_text, text)  # for each character, whether it is the same
     return sum(takewhile(bool, matches))

@@ -15,7 +15,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
-TASKS = (("instruction", "output"), ("question", "answer"))
+TASK_FIELDS = (("instruction", "output"), ("question", "answer"))
 """Pairs of field names under which data sets publish a task and its solution."""
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Field of a record with arguments of the chat template, as documented by TRL."""
@@ -37,7 +37,7 @@ class Text:
     """Plain text, read without a chat template."""
 
     text: str
-    answer: int | None = data_field(default=None, repr=False)
+    answer_start: int | None = data_field(default=None, repr=False)
     """Index in `text` at which the answer begins, for example the completion of a prompt; None for
     a text without an answer."""
     unread: tuple[str, ...] = data_field(default=(), compare=False, repr=False)
@@ -69,7 +69,7 @@ class Chat:
 Document = Text | Chat
 
 
-def pair(
+def instruction_document(
     instruction: str,
     output: str,
     arguments: Mapping[str, Any] | None = None,
@@ -147,7 +147,7 @@ def _from_standard_fields(
     if "messages" in record:
         messages = _messages(record["messages"], f"{location}, field messages", ignored)
         return Chat(messages, _arguments(record, ["messages"], location), location=location)
-    for task_key, answer_key in TASKS:
+    for task_key, answer_key in TASK_FIELDS:
         if task_key in record and answer_key in record:
             task_keys = [task_key, "input"] if record.get("input") else [task_key]
             instruction = BLANK_LINE.join(_string_field(record, key, location) for key in task_keys)
@@ -156,7 +156,7 @@ def _from_standard_fields(
             # TEMPLATE_ARGUMENTS are no content of the instruction; `render_whole` checks them
             other_fields = _without_keys(arguments, [TEMPLATE_ARGUMENTS])
             _check_unread(other_fields, f"{instruction} {answer}", f"{location} holds")
-            return pair(instruction, answer, arguments, location)
+            return instruction_document(instruction, answer, arguments, location)
     if "prompt" in record and "completion" in record:
         prompt = _string_field(record, "prompt", location)
         text = prompt + _string_field(record, "completion", location)
@@ -357,7 +357,9 @@ def is_empty(document: Document) -> bool:
 def has_answer(document: Document) -> bool:
     """Whether a document has an answer: an output, a completion, or a turn of the assistant."""
     if isinstance(document, Text):
-        return document.answer is not None and bool(document.text[document.answer :].strip())
+        return document.answer_start is not None and bool(
+            document.text[document.answer_start :].strip()
+        )
     answers = [message for message in document.messages if message["role"] == "assistant"]
     return any(answer["content"].strip() or answer.get("tool_calls") for answer in answers)
 
@@ -409,8 +411,8 @@ def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> t
     document, or when the document needs a chat template and there is none.
     """
     if isinstance(document, Chat) and tokenizer.chat_template:
-        source = f"{document.location} holds conversations with"
-        return render_whole(document.messages, document.arguments, tokenizer, source), False
+        error_start = f"{document.location} holds conversations with"
+        return render_whole(document.messages, document.arguments, tokenizer, error_start), False
     text = document.plain
     if text is None:
         raise UserError(
@@ -420,7 +422,7 @@ def document_text(document: Document, tokenizer: Any, special_tokens: bool) -> t
     return text.text, special_tokens
 
 
-def from_template(
+def render(
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
     tokenizer: Any,
@@ -484,12 +486,12 @@ def render_whole(
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
     tokenizer: Any,
-    source: str,
+    error_start: str,
     **options: Any,
 ) -> str:
     """The text into which the tokenizer's chat template renders a conversation. UserError if the
-    template does not read all of the conversation. The error message begins with `source`.
-    arguments, options: see `from_template`.
+    template does not read all of the conversation. The error message begins with `error_start`.
+    arguments, options: see `render`.
 
     Templates ignore fields that they do not know, such as tools or documents. Some templates omit
     the thoughts in earlier answers. Three things are errors: a text with words that the rendered
@@ -498,21 +500,21 @@ def render_whole(
     """
     from moe_lab.models.transformers_private import template_variables
 
-    text = from_template(messages, arguments, tokenizer, **options)
+    text = render(messages, arguments, tokenizer, **options)
     flat_arguments = _flat_arguments(arguments)
-    _check_words(messages, text, source)
+    _check_words(messages, text, error_start)
     for key in arguments.get(TEMPLATE_ARGUMENTS, {}):
         if key not in template_variables(_template(arguments, tokenizer)):
-            raise _unread_error(source, TEMPLATE_ARGUMENTS, {key: flat_arguments[key]})
+            raise _unread_error(error_start, TEMPLATE_ARGUMENTS, {key: flat_arguments[key]})
     texts = {key: value for key, value in flat_arguments.items() if isinstance(value, str)}
-    _check_unread(texts, text, source)
+    _check_unread(texts, text, error_start)
     for key, value, remaining_messages, remaining_arguments in _omissions(messages, flat_arguments):
         # The words of tools are not checked, because templates rewrite tools, for example as
         # declarations of functions.
         if key != "tools" and _missing_words(list(filter(is_content, _texts(value))), text):
-            raise _unread_error(source, key, value)
+            raise _unread_error(error_start, key, value)
         try:
-            text_without_value = from_template(
+            text_without_value = render(
                 remaining_messages, remaining_arguments, tokenizer, **options
             )
         except UserError:
@@ -520,7 +522,7 @@ def render_whole(
             # example the calls of a message that has no other content.
             continue
         if text_without_value == text:
-            raise _unread_error(source, key, value)
+            raise _unread_error(error_start, key, value)
     return text
 
 

@@ -47,7 +47,7 @@ def read(settings: CalibrationConfig) -> list[Document]:
     """All documents of the source that are not empty, in the order of the source. With
     calibration.joined, the only document is the text of all documents. UserError when all documents
     are empty."""
-    file = locate(settings.path)
+    file = local_file(settings.path)
     if file is None and not is_hub_file(settings.path):
         hub_records = (  # pairs (location, record) of a data set on the hub
             (f"{settings.path} row {number}", record) for number, record in hub_rows(settings)
@@ -91,11 +91,11 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 def check_answers(settings: CalibrationConfig) -> None:
     """Raise UserError when the source is a local file and none of its documents has an answer."""
-    if locate(settings.path) is not None:
+    if local_file(settings.path) is not None:
         read_answered(settings)
 
 
-def locate(path: str) -> Path | None:
+def local_file(path: str) -> Path | None:
     """The local file that `path` names. None if `path` names a data set on the hub, or a file of a
     data set on the hub. UserError for a folder, an empty file, a format that is not read, and a
     missing file. For a missing file, the message suggests the most similar name in the folder."""
@@ -168,9 +168,9 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
     """The documents of a local file. A text file is one document. But with calibration.joined, each
     line of a text file is a document; the caller joins the lines with blank lines."""
     if file_format(str(file), file) == "json":
-        return _documents(records(file, "calibration.path"), settings)
-    text = text_of(file, "calibration.path").replace("\r\n", "\n")
-    return [Text(part) for part in (lines(text) if settings.joined else [text])]
+        return _documents(read_records(file, "calibration.path"), settings)
+    text = read_text_file(file, "calibration.path").replace("\r\n", "\n")
+    return [Text(part) for part in (wikitext_lines(text) if settings.joined else [text])]
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
@@ -181,7 +181,7 @@ def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) 
     ]
 
 
-def lines(text: str) -> list[str]:
+def wikitext_lines(text: str) -> list[str]:
     """The lines of a text, in the form that rows of WikiText have on the hub. A blank line is "".
     Any other line, also the last line, ends with a line feed."""
     rows = text.removesuffix("\n").split("\n") if text else []
@@ -191,23 +191,25 @@ def lines(text: str) -> list[str]:
 def first_record(settings: CalibrationConfig) -> list[Document]:
     """A list with one document, from the first record of a local JSON file. [] for other sources.
     UserError for a local file that is not UTF-8 text."""
-    file = locate(settings.path)
+    file = local_file(settings.path)
     if file is None:
         return []
     if file_format(settings.path, file) == "json":
-        return _documents(islice(records(file, "calibration.path"), 1), settings)
-    text_of(file, "calibration.path")  # raises UserError for a file that is no text
+        return _documents(islice(read_records(file, "calibration.path"), 1), settings)
+    read_text_file(file, "calibration.path")  # raises UserError for a file that is no text
     return []
 
 
-def whole_text(file: Path, setting: str) -> str:
+def read_as_one_text(file: Path, setting: str) -> str:
     """Read a file as one text. For a text file, this is the content with Unix line ends. For a JSON
     file, it is the texts of all records, joined by blank lines. `setting`: name of the setting that
     names the file, for error messages. UserError for a conversation that only a chat template can
     turn into text, and for a file that cannot be read."""
     if file_format(str(file), file, setting) == "document":
-        return text_of(file, setting).replace("\r\n", "\n")
-    texts = [document(record, None, location).plain for location, record in records(file, setting)]
+        return read_text_file(file, setting).replace("\r\n", "\n")
+    texts = [
+        document(record, None, location).plain for location, record in read_records(file, setting)
+    ]
     if None in texts:  # `plain` is None for a conversation that only a chat template can format
         raise UserError(
             f"{setting}={file} holds conversations: expected texts, which are read as they stand"
@@ -215,7 +217,7 @@ def whole_text(file: Path, setting: str) -> str:
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
-def text_of(file: Path, setting: str) -> str:
+def read_text_file(file: Path, setting: str) -> str:
     """The content of a UTF-8 text file, which may be gzipped. `setting`: name of the setting that
     names the file, for error messages. UserError for a file that cannot be read or is not UTF-8;
     the message has the line and the byte where this was noticed."""
@@ -240,12 +242,12 @@ def text_of(file: Path, setting: str) -> str:
     return text
 
 
-def records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
+def read_records(file: Path, setting: str) -> Iterator[tuple[str, Any]]:
     """Yield (location, record) for each record of a file with a JSON list or JSON lines. The
     location, for error messages, is "FILE record NUMBER" in a list and "FILE line NUMBER"
-    otherwise. `setting`: see `text_of`. UserError, with the number of the line, for damaged
+    otherwise. `setting`: see `read_text_file`. UserError, with the number of the line, for damaged
     JSON."""
-    text = text_of(file, setting)
+    text = read_text_file(file, setting)
     start_line = 1
     try:
         if text.lstrip().startswith("["):
@@ -299,7 +301,7 @@ def download_file(path: str) -> Path:
 def download(settings: CalibrationConfig) -> None:
     """Download the file or data set at `settings.path` if it is on the hub and there is no local
     copy yet. UserError when the download fails."""
-    if locate(settings.path) is not None:
+    if local_file(settings.path) is not None:
         return
     if is_hub_file(settings.path):
         download_file(settings.path)

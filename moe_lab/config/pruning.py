@@ -162,7 +162,7 @@ class SourceConfig(Group):
     """The settings of the set; filled in from `calibration` and `path`."""
 
 
-OF_DOCUMENTS = (
+DOCUMENT_SETTINGS = (
     "path",
     "subset",
     "split",
@@ -269,9 +269,10 @@ class CalibrationConfig(Group):
     def _check_sources(self) -> Self:
         """Raise ValueError if there is neither a path nor a mixture (`sources`), and if both a
         field and a template are set. Raise ValueError for a mixture whose shares do not add up to
-        1, and for one with a setting of OF_DOCUMENTS, because its sets have their own values."""
+        1, and for one with a setting of DOCUMENT_SETTINGS, because its sets have their own
+        values."""
         if self.sources:
-            for name in OF_DOCUMENTS:
+            for name in DOCUMENT_SETTINGS:
                 value = getattr(self, name)
                 if value != getattr(type(self), name):  # the default
                     raise ValueError(
@@ -410,17 +411,17 @@ class RecoveryConfig(Group):
     """Share of an expert adapter's inputs that are set to 0 while training."""
 
     @property
-    def text_role(self) -> str | None:
+    def text_setting(self) -> str | None:
         """Name of the setting that names the text of the recovery: instructions, distill or fit.
         None if weights are neither trained nor fitted."""
         return next((role for role in TEXTS if getattr(self, role) is not None), None)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that change the trained or fitted weights, and `text_role`. `bits` and
+        """The settings that change the trained or fitted weights, and `text_setting`. `bits` and
         `modules` are left out, because weights are quantised afterwards; the name of the text is
         left out, because the text has an identity of its own."""
-        return {**super().identity, "text": self.text_role}
+        return {**super().identity, "text": self.text_setting}
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

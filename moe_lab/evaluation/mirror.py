@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.sources import records, text_of
+from moe_lab.calibration.sources import read_records, read_text_file
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, valid
 from moe_lab.errors import UserError, check_known, end_with, unknown
@@ -110,8 +110,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return table
     if file.suffix == ".csv":
         # line ends are kept because a quoted field may have several lines
-        return list(csv.DictReader(text_of(file, "data").splitlines(keepends=True)))
-    rows_of_file = [row for _, row in records(file, "data")]
+        return list(csv.DictReader(read_text_file(file, "data").splitlines(keepends=True)))
+    rows_of_file = [row for _, row in read_records(file, "data")]
     if not all(isinstance(row, dict) for row in rows_of_file):
         raise UserError(f"{file} cannot be read: expected objects with named fields")
     return rows_of_file

@@ -19,8 +19,8 @@ def check(settings: RecoveryConfig) -> None:
     """Raise UserError if the recovery is named none but quantises, trains or fits, and if a
     required package is not installed."""
     # Name of a setting by which the recovery changes the model; None if there is no such setting.
-    # `text_role` is the setting that starts a training or a fit.
-    active_setting = "bits" if settings.bits == 4 else settings.text_role
+    # `text_setting` is the setting that starts a training or a fit.
+    active_setting = "bits" if settings.bits == 4 else settings.text_setting
     if settings.name == "none" and active_setting is not None:
         raise UserError(
             "recovery.name=none means no recovery, and "

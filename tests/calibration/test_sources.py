@@ -17,8 +17,8 @@ import pytest
 from pydantic import ValidationError
 
 from moe_lab.calibration.batches import answer_batches, batches
-from moe_lab.calibration.documents import Chat, Text, from_template, pair, tokenize
-from moe_lab.calibration.sources import first_record, locate, read, whole_text
+from moe_lab.calibration.documents import Chat, Text, instruction_document, render, tokenize
+from moe_lab.calibration.sources import first_record, local_file, read, read_as_one_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import benchmark_errors
@@ -107,9 +107,13 @@ def test_texts_and_records_are_documents(
             {"ignored": ("license", "timestamp", "images")},
             CHAT,
         ),
-        ({"instruction": "add", "input": "1 2", "output": "3"}, {}, pair("add\n\n1 2", "3")),
-        ({**PAIR, "input": "", **METADATA}, {}, pair("w1", "w2", METADATA)),
-        ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
+        (
+            {"instruction": "add", "input": "1 2", "output": "3"},
+            {},
+            instruction_document("add\n\n1 2", "3"),
+        ),
+        ({**PAIR, "input": "", **METADATA}, {}, instruction_document("w1", "w2", METADATA)),
+        ({"question": "why", "answer": "so"}, {}, instruction_document("why", "so")),
         ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
         ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
         ({"story": json.dumps(MESSAGES)}, {"field": "story"}, CHAT),
@@ -413,13 +417,13 @@ def test_missing_file_error_names_a_near_one(tmp_path: Path) -> None:
         ("hf://datasets/allenai/c4/en/train.parquet", r"ends in \.parquet"),
     ):
         with pytest.raises(UserError, match=says):
-            locate(path)
+            local_file(path)
     for hub in (
         "allenai/tulu-3-sft-personas-math",
         "wikitext",
         "hf://datasets/allenai/c4/en/c4-train.json.gz",
     ):
-        assert locate(hub) is None
+        assert local_file(hub) is None
 
 
 @pytest.fixture
@@ -536,13 +540,14 @@ def test_perplexity_text_is_read_like_a_calibration_text(tmp_path: Path) -> None
     records = written(
         tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"})
     )
-    assert whole_text(records, "suite.path") == "one\n\ntwo\n\nthree"
+    assert read_as_one_text(records, "suite.path") == "one\n\ntwo\n\nthree"
     assert measured_text(BenchmarkConfig("p", "perplexity", str(records))) == "one\n\ntwo\n\nthree"
     assert (
-        whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
+        read_as_one_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path")
+        == "one\n\n\ntwo\n"
     )
     with pytest.raises(UserError, match="conversations"):
-        whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
+        read_as_one_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
     pickled = BenchmarkConfig(
         "p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"}
     )
@@ -803,7 +808,7 @@ def test_template_writes_the_date_of_the_model(
     other = replace(model, date="2024-11-30")
     assert IdentifiedModel.of(model).identity != IdentifiedModel.of(other).identity
     tokenizer = tokenizer_with("{{ strftime_now('%Y-%m-%d') }}")
-    assert from_template(MESSAGES, {}, tokenizer) == ModelConfig.date, (
+    assert render(MESSAGES, {}, tokenizer) == ModelConfig.date, (
         "also where the tokenizer is the user's"
     )
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == f"{datetime.now():%Y-%m-%d}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.sources import records
+from moe_lab.calibration.sources import read_records
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
@@ -158,7 +158,7 @@ def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
     `shape`: the form of a line, as for `fits`. UserError for a line of another form, for an id that
     occurs twice and for a file without lines."""
     rows: dict[str, Any] = {}
-    for source, row in records(file, "task"):
+    for source, row in read_records(file, "task"):
         if not fits(row, shape):
             raise UserError(
                 f"{source} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL"

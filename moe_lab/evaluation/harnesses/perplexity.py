@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.calibration.sources import whole_text
+from moe_lab.calibration.sources import read_as_one_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, loss_result
@@ -85,7 +85,7 @@ class Perplexity(Harness):
 
 def _text(file: Path) -> str:
     """The file's text. Errors name suite.path, the setting that names the file."""
-    return whole_text(file, "suite.path")
+    return read_as_one_text(file, "suite.path")
 
 
 HARNESS = Perplexity()

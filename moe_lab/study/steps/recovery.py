@@ -250,7 +250,7 @@ def pruned_of(cell: Cell) -> Pruned:
     plan = plan_of(cell)
     model = loaded_as(cell.model)
     finetune = None
-    if role := cell.recovery.text_role:
+    if role := cell.recovery.text_setting:
         finetune = Finetune(
             model, IdentifiedText.of(cell.texts[role]), plan, cell.recovery, cell.seed
         )
