@@ -36,7 +36,7 @@ from moe_lab.evaluation.items import (
     Request,
     Text,
     Window,
-    answer_in,
+    answer_after_thought,
     may_think,
     special_marks,
 )
@@ -116,7 +116,7 @@ def collect_answers(
 # Requests as the engine gets them.
 
 
-def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
+def render_prompt(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     """Render a conversation as a prompt for the model's next message. The model may call `tools`.
 
     If the last message is the assistant's, the model continues this message. UserError without a
@@ -176,7 +176,7 @@ class _Encoder:
             return _Query(request, request.text, tokens, self._windows(request, tokens))
         prompt = request.context if isinstance(request, Pair) else request.prompt
         tools = () if isinstance(request, Pair) else request.tools
-        text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
+        text = prompt if isinstance(prompt, str) else render_prompt(self.engine, prompt, tools)
         if isinstance(request, Pair):
             return _Query(request, text, rows=[self._pair_row(text, request.continuation)])
         query = _Query(
@@ -340,7 +340,7 @@ def _generate(
     for equal prompts with the same settings. Among prompts with the same settings, the longest come
     first."""
     # A stop text must not end a thought. So the engine gets no stop texts for a model that may
-    # think; `cut` applies the stop texts to the model's answers.
+    # think; `cut_at_stop_text` applies the stop texts to the model's answers.
     is_thinker = benchmark.chat and may_think(engine.tokenizer)
     # settings -> prompt -> indices of the queries with this prompt
     groups: dict[GenerationSettings, dict[Prompt, list[int]]] = {}
@@ -458,22 +458,23 @@ def _reply(
         loss = -nats / math.log(2) / query.reference_bytes
     if text is None:
         return Reply(ended="too_long", loss=loss)
-    thought_and_answer = cut(text.text, query.request.stop, query.prompt, chat=chat)
+    thought_and_answer = cut_at_stop_text(text.text, query.request.stop, query.prompt, chat=chat)
     ended = "stop" if thought_and_answer != text.text else text.ended
-    # Generated texts contain the special tokens that are in stop texts, so that `cut` can find the
-    # stop texts. Special tokens that `cut` has left are removed, except for marks of thoughts.
+    # Generated texts contain the special tokens that are in stop texts, so that `cut_at_stop_text`
+    # can find the stop texts. Special tokens that `cut_at_stop_text` has left are removed, except
+    # for marks of thoughts.
     for _, mark in query.marks:
         if mark not in MARKS:
             thought_and_answer = thought_and_answer.replace(mark, "")
-    answer = answer_in(thought_and_answer, query.prompt, chat=chat)
+    answer = answer_after_thought(thought_and_answer, query.prompt, chat=chat)
     thought = thought_and_answer[: len(thought_and_answer) - len(answer or "")]
     return Reply(answer, thought, ended, loss)
 
 
-def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
+def cut_at_stop_text(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
     """The generated `text`, cut at the first stop text in its answer. Stop texts in the thought are
-    ignored. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_in`."""
-    answer = answer_in(text, prompt, chat=chat) or ""
+    ignored. `stop`: stop texts; `prompt`, `chat`: arguments of `answer_after_thought`."""
+    answer = answer_after_thought(text, prompt, chat=chat) or ""
     end = min(
         (answer.index(stop_text) for stop_text in stop if stop_text in answer), default=len(answer)
     )

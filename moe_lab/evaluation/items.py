@@ -128,16 +128,16 @@ class Answer:
         return self.replies[0]
 
     def sample(
-        self, result: str, outcome: float, extracted: str, output: str | None = None
+        self, result_name: str, outcome: float, extracted: str, output: str | None = None
     ) -> Sample:
-        """The row of samples.parquet for this answer and the result named `result`.
+        """The row of samples.parquet for this answer and the result `result_name`.
 
         `outcome`, `extracted`, `output`: fields of Sample. If `output` is None, the field has the
         generated text.
         """
         digest = hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         return Sample(
-            benchmark=result,
+            benchmark=result_name,
             item=self.item,
             replicate=self.replicate,
             outcome=outcome,
@@ -207,7 +207,7 @@ _HARMONY_ANSWER = re.compile(
 harmony format the answer comes after it."""
 
 
-def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
+def answer_after_thought(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     """The answer in a text that a model wrote after `prompt`: the part after the thought, or the
     whole text if there is no thought. None if a thought does not end.
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.items import answer_in
+from moe_lab.evaluation.items import answer_after_thought
 from moe_lab.json_files import read_sealed, write_sealed
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def score(reply: str) -> float:
 
     Thoughts are not read. Raises Unparsable for a reply without such a number.
     """
-    answer = answer_in(reply)
+    answer = answer_after_thought(reply)
     if answer is None:
         raise Unparsable("a thought that does not end")
     ends = [match.end() for match in _SCORE.finditer(answer)]

@@ -117,7 +117,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows_of_file
 
 
-def manifest(path: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """The manifest of the mirror `path`: file -> its subset, split, rows, sha256 and source. {} if
     there is no manifest. Raises UserError for a manifest that cannot be read."""
     file = path / MANIFEST
@@ -141,7 +141,7 @@ def _entries_read(benchmark: BenchmarkConfig) -> Entries:
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries for the benchmark's subset and for `split` (None: for every split).
     UserError if there are none."""
-    entries = manifest(folder(benchmark))
+    entries = read_manifest(folder(benchmark))
     selected_entries = {
         name: entry
         for name, entry in entries.items()
@@ -214,7 +214,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     count = _check_row_count(benchmark, evaluated_entries)
     # Keep the old manifest's entries, except those of a subset and split that was copied now: the
     # old files of this split may have had other names.
-    for name, entry in manifest(path).items():
+    for name, entry in read_manifest(path).items():
         if (entry["subset"], entry["split"]) not in files.values():
             entries.setdefault(name, entry)
     write_json(path / MANIFEST, {"files": entries})

@@ -23,7 +23,7 @@ from moe_lab.evaluation.engines import Engine, GeneratedText, GenerationSettings
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Graded, benchmark_errors, harness_of
-from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_in
+from moe_lab.evaluation.items import Answer, Item, Reply, Text, answer_after_thought
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -91,7 +91,7 @@ def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
     """Answers to a benchmark's items that were never asked, parted from their thoughts."""
     answers = []
     for item, text in zip(harness_of(benchmark).items(benchmark), texts, strict=True):
-        answer = answer_in(text)
+        answer = answer_after_thought(text)
         thought = text[: len(text) - len(answer or "")]
         answers.append(
             Answer(item.name, str(item.requests[0].prompt), (Reply(answer, thought, "end"),))

@@ -24,7 +24,7 @@ from transformers import AddedToken
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, answers, run
-from moe_lab.evaluation.answers import ResultCache, collect_answers, render
+from moe_lab.evaluation.answers import ResultCache, collect_answers, render_prompt
 from moe_lab.evaluation.engines import (
     Engine,
     GeneratedText,
@@ -386,7 +386,7 @@ def test_chat_template_writes_the_special_tokens(subject: LoadedModel) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         f"{start} $A", special_tokens=special
     )
-    prompt = render(model, [{"role": "user", "content": "The story"}])
+    prompt = render_prompt(model, [{"role": "user", "content": "The story"}])
     assert prompt == f"{start}The story!"
     length = len(tokenizer(prompt, add_special_tokens=False).input_ids)
     assert write(model, [prompt], 4, max_length=length + 4, chat=True)
@@ -448,23 +448,23 @@ def test_conversation_may_end_within_the_answer(subject: LoadedModel) -> None:
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     model = chatting(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")
     begun = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is"}]
-    assert render(model, begun[:1]) == "<user>How many?</><a>"
-    assert render(model, begun) == "<user>How many?</><assistant>It is"
+    assert render_prompt(model, begun[:1]) == "<user>How many?</><a>"
+    assert render_prompt(model, begun) == "<user>How many?</><assistant>It is"
 
 
 def test_prompts_have_the_date_of_the_model(subject: LoadedModel) -> None:
     model = chatting(subject, "{{ strftime_now('%d.%m.%Y') }} " + PLAIN)
-    assert render(model, [{"role": "user", "content": "Today"}]) == "01.01.2026 Today"
+    assert render_prompt(model, [{"role": "user", "content": "Today"}]) == "01.01.2026 Today"
     model.tokenizer.date = "2024-12-31"
-    assert render(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
+    assert render_prompt(model, [{"role": "user", "content": "Today"}]) == "31.12.2024 Today"
 
 
 def test_unread_chat_template_argument_is_refused(subject: LoadedModel) -> None:
     question = [{"role": "user", "content": "Today"}]
     reads = "{% if thinking is false %}no thoughts {% endif %}" + PLAIN
-    assert render(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
+    assert render_prompt(chatting(subject, reads, thinking=False), question) == "no thoughts Today"
     with pytest.raises(UserError, match=r"\bthoughtful\b.*False"):
-        render(chatting(subject, reads, thoughtful=False), question)
+        render_prompt(chatting(subject, reads, thoughtful=False), question)
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
@@ -472,4 +472,4 @@ def test_missing_or_failing_chat_template_is_reported(
     template: str | None, subject: LoadedModel
 ) -> None:
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):
-        render(chatting(subject, template), [{"role": "user", "content": "hi"}])
+        render_prompt(chatting(subject, template), [{"role": "user", "content": "hi"}])

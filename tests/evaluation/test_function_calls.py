@@ -16,11 +16,11 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.adapters import function_call_rules as rules
 from moe_lab.evaluation.adapters.function_call_rules import Call, Undecodable, tool
-from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.answers import render_prompt
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import function_calls
-from moe_lab.evaluation.items import answer_in
+from moe_lab.evaluation.items import answer_after_thought
 from moe_lab.models.config_json import check_chat_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples/function_calls"
@@ -28,11 +28,11 @@ ALLOWED = Policy(False, "namespaces", False, False)
 
 
 def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    return rules.decode(answer_in(text) or "", functions)
+    return rules.decode_calls(answer_after_thought(text) or "", functions)
 
 
 def mistake(text: str, functions: Sequence[Any], right: Sequence[Any]) -> str | None:
-    return rules.mistake(answer_in(text), functions, right)
+    return rules.answer_mistake(answer_after_thought(text), functions, right)
 
 
 def described(type_: str, **more: Any) -> dict[str, Any]:
@@ -531,10 +531,10 @@ def test_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     tools = [tool(function(x=described("integer")))]
     messages = [{"role": "user", "content": "Hi"}]
     model = chatting(subject, TEMPLATE)
-    assert render(model, messages, tools) == "f |Hi"
-    assert render(model, messages) == "|Hi"
+    assert render_prompt(model, messages, tools) == "f |Hi"
+    assert render_prompt(model, messages) == "|Hi"
     with pytest.raises(UserError, match=r"\btools=.*f"):
-        render(
+        render_prompt(
             chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"),
             messages,
             tools,

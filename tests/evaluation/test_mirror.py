@@ -105,7 +105,7 @@ def test_pinned_files_are_downloaded(mirrored: Mirrored, sent: list[str]) -> Non
     assert {file for file in sent if str(revision) in file} == {
         f"{revision}/{file}" for file in ("README.md", "rte/validation.jsonl", "rte/train.jsonl")
     }
-    entries = mirror.manifest(mirror.folder(mirrored.rte))
+    entries = mirror.read_manifest(mirror.folder(mirrored.rte))
     assert {entry["source"] for entry in entries.values()} == {f"nyu-mll/glue@{revision}"}
 
 

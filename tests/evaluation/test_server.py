@@ -30,7 +30,7 @@ from moe_lab import child_process
 from moe_lab.config import BackendConfig, BenchmarkConfig, JudgeConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import engines
-from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.answers import render_prompt
 from moe_lab.evaluation.engines import server as servers
 from moe_lab.evaluation.engines import vllm
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -307,8 +307,8 @@ def test_server_writes_texts_of_the_loaded_model(pair: Pair) -> None:
 
 def test_server_writes_chats_of_the_loaded_model(pair: Pair) -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
-    rendered = [render(pair.served, chat) for chat in chats]
-    assert rendered == [render(pair.loaded, chat) for chat in chats]
+    rendered = [render_prompt(pair.served, chat) for chat in chats]
+    assert rendered == [render_prompt(pair.loaded, chat) for chat in chats]
     texts = write(pair.served, rendered, 16, chat=True)
     assert texts == write(pair.loaded, rendered, 16, chat=True)
     assert any(texts)

@@ -25,7 +25,7 @@ from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, run
-from moe_lab.evaluation.adapters.function_call_rules import mistake
+from moe_lab.evaluation.adapters.function_call_rules import answer_mistake
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import benchmark_errors
 from moe_lab.evaluation.harnesses import function_calls
@@ -205,7 +205,7 @@ def graded(calling: BenchmarkConfig, items: Items) -> Graded:
 
 def error_of(question: Any, answer: str) -> str | None:
     """Why an answer to a question is wrong; None: it is right."""
-    return mistake(answer, functions=question.functions, right=question.right)
+    return answer_mistake(answer, functions=question.functions, right_calls=question.right_calls)
 
 
 def test_right_answers_are_right(graded: Graded) -> None:
@@ -216,15 +216,15 @@ def test_right_answers_are_right(graded: Graded) -> None:
 def test_a_call_where_no_function_fits_is_wrong(graded: Graded) -> None:
     _, first_example = graded[0]
     for question, _ in graded:
-        if not question.right:
+        if not question.right_calls:
             assert error_of(question, first_example.answer)
 
 
 def test_order_of_calls_is_free_and_their_number_is_not(graded: Graded) -> None:
     for question, example in graded:
-        if question.right:
+        if question.right_calls:
             blocks = re.findall("<tool_call>.*?</tool_call>", example.answer)
-            assert len(blocks) == len(question.right)
+            assert len(blocks) == len(question.right_calls)
             assert error_of(question, "".join(reversed(blocks))) is None
             assert error_of(question, "".join(blocks[:-1]))
             assert error_of(question, example.answer + blocks[0])
@@ -232,7 +232,7 @@ def test_order_of_calls_is_free_and_their_number_is_not(graded: Graded) -> None:
 
 def test_calls_with_another_value_are_wrong(graded: Graded) -> None:
     for question, example in graded:
-        if question.right:
+        if question.right_calls:
             for value in example.details["calls"][-1].values:
                 start, _, end = example.answer.rpartition(json.dumps(value))
                 assert error_of(question, start + json.dumps("Zed") + end), question.name

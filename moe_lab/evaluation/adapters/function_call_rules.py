@@ -59,7 +59,7 @@ class Undecodable(ValueError):
     """Raised for a text that is no list of calls."""
 
 
-def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
+def decode_calls(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
     """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
     an answer that has none of these forms. A <tool_call> block in another form is skipped.
 
@@ -173,34 +173,34 @@ def _call(document: Any) -> Call:
     return Call(name, arguments)
 
 
-def mistake(
+def answer_mistake(
     answer: str | None,
     functions: Sequence[Mapping[str, Any]],
-    right: Sequence[Mapping[str, Mapping[str, Any]]],
+    right_calls: Sequence[Mapping[str, Mapping[str, Any]]],
 ) -> str | None:
     """A sentence that says why an answer is wrong; None if the answer is right.
 
     `answer`: the model's text after its thought, or None if the thought does not end. `functions`:
-    the descriptions of functions that came with the question. `right`: the calls of a right answer,
-    in any order, each {name: {argument: allowed values}}. If `right` is empty, no call helps to
-    answer the question, and any call is wrong, even a malformed call.
+    the descriptions of functions that came with the question. `right_calls`: the calls of a right
+    answer, in any order, each {name: {argument: allowed values}}. If `right_calls` is empty, no
+    call helps to answer the question, and any call is wrong, even a malformed call.
     """
     if answer is None:
         return "expected an answer, found a thought that does not end"
     try:
-        calls = decode(answer, functions)
+        calls = decode_calls(answer, functions)
     except Undecodable as error:
-        if right:
+        if right_calls:
             return str(error)
         calls = []
-    if not right:
+    if not right_calls:
         has_call = calls or "<tool_call>" in answer or _RECIPIENT.search(answer.strip())
         return f"expected no call, found {answer.strip()!r:.80}" if has_call else None
-    if len(calls) != len(right):
-        return f"expected {len(right)} calls, found {len(calls)}"
+    if len(calls) != len(right_calls):
+        return f"expected {len(right_calls)} calls, found {len(calls)}"
     descriptions = _descriptions_by_name(functions)
     remaining_calls = list(calls)
-    for expected_call in right:
+    for expected_call in right_calls:
         ((name, options),) = expected_call.items()
         mistakes = []
         for index, call in enumerate(remaining_calls):

@@ -12,7 +12,7 @@ from moe_lab.calibration.sources import read_records
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import Policy
-from moe_lab.evaluation.adapters.function_call_rules import TYPES, mistake, tool
+from moe_lab.evaluation.adapters.function_call_rules import TYPES, answer_mistake, tool
 from moe_lab.evaluation.harness import Graded, Harness, check_count, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, text_items
 from moe_lab.json_files import fits
@@ -44,7 +44,7 @@ class Question:
     name: str
     messages: Sequence[Mapping[str, str]]
     functions: Sequence[Mapping[str, Any]]
-    right: Sequence[Mapping[str, Mapping[str, Any]]]
+    right_calls: Sequence[Mapping[str, Mapping[str, Any]]]
     """The calls of a right answer, each {name: {argument: allowed values}}; empty if no call helps
     to answer the question."""
 
@@ -82,7 +82,7 @@ class FunctionCalls(Harness):
 
         def verdict(answer: Answer, metric: str) -> tuple[float, str]:
             question = questions[answer.item]
-            reason = mistake(answer.reply.text, question.functions, question.right)
+            reason = answer_mistake(answer.reply.text, question.functions, question.right_calls)
             return float(reason is None), reason or "right"
 
         return graded_by_mean(answers, benchmark, verdict)
@@ -187,7 +187,7 @@ def _check_answer(question: Question, source: str) -> None:
     """Raise UserError unless each call of the right answer calls one function of the question, with
     allowed values in BFCL's form."""
     names = [function["name"] for function in question.functions]
-    for call in question.right:
+    for call in question.right_calls:
         if len(call) != 1:
             raise UserError(f"{source} has {len(call)} functions in one call: expected one")
         ((name, allowed_values),) = call.items()
