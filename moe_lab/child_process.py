@@ -1,8 +1,8 @@
 """Child processes that answer requests, in lines of JSON.
 
-`Child` starts such a process, sends requests to the process and ends it. `serve` answers requests
-in the child process; `python -m moe_lab.child_process MODULE` serves the functions of a module. A
-request is [method, arguments]. Its replies are any number of {"item": value} and then
+`ChildProcess` starts such a process, sends requests to the process and ends it. `serve` answers
+requests in the child process; `python -m moe_lab.child_process MODULE` serves the functions of a
+module. A request is [method, arguments]. Its replies are any number of {"item": value} and then
 {"done": result}, or {"error": message, "kind": class of the error}. A child process ends when its
 standard input is closed, which also happens when its parent is killed.
 
@@ -29,12 +29,12 @@ GRACE = 20.0
 """Seconds that a process may take to end by itself, before it is killed."""
 
 
-class Ended(RuntimeError):
+class ProcessEnded(RuntimeError):
     """The child process has ended. The message has the exit code or the signal, and the last line
     of the process's log."""
 
 
-class Refused(RuntimeError):
+class ErrorReply(RuntimeError):
     """The child process replied with an error. `kind`: name of the class of that error."""
 
     def __init__(self, message: str, kind: str) -> None:
@@ -42,7 +42,7 @@ class Refused(RuntimeError):
         self.kind = kind
 
 
-class Child(AbstractContextManager["Child"]):
+class ChildProcess(AbstractContextManager["ChildProcess"]):
     """A child process that runs `serve`, which calls methods of an object, the worker. The child
     has a session of its own, and writes its standard error to a temporary file, the log.
     `environment`, `folder` (the current folder of the child) and `umask`: as in Popen."""
@@ -88,15 +88,15 @@ class Child(AbstractContextManager["Child"]):
         method is a generator, there is a reply {"item": value} for each value. The last reply is
         {"done": result}. `seconds`: time limit for each reply; None: no limit.
 
-        Raises Refused if the method fails, Ended if the child has ended, and TimeoutError if a
-        reply takes too long. After Ended and TimeoutError the child does not run any more. The
-        child is also ended if the caller stops before the last reply, because the remaining replies
-        would be taken for those to the next request.
+        Raises ErrorReply if the method fails, ProcessEnded if the child has ended, and TimeoutError
+        if a reply takes too long. After ProcessEnded and TimeoutError the child does not run any
+        more. The child is also ended if the caller stops before the last reply, because the
+        remaining replies would be taken for those to the next request.
         """
         assert self.process.stdin is not None
         is_finished = False
         try:
-            # if the process has ended or was closed, the loop below raises Ended
+            # if the process has ended or was closed, the loop below raises ProcessEnded
             with suppress(OSError, ValueError):
                 self.process.stdin.write(json.dumps([method, arguments]) + "\n")
                 self.process.stdin.flush()
@@ -108,18 +108,18 @@ class Child(AbstractContextManager["Child"]):
                         f"no reply within {seconds:g} s: {_last_line(self.log())}"
                     ) from None
                 if not line:
-                    self._replies.put("")  # the next request must raise Ended, too
+                    self._replies.put("")  # the next request must raise ProcessEnded, too
                     code = self.process.wait()
                     reason = (
                         f"killed by {signal.Signals(-code).name}"
                         if code < 0
                         else f"exit code {code}"
                     )
-                    raise Ended(f"{reason}: {_last_line(self.log())}")
+                    raise ProcessEnded(f"{reason}: {_last_line(self.log())}")
                 reply = json.loads(line)
                 is_finished = "item" not in reply
                 if "error" in reply:
-                    raise Refused(reply["error"], reply["kind"])
+                    raise ErrorReply(reply["error"], reply["kind"])
                 yield reply
         finally:
             if not is_finished:

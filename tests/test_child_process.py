@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from processes import is_running, until
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 
 WORKER = """
 import os, signal, subprocess, sys, time
@@ -45,32 +45,32 @@ serve(Worker(), lambda: open(sys.argv[1], "w").close())
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Child]:
+def child(tmp_path: Path) -> Iterator[ChildProcess]:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-c", WORKER, str(tmp_path / "ended")]
-    with Child(command, {**os.environ, "PYTHONPATH": str(root)}, tmp_path) as process:
+    with ChildProcess(command, {**os.environ, "PYTHONPATH": str(root)}, tmp_path) as process:
         yield process
 
 
-def test_a_result_is_the_value_of_the_method(child: Child) -> None:
+def test_a_result_is_the_value_of_the_method(child: ChildProcess) -> None:
     value = {"text": "\u2028\ud83c" + "x" * 200_000, "list": [1, None, 2.5]}
     assert child.call("echo", value=value) == value
 
 
-def test_items_of_a_generator_are_replies_in_order(child: Child) -> None:
+def test_items_of_a_generator_are_replies_in_order(child: ChildProcess) -> None:
     replies = list(child.replies("count", most=3))
     assert replies == [{"item": 0}, {"item": 1}, {"item": 2}, {"done": None}]
 
 
-def test_errors_of_a_method_do_not_end_the_process(child: Child) -> None:
+def test_errors_of_a_method_do_not_end_the_process(child: ChildProcess) -> None:
     for method in ("fail", "nothing_like_it"):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ErrorReply) as refused:
             child.call(method)
         assert refused.value.kind == "KeyError" or method in str(refused.value)
         assert "\n" not in str(refused.value)
 
 
-def test_replies_that_are_not_read_end_the_process(child: Child, tmp_path: Path) -> None:
+def test_replies_that_are_not_read_end_the_process(child: ChildProcess, tmp_path: Path) -> None:
     replies = child.replies("count", most=3)
     next(replies)
     replies.close()  # type: ignore[attr-defined]
@@ -78,9 +78,9 @@ def test_replies_that_are_not_read_end_the_process(child: Child, tmp_path: Path)
     assert (tmp_path / "ended").exists()
 
 
-def test_output_and_tracebacks_are_in_the_log(child: Child) -> None:
+def test_output_and_tracebacks_are_in_the_log(child: ChildProcess) -> None:
     child.call("echo", value=1)
-    with pytest.raises(Refused):
+    with pytest.raises(ErrorReply):
         child.call("fail")
     assert "said on standard output" in child.log()
     assert "Traceback" in child.log()
@@ -94,22 +94,22 @@ def test_output_and_tracebacks_are_in_the_log(child: Child) -> None:
     ],
 )
 def test_output_of_a_process_that_ends_or_hangs_is_in_the_error(
-    child: Child, method: str, seconds: Any, messages: str
+    child: ChildProcess, method: str, seconds: Any, messages: str
 ) -> None:
     sleeper = child.call("sleeper")
-    with pytest.raises(TimeoutError if method == "hang" else Ended) as ended:
+    with pytest.raises(TimeoutError if method == "hang" else ProcessEnded) as ended:
         child.call(method, seconds)
     assert all(part in str(ended.value) for part in messages.split(": "))
     until(lambda: not is_running(sleeper))
-    with pytest.raises(Ended):
+    with pytest.raises(ProcessEnded):
         child.call("echo", value=1)
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     """The parent is killed; the processes that the child has started end too."""
     program = (
-        "import os, sys; from moe_lab.child_process import Child\n"
-        f"child = Child([sys.executable, '-c', {WORKER!r}, {str(tmp_path / 'ended')!r}], "
+        "import os, sys; from moe_lab.child_process import ChildProcess\n"
+        f"child = ChildProcess([sys.executable, '-c', {WORKER!r}, {str(tmp_path / 'ended')!r}], "
         "os.environ)\n"
         "print(child.process.pid, child.call('sleeper'), flush=True)\n"
         "sys.stdin.read()\n"

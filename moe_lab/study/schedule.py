@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from moe_lab import progress
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
 from moe_lab.study.estimates import Seconds, StepTime, seconds_estimator, time_left
@@ -231,7 +231,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
         """Log of all worker processes that this process starts: the names of the computed steps,
         and the output of small steps."""
-        self.child: Child | None = None
+        self.child: ChildProcess | None = None
         """The worker process; None before the first step."""
 
     def __exit__(self, *_: object) -> None:
@@ -252,9 +252,9 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
             # an error document; {} if the step succeeded
             error = self.child.call("perform_pickled", work=pickled_step)
         # the process cannot unpickle the step, because the module of the step's class is missing
-        except Refused as refused:
+        except ErrorReply as refused:
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
-        except Ended as ended:
+        except ProcessEnded as ended:
             code = self.child.process.returncode
             hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
             message = f"{step.folder}: the worker died ({ended}{hint})"
@@ -269,13 +269,15 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
                 if self._append_to_log(step_log.read_text(errors="replace")):
                     step_log.unlink()
 
-    def _start(self) -> Child:
+    def _start(self) -> ChildProcess:
         """Start the process, in which the signal USR2 is ignored."""
         worker = command("moe_lab.child_process", "moe_lab.study.steps")
         # Slurm sends USR2 to all processes of a job before its time is up. The worker ignores the
         # signal: the first process of the job handles the signal, and ends the worker by `end`.
         shell_command = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
-        return Child(shell_command, {**os.environ, **self.environment}, umask=self.store.umask)
+        return ChildProcess(
+            shell_command, {**os.environ, **self.environment}, umask=self.store.umask
+        )
 
     def end(self, seconds: float) -> None:
         """End the process by SIGTERM, even in the middle of a step, and wait at most `seconds` for

@@ -21,7 +21,7 @@ import pytest
 from asking import Said, answered, problems, protocol, samples
 
 from moe_lab import machine
-from moe_lab.child_process import Child, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import NAMESPACES, Policy, mirror, run
@@ -330,7 +330,10 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
     python, *arguments = command("moe_lab.child_process", evalscope_worker.__name__)
-    with Child([python, "-S", *arguments], {}) as process, pytest.raises(Refused) as refused:
+    with (
+        ChildProcess([python, "-S", *arguments], {}) as process,
+        pytest.raises(ErrorReply) as refused,
+    ):
         process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
     assert (refused.value.kind, str(refused.value)) == (
         "ModuleNotFoundError",

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import namespaces_missing
-from moe_lab.child_process import Ended
+from moe_lab.child_process import ProcessEnded
 from moe_lab.evaluation.adapters.evalplus import GRADER, Grader, GradeRequest
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runner, RunnerError, Runners
@@ -259,7 +259,7 @@ def test_confined_runner_that_ends_twice_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def dying(self: Runner, request: Request) -> Outcome:
-        raise Ended("it ended")
+        raise ProcessEnded("it ended")
 
     monkeypatch.setattr(Runner, "__init__", lambda self, *, confined: None)
     monkeypatch.setattr(Runner, "close", lambda self: None)

@@ -20,7 +20,7 @@ from typing import Any
 
 import openai
 
-from moe_lab.child_process import Child
+from moe_lab.child_process import ChildProcess
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
@@ -280,9 +280,9 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
             (view / file.name).symlink_to(file.resolve())
 
 
-def start_process(argv: Sequence[str]) -> Child:
+def start_process(argv: Sequence[str]) -> ChildProcess:
     """Start a server by the command `argv`, the program and its arguments. The server ends when the
-    returned `Child` is closed or when this process dies."""
+    returned `ChildProcess` is closed or when this process dies."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         **os.environ,
@@ -290,10 +290,12 @@ def start_process(argv: Sequence[str]) -> Child:
         "XDG_CACHE_HOME": str(user_cache()),
     }
     # server_process runs `argv`, and ends the server when this process is gone
-    return Child(command("moe_lab.evaluation.server_process", str(GRACE), *argv), environment)
+    return ChildProcess(
+        command("moe_lab.evaluation.server_process", str(GRACE), *argv), environment
+    )
 
 
-def _exit_reason(server: Child, seconds: float = 0.0) -> str | None:
+def _exit_reason(server: ChildProcess, seconds: float = 0.0) -> str | None:
     """Why the server ended: the last lines of its log. None if the server still runs after waiting
     for `seconds`."""
     with suppress(subprocess.TimeoutExpired):
@@ -312,7 +314,7 @@ def _free_port() -> int:
             return port
 
 
-def _wait_until_ready(engine: ServedModel, server: Child, path: str) -> ServedModel:
+def _wait_until_ready(engine: ServedModel, server: ChildProcess, path: str) -> ServedModel:
     """Wait until the server answers, and return `engine` with the name of the model that the server
     accepts. This is engine.name or, if the server does not list engine.name, the `path` of the
     checkpoint's view. Raises Unavailable if the server ends, does not answer in time or does not

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
@@ -72,7 +72,7 @@ class VllmModel(Engine):
             "moe_lab.serving.vllm_engine",
             python=interpreter("vllm", backend.python, "backend=vllm"),
         )
-        self._child = Child(
+        self._child = ChildProcess(
             argv, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(user_cache())}
         )
         self.process = self._child.process
@@ -141,12 +141,12 @@ class VllmModel(Engine):
                 f"backend.ready_seconds={self.ready_seconds:g} and {TOKEN_SECONDS:g} s per token: "
                 "it seems to hang"
             ) from None
-        except Ended:
+        except ProcessEnded:
             reason = error_summary(self._child.log())
             raise Unavailable(
                 f"vLLM ended (exit code {self.process.returncode}): {reason}"
             ) from None
-        except Refused as error:
+        except ErrorReply as error:
             log = error_summary(self._child.log())
             reason = log if CAUSE_MARK in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None

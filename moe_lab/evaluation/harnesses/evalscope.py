@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import NAMESPACES, Policy, mirror
@@ -184,14 +184,14 @@ def _call_worker(
         }
         worker = "moe_lab.evaluation.adapters.evalscope_worker"
         line = command("moe_lab.child_process", worker, python=_python(benchmark))
-        with Child(line, _environment(folder), folder) as process:
+        with ChildProcess(line, _environment(folder), folder) as process:
             try:
                 return process.call(method, **arguments)
-            except Refused as error:
+            except ErrorReply as error:
                 if error.kind == DataError.__name__:
                     raise UserError(f"benchmark {benchmark.name}: {error}") from None
                 reason = f"{error.kind}: {error}"
-            except Ended as error:
+            except ProcessEnded as error:
                 reason = str(error)
             raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {reason}")
 

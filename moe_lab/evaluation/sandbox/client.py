@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
 from moe_lab.start import command
@@ -61,7 +61,7 @@ PAUSE = 0.5
 """Seconds between two tries."""
 
 
-class Runner(Child):
+class Runner(ChildProcess):
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
@@ -71,14 +71,14 @@ class Runner(Child):
         super().__init__(*runner_command(confined=confined), Path("/"))
         try:
             self.call("start")
-        except Ended as error:
+        except ProcessEnded as error:
             self.close()
             error_type = NoNamespaces if NO_NAMESPACES in str(error) else RunnerError
             raise error_type(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Whatever the program does affects only its own outcome. Raises Ended if
-        the runner dies."""
+        """Run one program. Whatever the program does affects only its own outcome. Raises
+        ProcessEnded if the runner dies."""
         return Outcome(**self.call("run", request=vars(request)))
 
 
@@ -97,7 +97,7 @@ def start(*, confined: bool) -> Runner:
     raise RunnerError(f"{STARTS} starts failed, the last with: {last_error}") from last_error
 
 
-Process = TypeVar("Process", bound=Child)
+Process = TypeVar("Process", bound=ChildProcess)
 
 
 class Pool(Generic[Process]):
@@ -150,7 +150,7 @@ class Runners(Pool[Runner]):
         """
         # Two tries: an earlier unconfined program may have ended the first runner.
         for _ in range(2):
-            with suppress(Ended), self.process() as runner:
+            with suppress(ProcessEnded), self.process() as runner:
                 return runner.run(request)
         if self._confined:
             raise RunnerError(
@@ -169,7 +169,7 @@ def check_namespaces() -> None:
     start(confined=True).close()
 
 
-class LimitedCalls(Pool[Child]):
+class LimitedCalls(Pool[ChildProcess]):
     """Calls trusted functions of one module on texts of a model, from several threads.
 
     A text may make a function take hours or gigabytes, or may make the function crash its process.
@@ -196,15 +196,17 @@ class LimitedCalls(Pool[Child]):
                     arguments=arguments,
                     limits=(seconds, memory),
                 )
-        except (Ended, Refused):
+        except (ProcessEnded, ErrorReply):
             return None
 
-    def _child(self) -> Child:
+    def _child(self) -> ChildProcess:
         """A new process that has imported the module."""
-        child = Child(command("moe_lab.child_process", __name__), self._environment, Path("/"))
+        child = ChildProcess(
+            command("moe_lab.child_process", __name__), self._environment, Path("/")
+        )
         try:
             child.call("load", module=self._module)
-        except (Ended, Refused) as error:
+        except (ProcessEnded, ErrorReply) as error:
             child.close()
             raise RunnerError(f"{self._module} cannot be called: {error}") from None
         return child

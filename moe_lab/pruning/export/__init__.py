@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from moe_lab.child_process import Child, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
@@ -156,10 +156,10 @@ def _check(
     if "torch" in sys.modules:
         import_module(CHECK).check(**arguments)
         return
-    with Child(command("moe_lab.child_process", CHECK), os.environ) as child:
+    with ChildProcess(command("moe_lab.child_process", CHECK), os.environ) as child:
         try:
             child.call("check", **arguments)
-        except Refused as error:
+        except ErrorReply as error:
             error_class = UserError if error.kind == "UserError" else RuntimeError
             raise error_class(str(error)) from None
 

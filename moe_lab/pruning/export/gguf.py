@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError, mask
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there
@@ -138,13 +138,13 @@ def _run(path: Path, pre: str | None, arguments: list[str]) -> None:
     full, otherwise UserError."""
     search_path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search_path)}
-    with Child(
+    with ChildProcess(
         command("moe_lab.child_process", "moe_lab.pruning.export.gguf_worker"), environment
     ) as child:
         try:
             child.call("convert", converter=str(path), pre=pre, arguments=arguments)
             return
-        except (Ended, Refused) as error:
+        except (ProcessEnded, ErrorReply) as error:
             code = child.process.poll() or 0  # 0: the child still runs, and replied with an error
             reason = f"killed by signal {-code}" if code < 0 else str(error)
     print(mask("\n".join(child.log().splitlines()[-LOG_LINES:])), file=sys.stderr, flush=True)
