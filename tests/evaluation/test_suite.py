@@ -333,7 +333,8 @@ def test_stories_with_a_reference_have_its_loss(graded_stories: Any, subject: Lo
 def test_stories_of_the_same_id_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
     story = {"id": "a", "prompt": STORY_PROMPT, "checklist": [{"rule": "mentions", "text": "x"}]}
     data = write_lines(tmp_path / "stories.jsonl", [story, {**story, "prompt": "Another story:"}])
-    benchmark = BenchmarkConfig("s", "stories", str(data), reports={"s": "score"})
+    reports = {"s": "score"}
+    benchmark = BenchmarkConfig("s", "stories", str(data), reports=reports, max_new_tokens=8)
     with pytest.raises(UserError, match=r"\bs\b.*\ba$"):
         evaluate(subject, benchmark, tmp_path, policy=Policy())
 
