@@ -122,7 +122,7 @@ def main() -> int:
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
         programs = Programs(confined="namespaces" in sys.argv)
-        results, _ = programs.judge(program, tests)
+        results, _ = programs.run_tests(program, tests)
         programs.close()
         by_evalscope = sum(result is True for result in by_program[0])
         here = sum(result is True for result in results)

@@ -214,13 +214,15 @@ def test_evalscope_asks_in_its_own_words(judged_programs: JudgedPrograms) -> Non
 
 @pytest.mark.slow
 def test_ended_runner_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
+    monkeypatch.setattr(evalscope_code, "program_source", lambda solution, function: solution)
     monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
     programs = evalscope_code.Programs(confined=False)
     tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:
-        assert [programs.judge(text, tests)[1]["program"] for text in (KILL + answer, answer)] == [
+        assert [
+            programs.run_tests(text, tests)[1]["program"] for text in (KILL + answer, answer)
+        ] == [
             "crash",
             "ok",
         ]

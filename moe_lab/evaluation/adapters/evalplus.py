@@ -114,7 +114,7 @@ class Grader:
         solution does not run. Each data file is parsed only once."""
         key = (request.dataset, hashlib.sha256(Path(request.data).read_bytes()).hexdigest())
         if key not in self.files:
-            problems = evalplus_rules.problems_of(request.dataset, request.data)
+            problems = evalplus_rules.read_problems(request.dataset, request.data)
             self.files[key] = _DataFile(problems)
         try:
             return _Grading(request, self.files[key], self).verdicts()

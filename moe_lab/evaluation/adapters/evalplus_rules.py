@@ -73,7 +73,7 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def returns_or_yields(function: Any) -> bool:
+def has_return_or_yield(function: Any) -> bool:
     """Whether the tree-sitter node `function` contains a return or a yield. EvalPlus's own check
     accepts only a return, and EvalPlus drops a function that fails the check as unfinished. The
     canonical solution of Mbpp/630 needs a generator, which has only a yield."""
@@ -84,11 +84,11 @@ def returns_or_yields(function: Any) -> bool:
 
 
 evalplus_sanitize.code_extract = longest_program
-evalplus_sanitize.has_return_statement = returns_or_yields
+evalplus_sanitize.has_return_statement = has_return_or_yield
 
 _SUCCESS = 0  # EvalPlus's number for a program that passes
 _recorded_outputs: Iterator[Any] = iter(())
-"""Outputs that `replay` returns."""
+"""Outputs that `next_recorded_output` returns."""
 _NO_PROTECTION = {
     "create_tempdir": nullcontext,
     "swallow_io": nullcontext,
@@ -100,21 +100,21 @@ _NO_PROTECTION = {
 stand-in."""
 
 
-def replay(*arguments: Any) -> Any:
+def next_recorded_output(*arguments: Any) -> Any:
     """The next recorded output, for any `arguments`. EvalPlus calls this function in place of the
     model's program."""
     return next(_recorded_outputs)
 
 
-def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
+def read_problems(dataset: str, data: str) -> dict[str, dict[str, Any]]:
     """Task id -> problem, for the file at the path `data` as EvalPlus reads it. EvalPlus restores
     the types of inputs that JSON cannot represent. `dataset`: humaneval or mbpp."""
-    read_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
+    get_problems = humaneval.get_human_eval_plus if dataset == "humaneval" else mbpp.get_mbpp_plus
     with (
         patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data),
         patch.object(mbpp, "MBPP_OVERRIDE_PATH", data),
     ):
-        problems: dict[str, dict[str, Any]] = read_problems()
+        problems: dict[str, dict[str, Any]] = get_problems()
     return problems
 
 
@@ -153,7 +153,7 @@ def _agrees(
     # stand-ins for the shared memory of EvalPlus
     verdict = SimpleNamespace(value=-1)
     progress = SimpleNamespace(value=0)
-    program = f"from {__name__} import replay as {problem['entry_point']}"
+    program = f"from {__name__} import next_recorded_output as {problem['entry_point']}"
     limits = [0.0] * len(inputs)
     details = [False] * len(inputs)
     # 0.0: limits are not used; True: stop at the first wrong output

@@ -67,7 +67,7 @@ class DataError(Exception):
     """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
-def select_days(
+def restrict_to_days(
     record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, hides_tests: bool
 ) -> Any:
     """A replacement for EvalScope's `record_to_sample`. The replacement returns [] for a problem
@@ -149,9 +149,9 @@ class Programs:
         if not tests["inputs"]:
             raise DataError("it has a problem without tests")
         first_tests = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in _COLUMNS}}
-        results, notes = self.judge(solution, first_tests)
+        results, notes = self.run_tests(solution, first_tests)
         if first_tests != tests and all(result is True for result in results):
-            results, notes = self.judge(solution, tests)
+            results, notes = self.run_tests(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
         return {
             "outcome": float(all(result is True for result in results)),
@@ -159,7 +159,7 @@ class Programs:
             "why": why,
         }
 
-    def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def run_tests(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Run a program on `tests` and compare the outputs. Returns EvalScope's (results, notes). A
         result is True for a passed test; the list ends with the first failed test. The notes say
         why the test failed.
@@ -169,7 +169,7 @@ class Programs:
         test."""
         inputs = tests["inputs"]
         request = Request(
-            program=program(solution, tests["fn_name"]),
+            program=program_source(solution, tests["fn_name"]),
             entry_point="moe_lab_answer",
             inputs=[[text] for text in inputs],
             seconds=[self.seconds] * len(inputs),
@@ -182,8 +182,8 @@ class Programs:
         outcome = self._runners.run(request)
         # number of tests with an output, plus the test at which the program failed
         run_count = len(outcome.encoded) + (outcome.status != "ok")
-        run_tests = {name: tests[name][:run_count] for name in _COLUMNS}
-        arguments = [tests["fn_name"], run_tests, asdict(outcome)]
+        tests_run = {name: tests[name][:run_count] for name in _COLUMNS}
+        arguments = [tests["fn_name"], tests_run, asdict(outcome)]
         results_and_notes = self._comparison("compare", arguments, *_COMPARISON_LIMITS)
         if results_and_notes is None:
             error = "its outputs take too much time or memory to compare"
@@ -199,7 +199,7 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
     from evalscope.benchmarks.live_code_bench import testing_util
 
     # "" and 0: the program and its time limit, which are not used in a replay
-    with replay(Outcome(**outcome), function):
+    with replayed_outcome(Outcome(**outcome), function):
         if function is None:
             results_and_notes = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
         else:
@@ -209,7 +209,7 @@ def compare(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]
     return json.loads(json.dumps(results_and_notes, default=str))
 
 
-def program(solution: str, function: str | None) -> str:
+def program_source(solution: str, function: str | None) -> str:
     """Source text of a program that defines moe_lab_answer(input). If `function` is None,
     moe_lab_answer returns the text that the `solution` prints. Otherwise moe_lab_answer returns the
     result of the function of this name in the solution."""
@@ -233,7 +233,7 @@ def program(solution: str, function: str | None) -> str:
 
 
 @contextmanager
-def replay(outcome: Outcome, function: str | None) -> Iterator[None]:
+def replayed_outcome(outcome: Outcome, function: str | None) -> Iterator[None]:
     """A context in which EvalScope's comparison reads the recorded `outcome` of a program instead
     of running the program. `function`: name of the called function, or None for a program that
     prints."""

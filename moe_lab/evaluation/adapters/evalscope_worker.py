@@ -86,7 +86,7 @@ def load(
     args = {name: {"dataset_id": folder, **dataset_args}}
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
     if code:
-        adapter.record_to_sample = evalscope_code.select_days(
+        adapter.record_to_sample = evalscope_code.restrict_to_days(
             adapter.record_to_sample, code["days"], hides_tests=hides_tests
         )
     with evalscope_code.restrict_pickles(allowed=code["pickles"]) if code else nullcontext():
