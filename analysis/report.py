@@ -73,10 +73,11 @@ class Publisher:
         return [name for name, error in self.attempted.items() if error]
 
     def publish(self, requested: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
-        """Make the requested outputs and write their files. `gaps` is last, because making another
-        output can add gaps.
+        """Make the outputs with the names `requested` and write their files. The output `gaps` is
+        made last, because making another output can add gaps.
 
-        Returns (name of an output -> its written tables and figures, paths of all files).
+        Returns (name of an output -> those of its tables and figures that were written, paths of
+        all files).
         """
         items_by_output: dict[str, list[Item]] = {}
         paths: list[Path] = []
@@ -89,13 +90,13 @@ class Publisher:
                 if files:
                     items_by_output[name].append(item)
                     paths += files
-            if len(output_names) > 1:  # the page requests `gaps` alone, which needs no progress
+            if len(output_names) > 1:  # a single output needs no progress display
                 progress.update(len(items_by_output), len(output_names), "tables and figures")
         return items_by_output, paths
 
     def log_failures(self) -> None:
-        """Write OUT/failed/NAME.log for every failed output, and remove this log of an earlier run
-        for every output that now succeeded."""
+        """Write the traceback of every failed output to OUT/failed/NAME.log. For every output that
+        succeeded, remove the log of an earlier run."""
         for name, error in self.attempted.items():
             log = self.out / FAILED / f"{name}.log"
             if error is None:
@@ -123,12 +124,12 @@ def write(store: Path | str, study: str, out: Path | str) -> Path:
 
 def write_report(publisher: Publisher) -> Path:
     """Write all tables and figures of a study, the page that shows them, and the summary (rankings
-    and notes as text); returns the page's path. A summary of an earlier run is removed, even if the
-    new summary is empty.
+    and notes as text); returns the page's path. If the new summary is empty, no summary is written,
+    and that of an earlier run is removed.
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
-    # `_sections` publishes the gaps, after everything that can add gaps
+    # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
     items_by_output, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, items_by_output)), encoding="utf-8")
@@ -142,16 +143,16 @@ def write_report(publisher: Publisher) -> Path:
 
 
 def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
-    """The report's page. Sections are made first, because making them can add gaps, which the tiles
-    count."""
+    """The report's page. Its sections are made before its tiles: making a section can add gaps, and
+    one tile shows the number of gaps."""
     study = publisher.results.study
-    chapters = _sections(publisher, items_by_output)
+    sections = _sections(publisher, items_by_output)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=what_was_run(study),
         tiles=_tiles(study),
-        chapters=chapters,
+        chapters=sections,
         footer=(
             f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
             f"{study.store.resolve()}."
@@ -161,8 +162,8 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
 
 
 def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Section]:
-    """All sections of the page: the chapters, the comparison with the papers, missing results, and
-    provenance."""
+    """All sections of the page: those of CHAPTERS, the comparison with published numbers, missing
+    results, and provenance."""
     results = publisher.results
     study = results.study
     sections = [_section(chapter, results, items_by_output) for chapter in CHAPTERS]
@@ -178,16 +179,18 @@ def _sections(publisher: Publisher, items_by_output: ItemsByOutput) -> list[Sect
 
 
 def _sentence_on_empty(items_by_output: ItemsByOutput) -> list[str]:
-    """A list with one sentence, which names the page's outputs that have no data in this study;
-    empty when all outputs have data."""
+    """A list with one sentence, which names the outputs of the page that have no data in this
+    study. Empty if all outputs of the page have data."""
+    # an output without a chapter is not on the page
     names_without_data = [
         name for name, items in items_by_output.items() if not items and find(name).chapter
     ]
-    sentence = (
+    if not names_without_data:
+        return []
+    return [
         f"This study has nothing for {names.listing(names_without_data)} (`python -m analysis "
         "NAME` says what each needs)."
-    )
-    return [sentence] if names_without_data else []
+    ]
 
 
 def _kicker(study: Study) -> str:
@@ -222,18 +225,19 @@ class Chapter:
 
 
 def _section(chapter: Chapter, results: Results, items_by_output: ItemsByOutput) -> Section:
-    """The section of a chapter, with its title, tables and figures. It has text only if it has
-    tables or figures: the chapter's note, after the headlines in the chapter `ranking`."""
-    section = _items_of_chapter(chapter.anchor, items_by_output)
+    """The section of a chapter: title, text, tables and figures. The text is the chapter's note; in
+    the chapter `ranking`, headlines precede the note. Without tables and figures, the section has
+    no text either, so that the page leaves it out."""
+    section = _untitled_section(chapter.anchor, items_by_output)
     text = [chapter.note] if chapter.note and section.outputs else []
     if chapter.anchor == "ranking" and section.outputs:
         text = [*headlines(results.rankings), *text]
     return replace(section, short=chapter.short, title=chapter.title, text=text)
 
 
-def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
-    """A section with the tables and figures of the chapter `anchor` and their filters, without
-    title and text. Tables of outputs with `figures_only` are left out."""
+def _untitled_section(anchor: str, items_by_output: ItemsByOutput) -> Section:
+    """A section without title and text: the tables and figures of the chapter `anchor`, and the
+    columns by which the page filters each. Tables of outputs with `figures_only` are left out."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
@@ -248,7 +252,7 @@ def _items_of_chapter(anchor: str, items_by_output: ItemsByOutput) -> Section:
 def _provenance(study: Study, items_by_output: ItemsByOutput) -> Section:
     """The last section: the tables and figures of the chapter `provenance`, facts on how the study
     was computed, and its configuration."""
-    section = _items_of_chapter("provenance", items_by_output)
+    section = _untitled_section("provenance", items_by_output)
     return replace(
         section,
         short="Provenance",
@@ -322,7 +326,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
             "Time of all evaluations",
             f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
         ),
-        *(
+        *(  # the keys are "calibration@model"
             (f"Calibration {key.replace('@', ' of ')}", _pass_in_words(report))
             for key, report in study.calibrations.items()
         ),
@@ -336,8 +340,8 @@ def _distinct_values(study: Study, column: str) -> str:
 
 
 def _pass_in_words(report: Mapping[str, Any]) -> str:
-    """Text on a calibration pass: tokens of each source, number and length of rows, and the first
-    160 characters of the text."""
+    """Text on a calibration pass, from its report: number of tokens of each source, number and
+    length of rows, and the first 160 characters of the first row."""
     parts = [
         ", ".join(
             f"{count:,} tokens of {source}"
@@ -359,13 +363,15 @@ def _details(study: Study) -> list[tuple[str, str]]:
 
 
 def what_was_run(study: Study) -> str:
-    """Two or three sentences that name a study's criteria, allocations, models, ratios, calibration
-    sets and recoveries, and count its pruned models, benchmarks and items."""
+    """Two or three sentences on a study. They name its models, ratios, calibration sets and
+    recoveries, and give the numbers of criteria, allocations, pruned models, benchmarks and items.
+    """
     pruned = study.cells[study.cells["criterion"] != "none"]
-    sizes = study.results["n"]
+    item_counts = study.results["n"]  # one for each cell and benchmark
     items = "no"
-    if len(sizes):
-        items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
+    if len(item_counts):
+        smallest_and_largest = (f"{size:g}" for size in (item_counts.min(), item_counts.max()))
+        items = " to ".join(dict.fromkeys(smallest_and_largest))  # one number if both are equal
     # at ratio 0 nothing is removed, the model is only recovered, for example quantised
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.listing(dict.fromkeys(study.cells["model"]))
@@ -379,7 +385,8 @@ def what_was_run(study: Study) -> str:
 
 
 def _choosers_in_words(pruned: pd.DataFrame) -> str:
-    """Text with the numbers of criteria and allocations: `two criteria and three allocations`."""
+    """Text with the numbers of criteria and allocations: `two criteria and three allocations`. A
+    single allocation is not mentioned."""
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     allocations = pruned["allocation"].nunique()
     return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
@@ -393,14 +400,15 @@ def _shares_in_words(pruned: pd.DataFrame) -> str:
     """Text with the removed shares, their scope and the calibration sets: `25 % and 50 % of each
     layer, with code calibration`.
 
-    The scope is each layer if all allocations are uniform, otherwise the whole model. Of more than
-    MOST_RATIOS shares, the text has only their number, the smallest and the largest.
+    The scope is `of each layer` if all allocations are uniform, otherwise `in all`, the whole
+    model. If there are more than MOST_RATIOS shares, the text gives only their number, the smallest
+    and the largest.
     """
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    ratios = list(dict.fromkeys(ordered["removed_words"]))
-    text = names.listing(ratios) or "none"
-    if len(ratios) > MOST_RATIOS:
-        text = f"{len(ratios)} ratios from {ratios[0]} to {ratios[-1]}"
+    shares = list(dict.fromkeys(ordered["removed_words"]))
+    text = names.listing(shares) or "none"
+    if len(shares) > MOST_RATIOS:
+        text = f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"
     scope = "of each layer" if set(pruned["allocation"]) == {"uniform"} else "in all"
     return f"{text} {scope}{_calibration_in_words(pruned)}"
 
@@ -409,19 +417,19 @@ def _calibration_in_words(pruned: pd.DataFrame) -> str:
     """Text with the calibration sets: `, with code and math calibration`; "" if no cell is
     calibrated.
 
-    If models have different sets, the text lists the sets of each group of models, with the names
-    of the models.
+    If models have different calibration sets, the models are named after their sets: `, with code
+    calibration of OLMoE and math calibration of Mixtral`.
     """
-    models_by_sets: dict[str, list[str]] = {}
+    models_by_sets: dict[str, list[str]] = {}  # text with the calibration sets -> models
     for key, cells in groups(pruned[pruned["calibration"] != "none"], ["model"]):
         sets = names.calibrations_in_order(cells["calibration"])
-        text = names.listing(names.calibration(name).lower() for name in sets)
-        models_by_sets.setdefault(text, []).append(key["model"])
-    texts = []
+        sets_text = names.listing(names.calibration(name).lower() for name in sets)
+        models_by_sets.setdefault(sets_text, []).append(key["model"])
+    phrases = []
     for sets_text, models in models_by_sets.items():
-        phrase = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
-        texts.append(f"{sets_text} calibration{phrase}")
-    return f", with {names.listing(texts)}" if texts else ""
+        models_text = f" of {names.listing(models)}" if len(models_by_sets) > 1 else ""
+        phrases.append(f"{sets_text} calibration{models_text}")
+    return f", with {names.listing(phrases)}" if phrases else ""
 
 
 def _recovery_sentence(pruned: pd.DataFrame) -> str:
@@ -432,6 +440,7 @@ def _recovery_sentence(pruned: pd.DataFrame) -> str:
         return ""
     phrases = []
     for recovery in recoveries:
+        # + for the comma inside a name, because commas separate the phrases
         name = names.RECOVERIES.get(recovery, recovery).replace(", ", " + ")
         phrases.append(f"with {name}" if name else "as they are")
     return f" Pruned models were evaluated {names.listing(phrases)}."

@@ -328,8 +328,9 @@ def format_percent(*axes: Axis) -> None:
 
 
 def format_power(axis: Axis) -> None:
-    """Format the tick labels of an axis with a common power of ten, which is written once, at the
-    end of the axis, if the numbers are far below or above 1."""
+    """Write a common power of ten once, at the end of the axis, and the tick labels as its
+    multiples, if the largest label is below 0.1 or at least 1000. Other labels are plain numbers.
+    """
     formatter = ScalarFormatter()
     formatter.set_powerlimits((-2, 3))
     axis.set_major_formatter(formatter)
@@ -337,7 +338,8 @@ def format_power(axis: Axis) -> None:
 
 
 def tokens(count: float) -> str:
-    """A number of tokens in thousands, or from half a million in millions: 65k, 0.5M."""
+    """Format a number of tokens: in thousands such as `65k` below half a million, from there on in
+    millions such as `0.5M`."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 
@@ -346,7 +348,7 @@ def label_squares(
 ) -> None:
     """Label the columns and rows of axes that contain a grid of unit squares.
 
-    above: whether the labels of columns are above the grid, not below.
+    columns, rows: labels; above: whether the labels of columns are above the grid or below it.
     """
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     label_ticks(
@@ -359,9 +361,12 @@ def label_squares(
 def draw_square(
     axes: Axes, x: int, y: int, share: float, text: str, size: float | None = None, below: str = ""
 ) -> None:
-    """Draw a unit square with its corner at (x, y), darker for a higher `share` (0..1), with `text`
-    in its middle and the smaller text `below` under this text. size: font size of `text` in points;
-    None for matplotlib's setting."""
+    """Draw a unit square of a grid, in a colour of the map SEQUENTIAL, with a text in its middle.
+
+    x, y: position of the square's top left corner; share: position (0..1) in the colour map, where
+    higher is darker; size: font size of `text` in points, None for matplotlib's setting; below: a
+    second text, in small letters under `text`.
+    """
     axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colormaps[SEQUENTIAL](share), linewidth=0))
     text_style: Any = {
         "ha": "center",
@@ -376,12 +381,12 @@ def draw_square(
 
 
 def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any]) -> None:
-    """Draw a row for each layer with a coloured square for each expert, in ascending order of
-    value.
+    """Draw a row for each layer, with a coloured square for each expert of the layer. The experts
+    of a row are in ascending order of their values.
 
-    values: values of experts, indexed by layer; level: function from the values of a layer's
-    experts to positions (0..1) in the colour map. Squares of experts with value 0 are cross-hatched
-    in place of a colour. At most twelve layers are labelled on the axis.
+    values: values of all experts, indexed by layer; level: function that converts the values
+    (experts,) of a layer to positions (0..1) in the colour map. The square of an expert with the
+    value 0 is cross-hatched and has no colour. At most twelve layers are labelled on the axis.
     """
     layers = sorted(values.index.unique())
     for y, layer in enumerate(layers):
@@ -398,7 +403,7 @@ def draw_expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any])
         if zeros:
             axes.add_patch(Rectangle((0, y + 0.06), zeros, 0.88, linewidth=0, **NO_TOKENS))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
-    labelled_layers = layers[:: -(-len(layers) // 12)]
+    labelled_layers = layers[:: -(-len(layers) // 12)]  # a step of len(layers) / 12, rounded up
     positions = [layers.index(layer) + 0.5 for layer in labelled_layers]
     label_ticks(
         axes.yaxis, positions, [f"layer {layer}" for layer in labelled_layers], labelsize=6.5

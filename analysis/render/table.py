@@ -49,8 +49,8 @@ class Table:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Suffix of a file -> text of the file with the table; cached, because the files and the
-        page use the texts."""
+        """File suffix (csv, md, tex, html) -> the table as text in this format. Cached, because
+        both the table's files and the report's page contain these texts."""
         return {suffix: render(self) for suffix, render in RENDERERS.items()}
 
 
@@ -76,10 +76,10 @@ _DISPLAY_NAMES: Mapping[str, Callable[..., str]] = {
 
 
 def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Select and rename columns of `rows`, and replace criteria, methods etc. by their display
+    """Select and rename columns of `rows`, and replace their criteria, methods etc. by display
     names.
 
-    columns: new name -> name in `rows`. A column that `rows` lacks is empty.
+    columns: new name of a column -> name in `rows`. A column that `rows` lacks is filled with NaN.
     """
     displayed = {}
     for column, source in columns.items():
@@ -94,8 +94,8 @@ def frame_and_formats(
 ) -> dict[str, Any]:
     """The arguments `frame` and `formats` of a `Table`, as a dictionary.
 
-    text: name of a text column -> column of `rows`; numbers: name of a number column -> (column of
-    `rows`, format).
+    text: name of a text column in the table -> column of `rows`; numbers: name of a number column
+    in the table -> (column of `rows`, format).
     """
     columns = {**text, **{name: source for name, (source, _) in numbers.items()}}
     return {
@@ -105,7 +105,7 @@ def frame_and_formats(
 
 
 def minus(number: str) -> str:
-    """`number` with a minus sign for each hyphen, also for that of an exponent."""
+    """`number` with minus signs (−) in place of hyphens, including the hyphen of an exponent."""
     return number.replace("-", "−")
 
 
@@ -117,17 +117,17 @@ def format_number(value: object, form: str) -> str:
 
 
 def is_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
-    """Whether the row lacks a number in `column` that the row should have. Numbers in optional
-    columns may be missing, and so may the rank of the unpruned model, which is not ranked."""
-    is_unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
-    is_needed = not is_unranked and column not in table.optional
-    return is_needed and format_number(row[column], "{}") == GAP
+    """Whether `row` has no number in `column` but should have one. No number is expected in the
+    columns `table.optional`, nor as the rank of the unpruned model, which is not ranked."""
+    is_unranked = row.get("Criterion") == UNPRUNED and column == "Avg Rank"
+    is_expected = not is_unranked and column not in table.optional
+    return is_expected and format_number(row[column], "{}") == GAP
 
 
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
-    """All footnotes of a table: on columns where less is better, then `Table.footnotes`, then on
-    gaps if the table has gaps."""
+    """All footnotes of a table, in this order: a note on the columns in which less is better,
+    `Table.footnotes`, and a note on gaps if the table has gaps."""
     rows = table.frame.to_dict("records")
     has_gap = any(is_gap(table, row, column) for row in rows for column in table.formats)
     return [*_footnotes_on_direction(table), *table.footnotes, *([GAP_NOTE] if has_gap else [])]
@@ -146,11 +146,10 @@ def _footnotes_on_direction(table: Table) -> list[str]:
 
 @lru_cache(maxsize=128)
 def best(table: Table) -> pd.DataFrame:
-    """Booleans in the shape of the frame: whether a number is the best in its column and block.
+    """Booleans in the shape of the frame: whether a number is the best of its column in its block.
 
-    Numbers are rounded as their column's format prints them before they are compared, so several
-    can be the best. The unpruned model does not compete, and a number without
-    competitors is not the best.
+    Numbers are compared as they are printed, so several can be the best. The unpruned model is not
+    compared. A number is not the best if its block has no other number in the column.
     """
     marks = pd.DataFrame(False, index=table.frame.index, columns=table.frame.columns)
     if not table.best or table.frame.empty:
@@ -163,6 +162,7 @@ def best(table: Table) -> pd.DataFrame:
         blocks = list(table.frame.groupby(list(table.blocks), sort=False).indices.values())
     for column, direction in table.best.items():
         precision = _PRECISION.search(table.formats[column])
+        # per cent with n decimals is a fraction with n + 2 decimals
         decimals = int(precision[1]) + 2 * (precision[2] == "%") if precision else 3
         values = np.where(is_competing, table.frame[column].astype(float).round(decimals), np.nan)
         is_best = np.zeros(len(values), bool)
@@ -175,18 +175,18 @@ def best(table: Table) -> pd.DataFrame:
 
 
 def printed_frame(table: Table) -> pd.DataFrame:
-    """The frame as it is printed: in rows of the unpruned model, Pruned is 0 %. In `Table.frame`,
-    these rows have the ratio of their block."""
-    if not {KEY, "Pruned"} <= set(table.frame):
+    """The frame as it is printed. In the rows of the unpruned model, the column Pruned is 0 %; in
+    `Table.frame` it is the ratio of the row's block, by which the page filters the rows."""
+    if not {"Criterion", "Pruned"} <= set(table.frame):
         return table.frame
     return table.frame.assign(
-        Pruned=table.frame["Pruned"].mask(table.frame[KEY] == UNPRUNED, names.ratio(0))
+        Pruned=table.frame["Pruned"].mask(table.frame["Criterion"] == UNPRUNED, names.ratio(0))
     )
 
 
 @lru_cache(maxsize=128)
 def text(table: Table) -> pd.DataFrame:
-    """The frame as it is printed, with numbers as formatted texts."""
+    """`printed_frame` with its numbers as formatted texts."""
     columns = {
         str(column): [
             format_number(value, table.formats[str(column)]) if column in table.formats else value
@@ -198,8 +198,8 @@ def text(table: Table) -> pd.DataFrame:
 
 
 def csv(table: Table) -> str:
-    """The table as CSV. Numbers have six significant digits, a gap is an empty field, and the ends
-    of intervals are further columns."""
+    """The table as CSV. Numbers have six significant digits, and a gap is an empty field. The ends
+    of intervals are in the last columns, such as `Avg low` and `Avg high`."""
     frame = printed_frame(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
@@ -268,16 +268,16 @@ def _tex(value: object) -> str:
 
 
 def html(table: Table) -> str:
-    """The table as an HTML element with keys for sorting and intervals under the numbers; the best
-    number of each block is bold."""
+    """The table as an HTML element that the page can sort. Numbers have their intervals below
+    them, and the best number of each block is bold."""
     head = "".join(_head(table, str(column)) for column in table.frame)
     marks = best(table).to_numpy()
     texts = text(table).to_numpy()
-    starts = _block_starts(table)
-    ends = _interval_ends(table)
+    is_block_start = _block_starts(table)
+    interval_ends = _interval_ends(table)
     rows = []
     for row, record in enumerate(table.frame.to_dict("records")):
-        classes = ["first"] if starts[row] else []
+        classes = ["first"] if is_block_start[row] else []
         if record.get("Criterion") == UNPRUNED:
             classes.append("unpruned")
         cells = []
@@ -291,8 +291,8 @@ def html(table: Table) -> str:
                     bool(marks[row, position]),
                 )
             )
-            if column in ends:
-                cells.append(_interval(table, column, *ends[column][row]))
+            if column in interval_ends:
+                cells.append(_interval(table, column, *interval_ends[column][row]))
             cells.append("</td>")
         attributes = f' class="{" ".join(classes)}"' if classes else ""
         rows.append(f"<tr{attributes}>{''.join(cells)}</tr>")
@@ -301,7 +301,7 @@ def html(table: Table) -> str:
 
 
 def _head(table: Table, column: str) -> str:
-    """The HTML cell with the name of a column, which is a button that sorts by the column."""
+    """The HTML head cell of a column. The name of the column is a button that sorts the rows."""
     kind = "number" if column in table.formats else "text"
     return (
         f"<th scope=col class={kind} aria-sort=none><button "
@@ -312,15 +312,15 @@ def _head(table: Table, column: str) -> str:
 def _cell(table: Table, column: str, value: object, printed: str, is_bold: bool) -> str:
     """An HTML cell without its closing tag, because an interval may follow.
 
-    value: value in the frame; printed: text of the value; is_bold: whether the text is bold. A text
-    that is printed differently keeps its value as data-block, a number as data-key. Scores in
-    columns with a best number have a bar.
+    value: value in the frame; printed: text that the cell shows; is_bold: whether the text is bold.
+    The page sorts numbers by the attribute data-key. It filters texts by data-block, which a cell
+    has if its value differs from `printed`. Scores in columns of `Table.best` have a bar.
     """
     content = f"<b>{escape(printed)}</b>" if is_bold else escape(printed)
     if column not in table.formats:
-        kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
+        css_class = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
         block = "" if printed == value else f' data-block="{escape(str(value))}"'
-        return f"<td{kind}{block}>{content}"
+        return f"<td{css_class}{block}>{content}"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP
     number = float(str(value))  # through str, because a frame has values of any type
@@ -361,7 +361,7 @@ def _block_starts(table: Table) -> list[bool]:
     if not table.blocks or table.frame.empty:
         return [False] * len(table.frame)
     keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
-    # strict=False, because the key of the last row precedes no row
+    # strict=False: the second list has one key more, that of the last row, which precedes no row
     return [key != previous for key, previous in zip(keys, [None, *keys], strict=False)]
 
 
@@ -375,8 +375,8 @@ RENDERERS: dict[str, Callable[[Table], str]] = {
 
 
 def write(table: Table, folder: Path) -> list[Path]:
-    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. If
-    the table cannot be rendered as one of these, no file is written."""
+    """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; returns the files' paths. All
+    four texts are rendered before the first file is written, so an error leaves no files."""
     paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, table.texts.values(), strict=True):
