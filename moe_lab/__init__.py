@@ -88,7 +88,7 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     revision. Raises UserError when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
-    from moe_lab.config.base import valid
+    from moe_lab.config.base import validated
     from moe_lab.models.load import load_model
     from moe_lab.paths import PREFIX, as_name
 
@@ -98,7 +98,7 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     # the shipped models are so small that one thread is fastest
     threads = 1 if path.startswith(PREFIX) else None
     defaults = {"name": name, "path": path, "threads": threads}
-    return load_model(valid(ModelConfig, {**defaults, **settings}, "", "load"))
+    return load_model(validated(ModelConfig, {**defaults, **settings}, "", "load"))
 
 
 def calibrate(
@@ -159,7 +159,7 @@ def _calibration(
     `calibrate`. `caller`: name of the public function that error messages mention."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
-    from moe_lab.config.base import valid
+    from moe_lab.config.base import validated
     from moe_lab.paths import as_name
 
     with _text_file(text) as path:
@@ -171,7 +171,9 @@ def _calibration(
             "seed": seed,
         }
         defaults["length"] = min(512, tokenizer.model_max_length)
-        return batches(valid(CalibrationConfig, {**defaults, **settings}, "", caller), tokenizer)
+        return batches(
+            validated(CalibrationConfig, {**defaults, **settings}, "", caller), tokenizer
+        )
 
 
 @contextmanager
@@ -404,9 +406,9 @@ def _allocation_identity(
     scores are for. UserError for fields that are invalid or do not apply to this granularity."""
     from moe_lab import allocation
     from moe_lab.config import AllocationConfig
-    from moe_lab.config.base import valid
+    from moe_lab.config.base import validated
 
-    config: AllocationConfig = valid(
+    config: AllocationConfig = validated(
         AllocationConfig, fields, "allocation", f"allocation={fields['name']}"
     )
     allocation.check(config, granularity)

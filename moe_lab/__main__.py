@@ -53,14 +53,14 @@ def _errors_as_sentences() -> Iterator[None]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import explain
+    from moe_lab.compose import hydra_error_sentence
 
     try:
         yield
     except UserError as error:
         give_up(str(error), error.code)
     except (HydraException, OmegaConfBaseException) as error:
-        give_up(explain(error))
+        give_up(hydra_error_sentence(error))
     except OSError as error:
         # without settings of Hydra, such as hydra.run.dir=DIR, the cause is not a mistyped folder
         if isinstance(error, BrokenPipeError) or not any(
@@ -115,7 +115,7 @@ def _run_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, check_sweeper, compose, multirun
+    from moe_lab.compose import CONFIG, check_sweeper, compose, multirun_context
     from moe_lab.overrides import for_hydra
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
@@ -152,7 +152,7 @@ def _run_hydra(words: Sequence[str]) -> int:
             code = max(code, result.code)
             return objective_value(result, requests)
 
-    with multirun(words):
+    with multirun_context(words):
         sys.argv[1:] = map(for_hydra, words)
         hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lab import grid, overrides, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
-from moe_lab.config.base import Mistakes, storage_problems, valid
+from moe_lab.config.base import Mistakes, storage_problems, validated
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
@@ -57,7 +57,7 @@ def hydra_context(folder: Path | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def multirun(texts: Sequence[str]) -> Iterator[None]:
+def multirun_context(texts: Sequence[str]) -> Iterator[None]:
     """A context in which hydra.main can compose conf/config.yaml. `texts`: the arguments of a
     command line, overrides and options. Raises SettingsError for overrides whose values may not be
     stored, such as secrets, because Hydra writes the overrides into the store."""
@@ -69,7 +69,7 @@ def multirun(texts: Sequence[str]) -> Iterator[None]:
             # glob(...) has a pattern of file names in place of values
             if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
                 continue
-            for value in overrides.values(override):
+            for value in overrides.values_of(override):
                 mistakes += storage_problems(value, override.key_or_group)
     # for ${sweeps:...} and ${basic_settings:} in conf/config.yaml
     OmegaConf.register_new_resolver("sweeps", _sweeps_folder)
@@ -192,7 +192,7 @@ class Groups:
                 hydra_compose(overrides=[*self._searchpath, *keyed_overrides])
             )
         except (HydraException, OmegaConfBaseException) as error:
-            raise UserError(f"{group}={name}: {explain(error)}") from None
+            raise UserError(f"{group}={name}: {hydra_error_sentence(error)}") from None
         if outer_keys := [key for key in composed if key not in keys.values()]:
             raise UserError(
                 f"{group}={name} sets {outer_keys[0]}, expected nothing outside {group}: a file "
@@ -241,7 +241,7 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         draft.lists = [settings.pop("grid", None) or {}, *(settings.pop("more", None) or [])]
         draft.composed = {axis: settings.pop(axis, None) for axis in grid.AXES}
         with mistakes.caught():
-            config: Config = valid(Config, settings, "")
+            config: Config = validated(Config, settings, "")
             register_choices(config.plugins)
         with mistakes.caught():
             points = grid.points(draft, groups)
@@ -258,10 +258,10 @@ def _compose_study(
         choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
         return _plain_content(composed), choices, list(composed.hydra.searchpath)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error)) from None
+        raise UserError(hydra_error_sentence(error)) from None
 
 
-def explain(error: BaseException) -> str:
+def hydra_error_sentence(error: BaseException) -> str:
     """An error of Hydra or OmegaConf as one sentence. For an unknown choice, the sentence has the
     nearest known choice."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

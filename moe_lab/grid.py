@@ -27,7 +27,7 @@ from moe_lab.config import (
     SourceConfig,
     SuiteConfig,
 )
-from moe_lab.config.base import Mistakes, fields_of, type_at, valid
+from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, check_known, unknown
 from moe_lab.evaluation.harness import harness_of
@@ -173,7 +173,7 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
     valid_lists = {}
     # a key in a file may be a number
     for key, values in zip(map(str, lists), lists.values(), strict=True):
-        is_setting = key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))
+        is_setting = key.partition(".")[0] in GROUPS and setting_type(CellConfig, key.split("."))
         if key not in AXES and not is_setting:
             mistakes.append(str(unknown(field, key, AXES)))
         elif not isinstance(values, list):
@@ -241,10 +241,10 @@ class _Axes:
                 only_value = self.draft.composed.get(axis)
                 if only_value is None:
                     only_value = CellConfig.__dataclass_fields__[axis].default
-                values.append(valid(KINDS[axis], only_value, axis))
+                values.append(validated(KINDS[axis], only_value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
-                    values.append(valid(KINDS[axis], value, self._field(axis)))
+                    values.append(validated(KINDS[axis], value, self._field(axis)))
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
@@ -313,7 +313,7 @@ class _Axes:
                 assign(content, setting.removeprefix(f"{axis}."), value)
         for setting, value in settings.items():
             assign(content, setting, value)
-        choice = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
+        choice = validated(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
             choice = self._checked_text(choice, name)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
@@ -467,7 +467,7 @@ def _text(
     messages. `changes`: setting of the text -> value that replaces the value in the file."""
     check_known(setting, name, files.names("calibration"))
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
-    text: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
+    text: CalibrationConfig = validated(CalibrationConfig, content, "", f"calibration={name}")
     return text
 
 
@@ -535,7 +535,7 @@ def _benchmark_config(
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
-    benchmark: BenchmarkConfig = valid(BenchmarkConfig, {**content, **changes}, "", origin)
+    benchmark: BenchmarkConfig = validated(BenchmarkConfig, {**content, **changes}, "", origin)
     harness = harness_of(benchmark)
     if config.suite.path is not None and not harness.reads_path:
         raise UserError(

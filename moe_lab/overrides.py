@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from moe_lab import grid
 from moe_lab.config import CellConfig, Config
-from moe_lab.config.base import fields_of, is_text, type_at
+from moe_lab.config.base import fields_of, is_text, setting_type
 from moe_lab.errors import UserError, unknown
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
@@ -64,7 +64,7 @@ def _type(key: str) -> Any:
     """The type of the setting or group `key`, such as model.top_k; None if there is none. Settings
     of cells are in `CellConfig`, all other settings in `Config`."""
     group, _, _ = key.partition(".")
-    return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
+    return setting_type(CellConfig if group in grid.AXES else Config, key.split("."))
 
 
 def parse(texts: Iterable[str]) -> list[tuple[str, Override]]:
@@ -126,7 +126,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
             return [text]
         draft.overrides.append((key, grid.REMOVED))
         return []
-    override_values = values(override)
+    override_values = values_of(override)
     has_several = len(override_values) > 1 or override.is_sweep_override()
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
@@ -152,7 +152,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
     group = override.key_or_group
     available = files.names(group)
     names: list[str] = []
-    for value in values(override):
+    for value in values_of(override):
         # GROUP=[A,B] means the same as GROUP=A,B
         items: Sequence[Any] = value if isinstance(value, list) else [value]
         names += ["null" if item is None else str(item) for item in items]
@@ -168,7 +168,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
     return [text] if len(names) == 1 and names[0] in available else []
 
 
-def values(override: Override) -> list[Any]:
+def values_of(override: Override) -> list[Any]:
     """The values of an override. There are several if the override has commas or one of Hydra's
     functions for sweeps, such as choice(...). Otherwise, the list has one value."""
     if not override.is_discrete_sweep():

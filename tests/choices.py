@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from moe_lab import grid
 from moe_lab.config import Config
-from moe_lab.config.base import valid
+from moe_lab.config.base import validated
 from moe_lab.criteria import CRITERIA
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -56,7 +56,7 @@ def content(group: str, name: str, folder: Path = CONF) -> dict[str, Any]:
 
 def choose(kind: Any, group: str, name: str) -> Any:
     """A file of conf/ as an object."""
-    return valid(kind, content(group, name), group)
+    return validated(kind, content(group, name), group)
 
 
 def cells(

@@ -17,7 +17,7 @@ from processes import of_children, within
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid, plugins
-from moe_lab.compose import Groups, compose, hydra_context, multirun
+from moe_lab.compose import Groups, compose, hydra_context, multirun_context
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, end_with
@@ -85,7 +85,7 @@ def test_a_mistake_ends_the_command_with_code_2(
 def test_a_multirun_loads_its_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: list[str] = []
     monkeypatch.setattr(plugins, "load", modules.extend)
-    with multirun(["-m", "plugins=[mine,yours]", "criterion=man"]):
+    with multirun_context(["-m", "plugins=[mine,yours]", "criterion=man"]):
         assert modules == ["mine", "yours"]
 
 

@@ -29,7 +29,7 @@ from moe_lab.config import (
     SuiteConfig,
     TimingConfig,
 )
-from moe_lab.config.base import Group, SettingsError, fields_of, valid, without_none
+from moe_lab.config.base import Group, SettingsError, fields_of, validated, without_none
 from moe_lab.config.table import basic_lines
 from moe_lab.config.table import settings as table
 from moe_lab.criteria import check as check_criterion
@@ -97,7 +97,7 @@ def test_all_invalid_values_are_reported_at_once(kind: Any, data: st.DataObject)
             group = group.setdefault(group_name, {})
         group[name] = data.draw(st.sampled_from(invalid_values(ALL[path][1])), label=path)
     with pytest.raises(SettingsError) as error:
-        valid(kind, content, "")
+        validated(kind, content, "")
     sentences = error.value.sentences
     reported = [
         next((path for path in paths if sentence.startswith(f"{path}=")), sentence)
@@ -111,7 +111,7 @@ def test_an_unknown_setting_suggests_the_nearest(kind: Any) -> None:
     name = next(iter(fields_of(kind)))
     message = rf"group\.{re.escape(name)}x .*group\.{re.escape(name)}"
     with pytest.raises(SettingsError, match=message):
-        valid(kind, {f"{name}x": 1}, "group")
+        validated(kind, {f"{name}x": 1}, "group")
 
 
 @pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.__name__)
@@ -135,20 +135,20 @@ def test_settings_are_frozen() -> None:
 def test_a_number_that_json_cannot_store_is_refused(timeout: float, message: str) -> None:
     judge = {**REQUIRED["judge"], "extra": {"timeout": timeout}}
     with pytest.raises(SettingsError, match=message):
-        valid(JudgeConfig, judge, "judge")
+        validated(JudgeConfig, judge, "judge")
 
 
 @pytest.mark.parametrize("name", sorted(BenchmarkConfig.internal))
 def test_an_internal_setting_is_refused(name: str) -> None:
     benchmark = {"name": "b", "harness": "lm_eval", "task": "t", name: None}
     with pytest.raises(SettingsError, match=f"^group.{re.escape(name)} is set by other settings"):
-        valid(BenchmarkConfig, benchmark, "group")
+        validated(BenchmarkConfig, benchmark, "group")
 
 
 @pytest.mark.parametrize("kind", [JudgeConfig, BenchmarkConfig])
 def test_missing_settings_are_requested(kind: Any) -> None:
     with pytest.raises(SettingsError) as error:
-        valid(kind, {}, "group")
+        validated(kind, {}, "group")
     assert all("add group." in sentence for sentence in error.value.sentences)
 
 
@@ -192,7 +192,7 @@ def load_group(file: Path) -> Any:
     content = OmegaConf.load(file)
     examples = {name: EXAMPLES[name] for name in content if OmegaConf.is_missing(content, name)}
     group = file.parent.name
-    return valid(SCHEMAS[group], {**choices.content(group, file.stem), **examples}, group)
+    return validated(SCHEMAS[group], {**choices.content(group, file.stem), **examples}, group)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -319,7 +319,7 @@ def test_invalid_combinations_are_one_sentence(
 ) -> None:
     needed = {"calibration": {"name": "c"}, "judge": REQUIRED["judge"]}.get(group, {})
     with pytest.raises(SettingsError) as error:
-        valid(SCHEMAS[group], {**needed, **content}, group)
+        validated(SCHEMAS[group], {**needed, **content}, group)
     (sentence,) = error.value.sentences
     assert re.match(rf"{group}\.{message}", sentence), sentence
 

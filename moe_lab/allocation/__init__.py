@@ -33,7 +33,7 @@ from moe_lab.allocation.problem import (
     limits,
 )
 from moe_lab.config import AllocationConfig
-from moe_lab.config.base import SETTINGS, Positive, identity_fields, valid
+from moe_lab.config.base import SETTINGS, Positive, identity_fields, validated
 from moe_lab.criteria import Granularity
 from moe_lab.errors import UserError, check_known
 from moe_lab.paths import check_name
@@ -180,7 +180,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         _check_channel_settings(settings)
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
-        valid(
+        validated(
             _parameters(settings, allocation, granularity),
             settings.parameters,
             "allocation.parameters",

@@ -39,7 +39,7 @@ from moe_lab.allocation.shapes import (
     smooth,
     u_shape,
 )
-from moe_lab.config.base import SETTINGS, Count, Positive, valid
+from moe_lab.config.base import SETTINGS, Count, Positive, validated
 from moe_lab.errors import UserError
 
 BY_LOSS = ("coverage", "loss_based")
@@ -249,7 +249,7 @@ def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
     """The setting parameters.align as an `Alignment`, or None if the setting is not set.
     `settings`: fields of AllocationConfig. UserError for invalid values."""
     value = settings["parameters"].get("align")
-    return None if value is None else valid(Alignment, value, "allocation.parameters.align")
+    return None if value is None else validated(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:

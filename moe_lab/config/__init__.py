@@ -48,7 +48,7 @@ Study = Annotated[
 ]
 
 
-OWNED = {
+SET_BY_MOE_LAB = {
     "time": "minutes",
     "mem": "memory",
     "cpus-per-task": "cpus",
@@ -85,16 +85,17 @@ OWNED = {
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     """The given options of sbatch (name -> value), with hyphens instead of underscores in their
-    names. ValueError for an option that moe_lab sets itself (OWNED), in full or abbreviated."""
+    names. ValueError for an option that moe_lab sets itself (SET_BY_MOE_LAB), in full or
+    abbreviated."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     # sbatch accepts abbreviations, but gpus is an option itself and no abbreviation of
     # gpus-per-node
     for name in options.keys() - {"gpus"}:
-        owned = next((option for option in OWNED if option.startswith(name)), None)
+        owned = next((option for option in SET_BY_MOE_LAB if option.startswith(name)), None)
         if owned is not None:
             subject = name if name == owned else f"{name}, short for {owned},"
             raise ValueError(
-                f"{subject} is set by moe_lab: expected {OWNED[owned] or 'other options'}"
+                f"{subject} is set by moe_lab: expected {SET_BY_MOE_LAB[owned] or 'other options'}"
             )
     return options
 

@@ -184,7 +184,7 @@ class Mistakes(list[str], AbstractContextManager["Mistakes"]):
             self += error.sentences
 
 
-def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
+def validated(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
     """Check `content`, settings as plain values, and return an object of the type `kind`.
     SettingsError with all mistakes.
 
@@ -197,12 +197,12 @@ def valid(kind: type[T] | Any, content: Any, group: str, origin: str = "") -> T:
     except ValidationError as error:
         prefix = f"{origin}: " if origin else ""
         raise SettingsError(
-            prefix + sentence for sentence in sentences(error, kind, group)
+            prefix + sentence for sentence in error_sentences(error, kind, group)
         ) from None
     return settings
 
 
-def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
+def error_sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
     """A sentence for each mistake in `error`. The sentence has the setting, its value, what is
     expected, and the nearest valid choice. `kind`, `group`: type and dotted name of the settings
     that were checked."""
@@ -215,7 +215,7 @@ def sentences(error: ValidationError, kind: Any, group: str) -> Iterator[str]:
         ]
         key = ".".join(filter(None, [group, *path]))
         if mistake["loc"][-1:] == ("[key]",):  # a key that is no value of the mapping's Literal
-            yield _unknown_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
+            yield _unknown_setting(key, literal_values(get_args(setting_type(kind, path[:-1]))[0]))
         else:
             yield _sentence(dict(mistake), kind, key, path)
 
@@ -252,9 +252,9 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
     if mistake_type == "missing":
         return f"{key} is not set: add {key}=VALUE"
     if mistake_type in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown_setting(key, fields_of(type_at(kind, path[:-1])))
+        return _unknown_setting(key, fields_of(setting_type(kind, path[:-1])))
     if mistake_type == "literal_error":
-        return str(unknown(key, str(value), choices(type_at(kind, path))))
+        return str(unknown(key, str(value), literal_values(setting_type(kind, path))))
     if mistake_type == "value_error":
         message = str(mistake["ctx"]["error"])
         # The message does not name the setting if a single value was checked. If a whole group was
@@ -290,7 +290,7 @@ def fields_of(kind: Any) -> dict[str, Any]:
     return {name: hints[name] for name in kind.__dataclass_fields__ if name not in internal}
 
 
-def type_at(kind: Any, path: Iterable[str]) -> Any:
+def setting_type(kind: Any, path: Iterable[str]) -> Any:
     """The type of the setting that `path`, a list of keys, leads to from the group `kind`. Instead
     of X | None, the type is X. In a mapping or list, any key or index leads to the type of the
     entries. Any path inside Any leads to Any. None if there is no such setting."""
@@ -319,7 +319,7 @@ def without_none(kind: Any) -> Any:
     return kind
 
 
-def choices(kind: Any) -> list[str]:
+def literal_values(kind: Any) -> list[str]:
     """The values of a Literal, as texts; [] for any other type."""
     return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []
 
@@ -350,10 +350,10 @@ def identity(value: Any) -> Any:
     return value
 
 
-def identity_fields(group: Any, *without: str) -> dict[str, Any]:
+def identity_fields(group: Any, *excluded: str) -> dict[str, Any]:
     """The fields of a dataclass that change a result: name -> `identity` of the value. Fields named
-    in `group.runtime` or in `without` are left out."""
-    skipped = {*getattr(group, "runtime", ()), *without}
+    in `group.runtime` or in `excluded` are left out."""
+    skipped = {*getattr(group, "runtime", ()), *excluded}
     return {
         field.name: identity(getattr(group, field.name))
         for field in fields(group)

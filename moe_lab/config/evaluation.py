@@ -27,7 +27,7 @@ from moe_lab.json_files import fits
 
 VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
 Variable = Annotated[str, matching(r"[A-Za-z_]\w*", VARIABLE)]
-SET_BY_US = (
+RESERVED_ARGUMENTS = (
     "model",
     "dtype",
     "trust_remote_code",
@@ -129,7 +129,7 @@ class BackendConfig(Group):
                 f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
             )
         for name, value in self.arguments.items():
-            if name in SET_BY_US:
+            if name in RESERVED_ARGUMENTS:
                 raise ValueError(
                     f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM"
                 )

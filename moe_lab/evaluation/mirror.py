@@ -23,7 +23,7 @@ from typing import Any
 
 from moe_lab.calibration.sources import read_records, read_text_file
 from moe_lab.config import BenchmarkConfig
-from moe_lab.config.base import Mistakes, valid
+from moe_lab.config.base import Mistakes, validated
 from moe_lab.errors import UserError, check_known, end_with, unknown
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
@@ -373,7 +373,7 @@ def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
         for name in dict.fromkeys(benchmark_names)
     )
     configs: list[BenchmarkConfig] = [
-        valid(BenchmarkConfig, content, "benchmark") for content in contents
+        validated(BenchmarkConfig, content, "benchmark") for content in contents
     ]
     mirrored_configs = [
         replace(benchmark, root=root) for benchmark in configs if benchmark.data is not None

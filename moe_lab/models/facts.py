@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
-from moe_lab.config.base import valid
+from moe_lab.config.base import validated
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_expected
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
@@ -73,7 +73,7 @@ def architecture(model: Any) -> ExpectedConfig:
         # a channel has `hidden` weights in each of gate, up and down
         "shared_width": shared // (3 * hidden * len(layers)),
     }
-    return valid(ExpectedConfig, sizes, "", "config.json of the model")
+    return validated(ExpectedConfig, sizes, "", "config.json of the model")
 
 
 def _layer_facts(layer: MoELayer) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import progress
 from moe_lab.allocation.problem import budget, call_or_suggest_ratio, limits
-from moe_lab.config.base import SETTINGS, Count, Positive, valid
+from moe_lab.config.base import SETTINGS, Count, Positive, validated
 from moe_lab.errors import UserError, check_known
 from moe_lab.search.schedules import PATTERNS, Schedule, Space, pattern, space_of
 
@@ -104,7 +104,7 @@ class SearchSettings:
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
     """The settings of a search, from `parameters` of allocation=evolutionary. `seed`: the seed of
     the search if `parameters` have no seed. UserError for invalid parameters."""
-    return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
+    return validated(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
 def space_to_search(

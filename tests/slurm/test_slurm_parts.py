@@ -35,7 +35,7 @@ from moe_lab.config import (
     ResourcesConfig,
     TimingConfig,
 )
-from moe_lab.config.base import valid
+from moe_lab.config.base import validated
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions
@@ -619,7 +619,9 @@ def request_of(
     limits: Mapping[str, float] | None = None,
 ) -> Any:
     """The resources that a job requests for steps of an hour each, under settings in YAML."""
-    settings = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
+    settings = validated(
+        ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources"
+    )
     return module.job_resources(steps, settings, seconds, limits or {})
 
 

@@ -18,7 +18,7 @@ from example_steps import Example, cell_of, evaluated, step_of
 from moe_lab import config
 from moe_lab.allocation import IdentifiedAllocation
 from moe_lab.calibration import IdentifiedText
-from moe_lab.config.base import Group, type_at
+from moe_lab.config.base import Group, setting_type
 from moe_lab.criteria import IdentifiedCriterion
 from moe_lab.evaluation.harness import Harness, IdentifiedBenchmark
 from moe_lab.json_files import canonical, digest
@@ -180,7 +180,7 @@ def test_fields_are_part_of_the_identity_unless_declared_runtime(
 
     key = f"{group}.{field}"
     settings = changed(GROUPS[group], CONTEXT.get(key, {}))
-    kind = type_at(type(settings), [field])
+    kind = setting_type(type(settings), [field])
     value = OTHER_VALUES[key] if key in OTHER_VALUES else another(kind, getattr(settings, field))
     if value is None:
         return
