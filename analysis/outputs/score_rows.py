@@ -100,11 +100,11 @@ Blocks = Callable[[Results, Comparison], Iterable[Block]]
 def score_table(
     title: str, columns: Sequence[str], caption: str, costs: Mapping[str, Cost] = COSTS
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
-    """Decorator: turn a function that yields the blocks of one model into a function of (results,
-    name) that makes a `block_table` of all models in `Results.comparisons`, or returns None if
-    `block_table` does.
+    """Decorator for a function that yields the blocks of one model. The decorated function takes
+    (results, name) and returns the `block_table` with the blocks of all models in
+    `Results.comparisons`; None if `block_table` returns None.
 
-    title, columns, caption, costs: see `block_table`."""
+    title, columns, caption, costs: arguments of `block_table`."""
 
     def decorate(blocks_of: Blocks) -> Callable[[Results, str], Table | None]:
         @wraps(blocks_of)
@@ -131,20 +131,20 @@ def block_table(
     title: str,
     caption: str,
 ) -> Table | None:
-    """A table with a row per cell of each block, after a row for the unpruned model in each block;
-    None when none of `columns` was run.
+    """A table of scores. Each block has a row for the unpruned model, if that model was run, and
+    then a row per cell. A block whose cells were not evaluated on any of `columns` is left out;
+    None when all blocks are left out.
 
-    Columns of the table:
+    Columns of numbers:
 
-    - the benchmarks and averages in `columns` that were run, with intervals
-    - DIFFERENCE, for blocks with a base: the cell's score in the last of these columns minus the
-      score of the base, with interval
-    - P: the p-value of this difference after Holm's correction over the table; a cell has no
-      p-value unless the cell and the base have several seeds, and a table without p-values has no
-      such column
-    - `costs`: name of a column -> its numbers
+    - the benchmarks and averages in `columns` that were run, with 95 % intervals
+    - DIFFERENCE, for blocks with a base: score of the cell minus score of the base, with the 95 %
+      interval; both are scores on the last of the benchmarks and averages that were run
+    - P: p-value of DIFFERENCE after Holm's correction over the table; NaN unless the cell and the
+      base have several seeds. A table without p-values has no column P.
+    - a column of costs for each entry of `costs` (displayed column -> its cost)
 
-    name, title, caption: those of the table; sentences on P and on the scores follow the caption.
+    name, title, caption: those of the table. Sentences on P and on the scores follow the caption.
     """
     blocks_with_scores = [
         block for block in blocks if column_targets(block.comparison, list(block.labels), columns)
@@ -157,6 +157,7 @@ def block_table(
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
         if frame[P].isna().all():
             del frame[P]
+    # benchmarks come first, then the averages over all of them
     averages = [*means(block.comparison for block in blocks_with_scores), MEAN]
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*TEXT, "Criterion", *last_columns)
@@ -176,8 +177,8 @@ def block_table(
 
 
 def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
-    """Concatenate the rows of all parts that are not None, with a new index; None when all parts
-    are None."""
+    """Concatenate the rows of all parts, with a new index, and merge `Numbers.best` of all parts.
+    Parts that are None are left out; the result is None when all parts are None."""
     present_parts = [part for part in parts if part is not None]
     if not present_parts:
         return None
@@ -195,19 +196,22 @@ def stacked(parts: Iterable[Numbers | None]) -> Numbers | None:
 def numbers_table(
     rows: Numbers, columns: Sequence[str], formats: Mapping[str, str], **fields: Any
 ) -> Table:
-    """A table of the columns `columns` of `rows`, with the intervals of `rows`.
+    """A `Table` of the columns `columns` of `rows.frame`, with the intervals of `rows`. Benchmarks
+    among the columns are renamed to their display names.
 
-    formats: column -> format; without an entry, a column with intervals has the format SCORE, and
-    another column is text. fields: name, title, caption etc. of the table."""
+    formats: displayed column -> format. A column without an entry has the format SCORE if it has
+    intervals; otherwise, it is text. fields: other fields of `Table`, such as name and title."""
     frame, low, high = (
         part.rename(columns=names.benchmark)
         for part in (rows.frame[list(columns)], rows.low, rows.high)
     )
-    every_format = {**dict.fromkeys(map(str, low), SCORE), **formats}
+    format_of_column = {**dict.fromkeys(map(str, low), SCORE), **formats}
     return Table(
         frame=frame,
         formats={
-            column: every_format[column] for column in map(str, frame) if column in every_format
+            column: format_of_column[column]
+            for column in map(str, frame)
+            if column in format_of_column
         },
         best=rows.best,
         low=low,
@@ -217,27 +221,28 @@ def numbers_table(
 
 
 def _footnotes(blocks: Sequence[Block], columns: Sequence[str]) -> list[str]:
-    """A list with one footnote, which names the benchmarks that MEAN lacks: those in `columns` on
-    which no model of `blocks` was evaluated. [] when MEAN lacks no benchmark, or is not in
-    `columns`."""
+    """A list with one footnote on MEAN, the mean of the benchmarks in `columns`. The footnote names
+    the benchmarks on which no model of `blocks` was evaluated, so that MEAN does not include them.
+    [] when all benchmarks were run, or when MEAN is not in `columns`."""
     averages = (*GROUPS, *names.COLUMNS, COMMON, MEAN)
     benchmarks = [name for name in columns if name not in averages]
     benchmarks_with_scores = {name for block in blocks for name in block.comparison.benchmarks}
-    gaps = [name for name in benchmarks if name not in benchmarks_with_scores]
-    if MEAN not in columns or not gaps:
+    missing_benchmarks = [name for name in benchmarks if name not in benchmarks_with_scores]
+    if MEAN not in columns or not missing_benchmarks:
         return []
-    number = len(benchmarks) - len(gaps)
+    count_in_mean = len(benchmarks) - len(missing_benchmarks)
     return [
-        f"{MEAN} is over {number} of the paper's {len(benchmarks)} benchmarks: "
-        f"{names.not_run(gaps)}."
+        f"{MEAN} is over {count_in_mean} of the paper's {len(benchmarks)} benchmarks: "
+        f"{names.not_run(missing_benchmarks)}."
     ]
 
 
 def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
-    """(text with the removed share of a block, cell -> label).
+    """(text with the removed share of the block, cell -> label).
 
-    If all cells have the same gate and seed, the text ends with gate and seed. Otherwise, where
-    several cells have the same label, each of these labels ends with the cell's gate and seed."""
+    If all cells have the same gate and seed, the text with the removed share ends with this gate
+    and seed. Otherwise, a label that several cells share is extended by the gate and seed of each
+    cell."""
     suffixes = gate_and_seed(block.comparison.cells)[list(block.labels)]
     if suffixes.nunique() == 1:
         return comma_joined(block.pruned, str(suffixes.iloc[0])), dict(block.labels)
@@ -250,8 +255,9 @@ def _pruned_and_labels(block: Block) -> tuple[str, dict[int, str]]:
 
 
 def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str, Cost]) -> Numbers:
-    """The rows of a block in a `block_table`, the unpruned model first. The column P has p-values
-    before correction. A study without costs has no columns of `costs`."""
+    """The rows of one block of a `block_table`: the unpruned model, if it was run, then the cells.
+    The p-values in the column P are not corrected. If the study has no counted costs, the columns
+    of `costs` are left out."""
     comparison = block.comparison
     unpruned = comparison.unpruned
     pruned_in_words, labels = _pruned_and_labels(block)
@@ -271,6 +277,7 @@ def _rows(study: Study, block: Block, columns: Sequence[str], costs: Mapping[str
     if block.base is not None and targets:
         base_of_cell = {cell: block.base for cell in pruned_cells if cell != block.base}
         last_target = list(targets.values())[-1]
+        # NaN for the unpruned model and for the base
         gains = differences(comparison, last_target, base_of_cell).reindex(cells)
         cells_with_tests = [
             cell for cell in base_of_cell if comparison.have_several_seeds((cell, block.base))
@@ -293,11 +300,12 @@ _PATTERNS: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (2, 1)), (0, (4, 1, 1, 1))
 
 
 def method_lines(comparison: Comparison) -> dict[str, Line2D]:
-    """Method -> legend entry; lines of the method are drawn in the style of this entry.
+    """Method -> legend entry with the style of the method's lines; `none` is the unpruned model.
 
     All methods of a criterion have the criterion's colour. The criterion's first method has a solid
     line and filled markers; each further method has its own dashes and hollow markers."""
     lines = {"none": style.key(names.method("none"), **style.DASHED)}
+    # criterion -> number of its methods that already have an entry
     counts: Counter[str] = Counter()
     criteria = list(names.CRITERIA)
     for method in names.methods_in_order(set(comparison.cells["method"]) - {"none"}):
@@ -305,23 +313,23 @@ def method_lines(comparison: Comparison) -> dict[str, Line2D]:
         number = counts[criterion]
         counts[criterion] += 1
         criterion_number = criteria.index(criterion) if criterion in criteria else 0
-        shade = style.colour(method)
+        colour = style.colour(method)
         lines[method] = style.key(
             names.method(method),
-            color=shade,
+            color=colour,
             linewidth=1.3,
             linestyle=_PATTERNS[number % len(_PATTERNS)],
             marker=style.MARKERS[(criterion_number + number) % len(style.MARKERS)],
             markersize=3.5,
-            markerfacecolor=style.SURFACE if number else shade,
+            markerfacecolor=style.SURFACE if number else colour,
         )
     return lines
 
 
 def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
-    """Draw the unpruned model's score on `target` as a dashed horizontal line, and the 95 %
-    interval of this score as a band, if this model was run. Returns the legend entry of the
-    line."""
+    """Draw the score of the unpruned model on `target` as a dashed horizontal line, with the 95 %
+    interval as a band. Nothing is drawn if the unpruned model was not run. Returns the legend entry
+    of the line in both cases."""
     unpruned = comparison.unpruned
     if unpruned is not None:
         score, low, high = comparison.displayed(target)
@@ -331,14 +339,16 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw bands of chance for scores on `target` against the removed share in per cent, behind all
-    lines. Each kind of random plans with at least two ratios has a band.
+    """Draw the bands in which 95 % of random plans score on `target`, behind all lines. The x axis
+    is the removed share in per cent. Each kind of random plans (see `Kind`) has its own band, if
+    the kind was run at two or more ratios.
 
     Returns a list with one legend entry for all bands; [] when no band is drawn."""
     # kind -> removed share in per cent -> (low, high)
     bands: dict[Kind, dict[float, tuple[float, float]]] = {}
     random_cells = comparison.cells[comparison.cells["criterion"].isin(RANDOM)]
     for _, cells in by_ratio(random_cells):
+        # kind -> mean of the removed shares (0..1)
         removed = cells.groupby(["granularity", "recovery"])["removed"].mean().to_dict()
         for kind, plans in random_scores(comparison, cells, target).items():
             bands.setdefault(kind, {})[100 * removed[kind]] = chance_of(plans).band
@@ -354,8 +364,9 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of the distinct `layers`, in ascending order; the first of
-    two middle layers. Fewer layers if there are not three, [] if there are none."""
+    """The first, the middle and the last of the distinct `layers`, in ascending order. If two
+    layers are in the middle, the first of the two is returned. The list has fewer than three layers
+    if `layers` has; [] if `layers` is empty."""
     ordered = sorted(set(layers))
     if not ordered:
         return []
@@ -363,7 +374,7 @@ def shallow_middle_deep(layers: Sequence[int]) -> list[int]:
 
 
 def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFrame:
-    """Sort cells by `first_columns`, then by criterion in the order of tables."""
+    """Sort cells by `first_columns`, then by criterion in the order of `names.CRITERIA`."""
     order = names.in_order(cells["criterion"], names.CRITERIA)
     return sorted_in_order(cells, "criterion", order, *first_columns)
 
@@ -371,8 +382,9 @@ def sorted_by_criterion(cells: pd.DataFrame, *first_columns: str) -> pd.DataFram
 def sorted_in_order(
     cells: pd.DataFrame, column: str, order: Sequence[str], *first_columns: str
 ) -> pd.DataFrame:
-    """Sort rows, of cells or of a table about cells, by `first_columns` and then by `column`.
-    `order`: all values of the column, first to last."""
+    """Sort rows by `first_columns`, and then by `column`, whose values are sorted as in `order`.
+
+    cells: any frame with these columns; order: all values of `column`, first to last."""
     position = cells[column].map(order.index).astype(int)
     return (
         cells.assign(position=position)
@@ -431,8 +443,8 @@ def ratio_lines(cells: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
-    """Pruned cells of channels with coverage budgets and without recovery, at the ratio closest to
-    HALF."""
+    """Cells without recovery whose plans remove channels by allocation=coverage, at the ratio
+    closest to HALF; no rows if there are no such cells."""
     cells = cells_without_recovery(comparison, "channel")
     allocations = cells["allocation"].map(lambda text: settings.allocation(str(text))[0])
     cells = cells[allocations == COVERAGE]
@@ -446,7 +458,8 @@ def storage_points(
     """Storage and score, a row per cell; without rows when none of `benchmarks` was run.
 
     Columns: recovery, ratio, storage (MiB), score (the mean over the benchmarks that were run), low
-    and high (95 %), and merit (the score, with a minus where lower is better)."""
+    and high (ends of the score's 95 % interval), and merit (the score; its negative if lower is
+    better)."""
     # through str, because pandas' types allow any label in an index
     cell_numbers = [int(str(cell)) for cell in cells.index]
     target = mean_target(comparison, cell_numbers, benchmarks)

@@ -36,8 +36,9 @@ RADAR_LINES = len(RADAR_METHODS)
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
-    A plot per panel, with a spoke per benchmark, and a line for the unpruned model and for each of
-    `radar_methods`. Panels with fewer than three benchmarks are left out. None without panels.
+    One plot for each panel (the methods of one ratio, gate and calibration set). A plot has a spoke
+    per benchmark, a line for the unpruned model, and a line for each of `radar_methods`. Panels
+    with fewer than three benchmarks are left out. None when all panels are left out.
     """
     panels = [panel for panel in comparison.panels if len(radar_benchmarks(comparison, panel)) >= 3]
     if not panels:
@@ -66,8 +67,8 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
 
 
 def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
-    """Benchmarks on which at least one cell of a panel was evaluated and in which higher is better,
-    in the order of the papers' tables."""
+    """Benchmarks in which higher is better and on which at least one cell of the panel was
+    evaluated, in the order of `names.BENCHMARKS`."""
     benchmarks = [
         str(name) for name in comparison.benchmarks if name not in comparison.lower_is_better
     ]
@@ -92,8 +93,8 @@ def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
 def _draw_radar(
     axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]
 ) -> list[str]:
-    """Draw the lines of `radar_methods` and of the unpruned model in one plot; returns
-    `radar_methods`.
+    """Draw one radar plot: a line for each of `radar_methods` and for the unpruned model. Returns
+    the `radar_methods` of the panel.
 
     lines: method -> legend entry with the style of the method's line."""
     benchmarks = list(radar_benchmarks(comparison, panel))
@@ -127,10 +128,11 @@ def task_specific_table(
 ) -> Table | None:
     """All criteria, calibrated on the task on which they are evaluated.
 
-    Coding columns have the scores of the model pruned with code calibration, mathematics columns
-    the scores of the model pruned with mathematics calibration; Avg Rank is over these four
-    columns. None when no model was pruned with both. criteria: the methods to list, or None for all
-    methods.
+    Coding columns have the scores of plans calibrated on code, mathematics columns those of plans
+    calibrated on mathematics; Avg Rank is over these four columns. None when no model has plans of
+    both calibration sets at the same ratio and gate.
+
+    criteria: keys of the methods to list, None for all methods.
     """
     columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
     best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
@@ -140,6 +142,7 @@ def task_specific_table(
             if {"code", "math"} <= set(domains):
                 block = task_block(comparison, domains, criteria)
                 text = {"Model": comparison.model, "Pruned": domains["code"].pruned}
+                # the index of block.frame has keys of methods
                 frame = block.frame.assign(
                     **text, Criterion=list(map(names.method, block.frame.index))
                 )
@@ -169,7 +172,7 @@ def task_specific_table(
 def benchmark_table(results: Results, name: str) -> Table | None:
     """Every benchmark of every model, with 95 % intervals.
 
-    None without results.
+    None when no benchmark was run.
     """
     blocks = []
     for comparison in results.measured:
@@ -180,8 +183,10 @@ def benchmark_table(results: Results, name: str) -> Table | None:
             "Calibration": "calibration",
             "Criterion": "method",
         }
-        # each benchmark is a target of its own
-        targets: dict[str, Target] = {str(name): (str(name),) for name in comparison.benchmarks}
+        # each target is a single benchmark, not a mean over several
+        targets: dict[str, Target] = {
+            str(benchmark): (str(benchmark),) for benchmark in comparison.benchmarks
+        }
         numbers = scores(comparison, list(cells.index), targets)
         frame = pd.concat([display_frame(cells, text_columns), numbers.frame], axis=1)
         blocks.append(replace(numbers, frame=frame))
@@ -214,8 +219,8 @@ def _sort_cells(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _metrics(study: Study) -> str:
-    """Sentences that list the benchmarks of each metric: `acc: ARC-C and PIQA.` The metric of a
-    benchmark is that of the benchmark's first result."""
+    """A sentence for each metric, which lists the benchmarks of the metric: `acc: ARC-C and PIQA.`
+    The metric is taken from the first result of each benchmark."""
     benchmarks_by_metric: dict[str, list[str]] = {}
     results = study.results.drop_duplicates("benchmark")
     for metric, benchmark in zip(metrics_in_words(results), results["benchmark"], strict=True):
@@ -230,6 +235,6 @@ def _metrics(study: Study) -> str:
 def published_task_specific(results: Results, name: str) -> Table | None:
     """The criteria of Unified Expert Pruning, calibrated on the task of their evaluation.
 
-    None as in `task_specific_table`.
+    None when `task_specific_table` returns None.
     """
     return task_specific_table(results, name, names.TASK_SPECIFIC)

@@ -44,9 +44,9 @@ _EQUAL_COLUMNS = ["ratio", "criterion", "calibration", "recovery", "gate"]
 
 
 def searched_pairs(comparison: Comparison) -> dict[int, int]:
-    """Cell with a searched allocation -> the cell with uniform allocation that is equal in all
-    other settings, in the order of tables. Searched cells with no such cell, or with several, are
-    left out."""
+    """Cell with a searched allocation -> the cell with uniform allocation and the same values in
+    _EQUAL_COLUMNS. A searched cell is left out if no uniform cell has these values, or if several
+    have. Pairs are sorted by ratio and criterion."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     if not cells["allocation"].map(is_searched).any():
         return {}
@@ -60,9 +60,9 @@ def searched_pairs(comparison: Comparison) -> dict[int, int]:
 
 
 def general_pairs(comparison: Comparison) -> dict[int, int]:
-    """The pairs of `searched_pairs` whose two cells were calibrated on general text. The text on
-    which the allocation was searched can be any text."""
-    # the two cells of a pair have the same calibration set
+    """The pairs of `searched_pairs` whose cells were calibrated on general text, whatever text the
+    search evaluated allocations on."""
+    # both cells of a pair have the same calibration set
     domains = comparison.cells["calibration"].map(names.domain)
     return {
         cell: uniform
@@ -95,9 +95,9 @@ def allocation_table(
 ) -> Table | None:
     """Group averages of searched and uniform allocations.
 
-    A row per cell of the pairs. Every row has the scores in `columns`, as far as these were run,
-    with intervals. Rows of searched cells also have the paired differences (searched minus
-    uniform), with intervals, and the names of the columns with significant differences.
+    A row per cell of the pairs, with the scores in `columns` that were run. The row of a searched
+    cell also has a difference for each of these columns (searched minus uniform, paired), and the
+    names of the columns with a significant difference. Scores and differences have 95 % intervals.
     None without pairs, or when none of `columns` was run.
 
     title_end: last words of the title; pairs: function from the comparison of a model to the
@@ -108,29 +108,29 @@ def allocation_table(
     )
     if rows is None:
         return None
-    numbers = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
-    # GAIN is a prefix, then the name of a column
-    gains = [column for column in numbers if column.startswith(GAIN.format(""))]
-    averages = [column for column in numbers if column not in gains]
+    number_columns = [str(column) for column in rows.frame if column not in (*TEXT, SIGNIFICANT)]
+    # the text of GAIN before {} is the prefix of all columns of differences
+    gain_columns = [column for column in number_columns if column.startswith(GAIN.format(""))]
+    score_columns = [column for column in number_columns if column not in gain_columns]
     has_tests = (rows.frame[SIGNIFICANT] != "").any()
     last_column = [SIGNIFICANT] if has_tests else []
     return numbers_table(
         rows,
-        [*TEXT, *averages, *gains, *last_column],
-        dict.fromkeys(gains, "{:+.3f}"),
+        [*TEXT, *score_columns, *gain_columns, *last_column],
+        dict.fromkeys(gain_columns, "{:+.3f}"),
         name=name,
         title=f"Searched allocation against uniform: {title_end}",
         caption=f"{means_in_words(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus uniform "
         f"on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
         f"{score_setup(results.study)}",
-        blocks=TEXT[:4],
-        optional=gains,
+        blocks=TEXT[:4],  # all but Allocation
+        optional=gain_columns,
     )
 
 
 def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]) -> Numbers | None:
-    """Rows of `allocation_table` for one model: each uniform cell, followed by the searched cells
-    with which this uniform cell is paired. None when none of `columns` was run.
+    """Rows of `allocation_table` for one model: each uniform cell, followed by its searched cells.
+    None without pairs, or when none of `columns` was run.
 
     pairs: searched cell -> uniform cell."""
     cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
@@ -141,15 +141,11 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
     rows_of_cells = comparison.cells.assign(pruned=pruned_in_words(comparison.cells)).loc[cells]
     numbers = scores(comparison, cells, targets)
     gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
-    # add the columns of differences to the columns of scores
-    frame, low, high = (
-        part.assign(**{GAIN.format(column): gain[source] for column, gain in gains.items()})
-        for part, source in (
-            (numbers.frame, "difference"),
-            (numbers.low, "low"),
-            (numbers.high, "high"),
-        )
-    )
+    # differences are NaN in the rows of uniform cells
+    for column, gain in gains.items():
+        numbers.frame[GAIN.format(column)] = gain["difference"]
+        numbers.low[GAIN.format(column)] = gain["low"]
+        numbers.high[GAIN.format(column)] = gain["high"]
     significance = dict.fromkeys(cells, "") | _significant_columns(comparison, pairs, gains)
     text = display_frame(
         rows_of_cells,
@@ -159,21 +155,23 @@ def _rows(comparison: Comparison, pairs: dict[int, int], columns: Sequence[str])
         lambda recovery: names.RECOVERIES.get(recovery, recovery)
     )
     text["Allocation"] = list(map(comma_joined, text["Allocation"], recoveries))
-    frame = pd.concat([text, frame], axis=1).assign(**{SIGNIFICANT: pd.Series(significance)})
-    return Numbers(frame, low, high, numbers.best)
+    frame = pd.concat([text, numbers.frame], axis=1)
+    frame[SIGNIFICANT] = pd.Series(significance)
+    return Numbers(frame, numbers.low, numbers.high, numbers.best)
 
 
 def _significant_columns(
     comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
 ) -> dict[int, str]:
     """Searched cell -> text that lists the columns with a significant difference, or `none`. A pair
-    in which a cell has only one seed is not tested and has no entry.
+    is not tested, and has no entry, if one of the two cells has only one seed. Holm's correction
+    covers the differences of all tested pairs in all columns.
 
-    gains: column -> `differences` of this column. Holm's correction covers all columns and tested
-    pairs."""
+    pairs: searched cell -> uniform cell; gains: column -> `differences` of this column."""
     cells = [
         cell for cell, uniform in pairs.items() if comparison.have_several_seeds((cell, uniform))
     ]
+    # rows: cells, columns: columns of scores
     p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
     p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
     texts = {}
@@ -222,13 +220,14 @@ def searched_multiple_choice(results: Results, name: str) -> Table | None:
 
 
 def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Share of a layer's experts that a plan retains; a row per layer of each cell that prunes
-    whole experts.
+    """Share of each layer's experts that a plan retains (column share, 0..1); a row per layer of
+    each cell that prunes whole experts.
 
     Columns: cell, layer, share, criterion, allocation, ratio, removed_words, calibration,
     recovery."""
     cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     retained = study.retained[study.retained["cell"].isin(cells.index)]
+    # the retained share of a whole expert is 0 or 1
     shares = retained.groupby(["cell", "layer"], as_index=False)["share"].mean()
     columns = ["criterion", "allocation", "ratio", "removed_words", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[columns], on="cell"))
@@ -240,9 +239,9 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     """Share of experts retained in each layer, by allocation.
 
     EvoESAP Fig. 1: all allocations of one criterion, a panel per ratio and calibration set, a line
-    per cell. Of the criteria that were run with most allocations, the figure shows REAP, or else
-    the first in the order of tables. None unless a criterion was run with a searched allocation and
-    another allocation.
+    per cell. Panels with a single allocation are left out. The criterion is the one with the most
+    allocations. If several criteria have the most, REAP is shown if it is one of them, otherwise
+    the first in the order of tables. None when no searched allocation is left.
     """
     shares = densities(results.study, comparison)
     panels = shares.groupby(["criterion", "ratio", "calibration"])
@@ -253,17 +252,17 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
     criterion = "reap" if "reap" in candidates else candidates[0]
     shares = shares[shares["criterion"] == criterion]
-    keys = {}
+    legend_entries = {}
     allocations = names.in_order(shares["allocation"], ["uniform", "global by frequency", "global"])
     for number, allocation in enumerate(allocations):
         shade = (style.INK, "#ee7733", "#2277bb", "#117733", "#aa4499", "#7a7a7a")[number % 6]
         # the first line, which is `uniform` if that was run, is dashed
         pattern = "-" if number else style.DASHED["linestyle"]
         look: Any = {"color": shade, "marker": "sD^ov"[number % 5], "linestyle": pattern}
-        keys[allocation] = style.key(
+        legend_entries[allocation] = style.key(
             names.allocation_name(allocation), markersize=3.8, linewidth=1.3, **look
         )
-    drawing = _density_drawing(shares, "allocation", keys)
+    drawing = _density_drawing(shares, "allocation", legend_entries)
     caption = (
         f"Share of the experts each layer keeps when {names.criterion(criterion)} chooses which. "
         "All schedules of a panel remove the same number of experts."
@@ -283,16 +282,16 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
     if shares.empty:
         return None
-    keys = {}
+    legend_entries = {}
     for number, criterion in enumerate(names.in_order(shares["criterion"], names.CRITERIA)):
         look: Any = {
             "color": style.colour(criterion),
             "marker": style.MARKERS[number % len(style.MARKERS)],
         }
-        keys[criterion] = style.key(
+        legend_entries[criterion] = style.key(
             names.criterion(criterion), markersize=3.8, linewidth=1.3, **look
         )
-    drawing = _density_drawing(shares, "criterion", keys)
+    drawing = _density_drawing(shares, "criterion", legend_entries)
     caption = (
         "Share of the experts each layer keeps under the searched allocation of each criterion. "
         "All schedules of a panel remove the same number of experts."
@@ -300,23 +299,26 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
     return Figure(name, f"Searched densities: {comparison.model}", caption, drawing)
 
 
-def _density_drawing(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2D]) -> Drawing:
-    """A drawing of `densities` with a panel per ratio and calibration set and a line per cell.
+def _density_drawing(
+    shares: pd.DataFrame, column: str, legend_entries: Mapping[str, Line2D]
+) -> Drawing:
+    """A drawing of the retained share of experts by layer, with a panel per ratio and calibration
+    set and a line per cell. A dashed line at the panel's mean share stands for a uniform allocation
+    if `legend_entries` has no entry `uniform`.
 
-    keys: value of `column` -> legend entry with the style of the lines of cells with this value. If
-    `uniform` is not in keys, a dashed line at the panel's mean share stands for a uniform
-    allocation."""
+    shares: rows of `densities`; legend_entries: value of `column` -> legend entry with the style of
+    the cells with this value."""
     panels = list(groups(shares.sort_values("ratio", kind="stable"), ["ratio", "calibration"]))
     has_several_sets = shares["calibration"].nunique() > 1
     drawing, grid = style.panels(len(panels), 3, 2.0, sharey="row")
-    uniform_keys = [] if "uniform" in keys else [style.key("uniform", **style.DASHED)]
+    uniform_entries = [] if "uniform" in legend_entries else [style.key("uniform", **style.DASHED)]
     for axes, (panel, rows) in zip(grid, panels, strict=True):
-        if uniform_keys:
+        if uniform_entries:
             axes.axhline(rows["share"].mean(), **style.DASHED)
-        for value, key in keys.items():
+        for value, legend_entry in legend_entries.items():
             lines = groups(rows[rows[column] == value].sort_values("layer"), ["cell"])
             for _, line in lines:
-                style.draw_line(axes, key, line["layer"], line["share"])
+                style.draw_line(axes, legend_entry, line["layer"], line["share"])
         calibration = f", {names.calibration(panel['calibration'])}" if has_several_sets else ""
         axes.set_title(f"{rows['removed_words'].iloc[0]} pruned{calibration}", fontsize=8)
         style.layer_axis(axes)
@@ -324,5 +326,5 @@ def _density_drawing(shares: pd.DataFrame, column: str, keys: Mapping[str, Line2
         axes.grid(axis="y")
     for axes in grid[::3]:
         axes.set_ylabel("experts kept")
-    style.legend(drawing, [*keys.values(), *uniform_keys], most=5)
+    style.legend(drawing, [*legend_entries.values(), *uniform_entries], most=5)
     return drawing
