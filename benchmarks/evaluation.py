@@ -133,9 +133,9 @@ def _graded(engine: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     """Rows in the order in which the adapter reports them: by subset, each up to the limit."""
-    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
+    from moe_lab.evaluation.adapters.lm_eval_tasks import indices_to_evaluate
 
-    items_of_tasks = first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
+    items_of_tasks = indices_to_evaluate(lm_eval_tasks.load_tasks(benchmark), benchmark.limit)
     by_subset = mirror.subsets(benchmark)
     rows: list[dict[str, Any]] = []
     for task, items in items_of_tasks.items():
@@ -219,24 +219,24 @@ def _run_adapter(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> Non
 def _run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfig]) -> None:
     """Run lm-eval's evaluate() on the same tasks and items."""
     for benchmark in configs:
-        _evaluate(engine, lm_eval_tasks.tasks(benchmark), benchmark)
+        _evaluate(engine, lm_eval_tasks.load_tasks(benchmark), benchmark)
 
 
 def _evaluate(engine: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.adapters.lm_eval_tasks import first_items
+    from moe_lab.evaluation.adapters.lm_eval_tasks import indices_to_evaluate
 
     evaluator.evaluate(
         lm=HFLM(
             pretrained=engine.model, tokenizer=engine.tokenizer, batch_size=benchmark.batch_size
         ),
         task_dict={
-            "tasks": {name: tasks[name] for name in first_items(tasks, benchmark.limit)},
+            "tasks": {name: tasks[name] for name in indices_to_evaluate(tasks, benchmark.limit)},
             "groups": {},
         },
-        samples=first_items(tasks, benchmark.limit),
+        samples=indices_to_evaluate(tasks, benchmark.limit),
         bootstrap_iters=0,
     )
 

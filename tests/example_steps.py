@@ -26,7 +26,13 @@ from moe_lab.study.resources import Resources
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import BenchmarkSetup, Contamination, Evaluate, Grading, task_of
+from moe_lab.study.steps.evaluation import (
+    BenchmarkSetup,
+    Contamination,
+    Evaluate,
+    Grading,
+    results_step_of,
+)
 from moe_lab.study.steps.files import Files, Models
 from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import PlanRequest, drops_whole_experts
@@ -146,7 +152,7 @@ def step_of(
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
         **dict.fromkeys(
-            ("evaluate", "generate", "grade"), lambda: task_of(benchmark, config)(pruned)
+            ("evaluate", "generate", "grade"), lambda: results_step_of(benchmark, config)(pruned)
         ),
     }
     step_class: Any = KINDS[kind]

@@ -36,7 +36,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.llm: Any = None
-        self.masks_proved = False
+        self.masks_take_effect = False
         """Whether `_prove_masks` has shown that masks take effect on this engine."""
 
     def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Engine:
         The first call that masks experts tests whether masks take effect on this engine. ValueError
         if masks have no effect, and for experts that the model does not have.
         """
-        if retained_experts and not self.masks_proved:
+        if retained_experts and not self.masks_take_effect:
             self._prove_masks()
         # layer -> number of experts
         counts = {layer: count for layer, count, _ in self._call_workers("experts_of_layers")}
@@ -187,7 +187,7 @@ class Engine:
     def _prove_masks(self) -> None:
         """Raise ValueError if the model has no router that can be masked, if a mask of half of the
         experts does not change the log-probabilities of a text, or if a change remains after the
-        mask is removed. Otherwise set `masks_proved`."""
+        mask is removed. Otherwise set `masks_take_effect`."""
         vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
         # arbitrary token ids: multiples of a prime
         tokens = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
@@ -215,7 +215,7 @@ class Engine:
             raise ValueError(
                 "a mask has an effect on this engine after it was taken away: expected backend=hf"
             )
-        self.masks_proved = True
+        self.masks_take_effect = True
 
     def _log_probabilities(
         self, tokens: list[int], retained_experts: list[tuple[int, list[int]]]

@@ -33,18 +33,18 @@ import torch
 
 PREFIX = "Pruned"
 """Prefix of the names of this module's classes; the name of a class of vLLM follows."""
-FIELD = "pruned"
+EXPORT_FIELD = "pruned"
 """Field of config.json with the shapes of an uneven export, written by
 moe_lab/pruning/export/config.py."""
 FORMAT = 2
-"""The format of the field `FIELD` that this module reads."""
+"""The format of the field `EXPORT_FIELD` that this module reads."""
 LAYERS = "moe_lab_layers"
 """Attribute of a configuration: layer -> field -> value, for the fields that differ between
 layers."""
 # Names of the fields with the number of routed experts, and with their width.
-COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-WIDTHS = ("moe_intermediate_size", "intermediate_size")
-SHARED_COUNTS = ("n_shared_experts", "moe_num_shared_experts")
+COUNT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+WIDTH_FIELDS = ("moe_intermediate_size", "intermediate_size")
+SHARED_COUNT_FIELDS = ("n_shared_experts", "moe_num_shared_experts")
 """Fields with the number of shared experts, whose width vLLM derives from the width of routed
 experts."""
 UNIFORM_ARCHITECTURES = ("GptOssForCausalLM",)
@@ -97,12 +97,12 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     family's own fields have one value for all layers: the largest value of any layer. ValueError
     for an export that this module cannot read.
     """
-    if FIELD not in config:
+    if EXPORT_FIELD not in config:
         return dict(config)
-    export_settings = config[FIELD]
+    export_settings = config[EXPORT_FIELD]
     if (format_number := export_settings.get("format")) != FORMAT:
         raise ValueError(
-            f"{folder}: config.json has {FIELD}.format={format_number}, and this version of "
+            f"{folder}: config.json has {EXPORT_FIELD}.format={format_number}, and this version of "
             f"moe_lab's plugin reads {FORMAT}: install the version of moe_lab that wrote the "
             "export, or export again"
         )
@@ -113,11 +113,11 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for "
             "each layer: export with export=padded"
         )
-    width_field = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
+    width_field = next((name for name in WIDTH_FIELDS if isinstance(config.get(name), int)), "")
     # layer -> field -> value
     fields: dict[str, dict[str, Any]] = {}
     for index, layer in layers.items():
-        fields[index] = {name: layer["experts"] for name in COUNTS if name in config}
+        fields[index] = {name: layer["experts"] for name in COUNT_FIELDS if name in config}
         if "width" in layer:
             fields[index][width_field] = layer["width"]
     # names of the fields that differ between layers
@@ -127,7 +127,7 @@ def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {index: {**default_fields, **layer_fields} for index, layer_fields in fields.items()}
     maxima = {name: max(layer_fields[name] for layer_fields in fields.values()) for name in names}
     family_fields = {
-        name: value for name, value in config.items() if name not in (FIELD, "auto_map")
+        name: value for name, value in config.items() if name not in (EXPORT_FIELD, "auto_map")
     }
     stock_fields = export_settings["stock"]
     architectures = [f"{PREFIX}{name}" for name in stock_fields["architectures"]]
@@ -193,9 +193,10 @@ def _uneven_class(name: str) -> type:
         # layer -> number of experts that were built
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
-            # each family has one of the names COUNTS for the number of experts
+            # each family has one of the names COUNT_FIELDS for the number of experts
             expected = next(
-                (value for name, value in layers.get(layer, {}).items() if name in COUNTS), None
+                (value for name, value in layers.get(layer, {}).items() if name in COUNT_FIELDS),
+                None,
             )
             if expected not in (None, count):
                 raise ValueError(
@@ -229,8 +230,10 @@ def _check_support(name: str, module: Any, vllm_config: Any, layers: Layers) -> 
             "with export=masked"
         )
     config = vllm_config.model_config.hf_text_config
-    shared_fields = [field for field in SHARED_COUNTS if getattr(config, field, None)]
-    widths = {fields[field] for fields in layers.values() for field in WIDTHS if field in fields}
+    shared_fields = [field for field in SHARED_COUNT_FIELDS if getattr(config, field, None)]
+    widths = {
+        fields[field] for fields in layers.values() for field in WIDTH_FIELDS if field in fields
+    }
     if shared_fields and len(widths) > 1:
         raise ValueError(
             f"{name}: vLLM makes shared experts ({shared_fields[0]}) as wide as the routed ones of "

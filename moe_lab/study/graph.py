@@ -34,7 +34,7 @@ from moe_lab.study.steps.evaluation import (
     Evaluate,
     Grade,
     Task,
-    task_of,
+    results_step_of,
 )
 from moe_lab.study.steps.passes import Pass, StepModel
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of, unpruned_model
@@ -295,7 +295,8 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     tasks_of: dict[Cell, dict[str, Task]] = {}
     for cells, benchmarks in requests:
         tasks = {
-            benchmark.name: resolver.cached(task_of, benchmark, config) for benchmark in benchmarks
+            benchmark.name: resolver.cached(results_step_of, benchmark, config)
+            for benchmark in benchmarks
         }
         for cell in cells:
             # equal cells become one key

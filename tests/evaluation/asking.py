@@ -139,8 +139,8 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
 
     from moe_lab.evaluation.adapters import lm_eval_tasks
 
-    by_name = lm_eval_tasks.tasks(benchmark)
-    numbers = lm_eval_tasks.first_items(by_name, benchmark.limit)
+    by_name = lm_eval_tasks.load_tasks(benchmark)
+    numbers = lm_eval_tasks.indices_to_evaluate(by_name, benchmark.limit)
     for task in by_name.values():
         task.set_fewshot_seed(seed=lm_eval_tasks.SEED)
     own = evaluator.evaluate(

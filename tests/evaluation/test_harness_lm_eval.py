@@ -917,7 +917,7 @@ def test_reads_of_earlier_threads_are_not_of_a_task(tmp_path: Path) -> None:
     (tmp_path / "status.txt").write_text("")
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
-        with lm_eval_files.reading_only([], "benchmark own"):
+        with lm_eval_files.restrict_reads_to([], "benchmark own"):
             pool.submit((tmp_path / "status.txt").read_text).result()
 
 

@@ -20,9 +20,9 @@ from lm_eval.api.instance import Instance
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation.adapters.lm_eval_tasks import (
-    first_items,
+    indices_to_evaluate,
     label_of,
-    tasks,
+    load_tasks,
     weights_tasks_equally,
 )
 from moe_lab.evaluation.harness import Graded, loss_result, mean_result
@@ -61,7 +61,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     Raises UserError for a metric that has no outcome for each item, and for a task that needs
     sampling, runs programs or shows images.
     """
-    tasks_by_name = tasks(benchmark)
+    tasks_by_name = load_tasks(benchmark)
     for metric in benchmark.reports.values():
         # both functions raise UserError for a metric that cannot be reported
         _aggregation(metric, tasks_by_name, benchmark)
@@ -77,7 +77,7 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig) -> Graded:
     """The results and samples of a benchmark: the replies are filtered and graded as by lm-eval. An
     answer whose thought does not end counts as wrong."""
-    tasks_by_name = tasks(benchmark)
+    tasks_by_name = load_tasks(benchmark)
     questions_by_task = _questions_by_task(tasks_by_name, benchmark)
     rows = _graded_rows(questions_by_task, {answer.item: answer for answer in answers})
     samples: list[Sample] = []
@@ -112,7 +112,7 @@ def _questions_by_task(
     the task are named by the numbers of the items. With several tasks, "TASK/" precedes the
     name."""
     questions: list[list[_Question]] = []
-    for task_name in first_items(tasks_by_name, benchmark.limit):
+    for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
         task = tasks_by_name[task_name]
         requests_by_doc: dict[int, list[Instance]] = {}
         for request in task.instances:

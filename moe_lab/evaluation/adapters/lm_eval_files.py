@@ -198,7 +198,7 @@ def _install_hook() -> None:
 
 
 @contextmanager
-def reading_only(files: Collection[Path], reader: str) -> Iterator[None]:
+def restrict_reads_to(files: Collection[Path], reader: str) -> Iterator[None]:
     """A context in which the code of a task may read only `files` and the files of Python and of
     packages. `files` identify the items of the task. At the end, the task's modules are removed
     from sys.modules, because the next task may have modules with the same names.

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.adapters.lm_eval_files import reading_only, task_folder
+from moe_lab.evaluation.adapters.lm_eval_files import restrict_reads_to, task_folder
 from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
@@ -32,11 +32,11 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 
 
-def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
+def load_tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Name of a task -> lm-eval's task with its requests: one task, or all tasks of a group such as
     mmlu. Raises the errors of `tasks_and_groups`."""
-    by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
-    return by_name
+    tasks_by_name: dict[str, Any] = tasks_and_groups(benchmark)["tasks"]
+    return tasks_by_name
 
 
 def tasks_and_groups(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
@@ -85,18 +85,18 @@ def _load_with_requests(benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     if benchmark.data is not None:
         return _add_requests(_load_published(benchmark), benchmark)
     identifying_files, _ = harness_of(benchmark).hashed_files(benchmark)
-    with reading_only(identifying_files, f"benchmark {benchmark.name}"):
+    with restrict_reads_to(identifying_files, f"benchmark {benchmark.name}"):
         return _add_requests(_load_defined(benchmark), benchmark)
 
 
 def _add_requests(loaded: Mapping[str, Any], benchmark: BenchmarkConfig) -> Mapping[str, Any]:
     """Configure the tasks in `loaded`, build the requests of the items to evaluate, and return
     `loaded`. For its keys and values, see `tasks_and_groups`."""
-    by_name = loaded["tasks"]
-    for name, task in by_name.items():
+    tasks_by_name = loaded["tasks"]
+    for name, task in tasks_by_name.items():
         _configure(task, name, benchmark)
-    for name, numbers in first_items(by_name, benchmark.limit).items():
-        task = by_name[name]
+    for name, numbers in indices_to_evaluate(tasks_by_name, benchmark.limit).items():
+        task = tasks_by_name[name]
         _check_labels(task, name, numbers, benchmark)
         task.set_fewshot_seed(seed=SEED)
         task.build_all_requests(
@@ -287,11 +287,13 @@ def label_of(task: Any, doc: Mapping[str, Any]) -> Any:
     return task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
 
 
-def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
+def indices_to_evaluate(
+    tasks_by_name: Mapping[str, Any], limit: int | None
+) -> dict[str, list[int]]:
     """Name of a task -> indices of the items to evaluate: 0, 1, ... With a `limit`, each task in
     turn gives its next item, until there are `limit` items in total. Tasks that give no item are
-    left out. `by_name`: name of a task -> task."""
-    sizes = {name: len(task.task_docs) for name, task in by_name.items()}
+    left out. `tasks_by_name`: name of a task -> task."""
+    sizes = {name: len(task.task_docs) for name, task in tasks_by_name.items()}
     items_in_turn = sorted((number, name) for name, size in sizes.items() for number in range(size))
     counts = Counter(name for _, name in items_in_turn[:limit])
-    return {name: list(range(counts[name])) for name in by_name if counts[name]}
+    return {name: list(range(counts[name])) for name in tasks_by_name if counts[name]}

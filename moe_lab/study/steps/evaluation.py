@@ -49,7 +49,7 @@ Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
 
 
-def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
+def results_step_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """A function from a pruned model to the step with the model's results on `benchmark`.
 
     With a harness of two phases, this step is `Grade`, whose input `Generate` runs the model. A
