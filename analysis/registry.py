@@ -49,7 +49,7 @@ class Results:
     @cached_property
     def pruned(self) -> list[Comparison]:
         """The comparisons of models with at least one pruned cell, for outputs that do not need
-        scores; the cells need not be evaluated."""
+        scores. A model without results is included."""
         return [comparison for comparison in self._all_comparisons if comparison.panels]
 
     @cached_property
@@ -59,35 +59,38 @@ class Results:
 
     @cached_property
     def rankings(self) -> list[Ranking]:
-        """The rankings of all models, by scores."""
+        """Rankings of methods by their scores: one for each model, ratio and gate, then one over
+        models for each ratio and gate."""
         return rankings(self.comparisons)
 
     @cached_property
     def winners(self) -> pd.DataFrame:
-        """The winner map of all criteria."""
+        """The frame of `winner_map`, in which all methods compete."""
         return winner_map(self.comparisons)
 
     @cached_property
     def by_answer_loss(self) -> Results:
-        """The results of the same study with the loss on right answers in place of each score, so
-        that lower is better."""
+        """The results that are derived from the same study when each score is replaced by the loss
+        on the right answers. Lower is better."""
         return Results(winners.study_of_losses(self.study))
 
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:
-        """The winner map of the papers' five baselines; empty when none of them was run."""
+        """The frame of `winner_map` in which only the papers' five baselines compete; empty when
+        no baseline was run."""
         baselines = set(self.study.cells["method"]) & set(names.BASELINES)
         return winner_map(self.comparisons, names.BASELINES) if baselines else pd.DataFrame()
 
     @cached_property
     def overlaps(self) -> pd.DataFrame:
-        """For every criterion S(b, alpha, beta), the overlap of the experts that it prunes with
-        different calibration sets."""
+        """Overlap between the experts pruned with one calibration set and those pruned with
+        another, for every criterion S(b, alpha, beta); see `overlap.calibration_overlap`."""
         return overlap.calibration_overlap(self.study.family)
 
     @cached_property
     def proxy_overlaps(self) -> pd.DataFrame:
-        """Overlap of the experts pruned by proxy scores and those pruned by exact damage."""
+        """Overlap between the experts pruned by proxy scores and those pruned by exact damage, see
+        `overlap.proxy_overlap`."""
         return overlap.proxy_overlap(self.study.family, self.study.damage)
 
 
@@ -129,7 +132,7 @@ class Output:
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
     def items(self, results: Results) -> list[Item]:
-        """Make the tables and figures of the output; tables without rows are left out."""
+        """Make the tables and figures of the output. Tables without rows are left out."""
         with style.look():
             items = _as_list(self.make(results, self.name))
             return [item for item in items if isinstance(item, Figure) or len(item.frame)]
@@ -145,11 +148,13 @@ def _as_list(items: Item | Iterable[Item | None] | None) -> list[Item]:
 def per_model(
     models: Literal["comparisons", "pruned"] = "comparisons",
 ) -> Callable[[MakerOfModel], Callable[[Results, str], list[Item]]]:
-    """Decorator that turns a function for one model into a Maker for all models of a study.
+    """Decorator that turns a MakerOfModel, a function for one model, into a Maker for several
+    models. The Maker calls the function once for each model.
 
-    models: the property of `Results` that has the comparisons of these models. The function is
-    called once for each comparison, with the name of the item: NAME for a single comparison, or
-    NAME.MODEL for one of several.
+    The function's argument `name` is NAME.MODEL, where NAME is the name of the output. With a
+    single model, it is NAME.
+
+    models: the property of `Results` with the comparisons of the models.
     """
 
     def decorate(make: MakerOfModel) -> Callable[[Results, str], list[Item]]:
@@ -180,8 +185,8 @@ def output(
     needs: str = DEFAULT_NEEDS,
     also: Sequence[str] = (),
 ) -> Callable[[MakerT], MakerT]:
-    """Decorator that registers a function as the Maker of the output `name`. The other arguments
-    are fields of `Output`."""
+    """Decorator that registers a function as the Maker of the output `name`. For the other
+    arguments see the fields of `Output`."""
 
     def register(make: MakerT) -> MakerT:
         REGISTERED[name] = Output(name, make, needs, chapter, figures_only, filters, tuple(also))
@@ -191,35 +196,36 @@ def output(
 
 
 def outputs() -> Mapping[str, Output]:
-    """Name -> output, for all outputs, in the order of their modules' names. `gaps` is last,
-    because making another output can add gaps."""
+    """Name -> output, for all outputs, in the order of their modules' names. The output `gaps` is
+    last, because making any other output can add gaps."""
     _import_modules()
     return dict(sorted(REGISTERED.items(), key=_sort_key))
 
 
 @cache
 def _import_modules() -> None:
-    """Import all modules of analysis.outputs, which register their outputs. The cache makes
-    repeated calls cheap, since every look-up of a name calls this function."""
+    """Import all modules of analysis.outputs. Each module registers its outputs when it is
+    imported. The function is cached, because every look-up of a name calls it."""
     package = importlib.import_module("analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"analysis.outputs.{module.name}")
 
 
 def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
-    """Key by which `outputs` sorts a pair (name, output)."""
+    """Key by which `outputs` sorts a pair (name, output): (whether the output is last, name of the
+    output's module)."""
     name, output = item
     return name == "gaps", output.make.__module__
 
 
 def aliases() -> dict[str, str]:
-    """Name of a published table or figure -> name of the output that contains it, for those without
-    an output of their own name."""
+    """Alias -> name of the output. An alias is the name of a published table or figure that an
+    output of another name contains, see `Output.also`."""
     return {name: output.name for output in outputs().values() for name in output.also}
 
 
 def find(name: str) -> Output:
-    """The output that contains the table or figure `name`. Raises UserError for an unknown name."""
+    """The output with this name or alias (see `aliases`). Raises UserError for an unknown name."""
     output_of_name = outputs()
     name_of_alias = aliases()
     output = output_of_name.get(name_of_alias.get(name, name))

@@ -347,27 +347,27 @@ def _calibration_differences(number: Printed, measured: Measured) -> Iterator[st
 
 
 def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield the differences in items and settings of benchmarks: one text for the number of items,
-    and one for each setting.
+    """Yield the differences between the evaluations of a measured number and those in the paper of
+    `number`: one text if numbers of items differ, and one for each setting that differs.
 
-    A text names the benchmarks that differ, or gives their number if it is above _MOST_NAMED.
+    A text lists the benchmarks that differ, with the values here and in the paper. A text on more
+    than _MOST_NAMED benchmarks only counts them.
     """
-    texts_by_setting: dict[str, list[str]] = {"items": []}
+    # "items" or description of a setting -> a text for each benchmark that differs
+    differences: dict[str, list[str]] = {"items": []}
     for evaluation in evaluations:
         benchmark = names.benchmark(evaluation.benchmark)
         published_split = split(number, evaluation.benchmark)
         items = _items_difference(evaluation, published_split.items)
         if items:
-            texts_by_setting["items"].append(f"{benchmark} ({items})")
+            differences["items"].append(f"{benchmark} ({items})")
         for key, description in EVALUATION_SETTINGS.items():
-            texts_by_setting.setdefault(description, [])
+            texts = differences.setdefault(description, [])
             value = evaluation.split.settings.get(key, "unknown")
             published = published_split.settings.get(key)
-            if published not in (None, value):
-                texts_by_setting[description].append(
-                    f"{benchmark} ({value}, published {published})"
-                )
-    for description, texts in texts_by_setting.items():
+            if published not in (None, value):  # None: the paper does not state the setting
+                texts.append(f"{benchmark} ({value}, published {published})")
+    for description, texts in differences.items():
         if len(texts) > _MOST_NAMED:
             yield f"other {description}: {len(texts)} benchmarks"
         elif texts:
@@ -375,16 +375,19 @@ def _evaluation_differences(number: Printed, evaluations: Sequence[Evaluation]) 
 
 
 def _items_difference(evaluation: Evaluation, published: int | None) -> str:
-    """Text with the number of graded items here, the number of all items here if not all were
-    graded, and the number of items in the paper, `published`, if the paper states one.
+    """Text on the number of items of a benchmark here and in the paper: `95 of 100, published on
+    200`. "" if all items were graded here, and the paper states the same number or none.
 
-    "" if all items (at least the share LOWEST_GRADED_SHARE) were graded here, and the paper has as
-    many items or states no number.
+    In the example, 95 items were graded of the 100 items here. "of 100" is left out if all items
+    were graded, which means at least the share LOWEST_GRADED_SHARE. "published on 200" is left out
+    if the paper states no number.
+
+    published: number of items in the paper; None if the paper states none.
     """
     items = evaluation.n if evaluation.split.items is None else evaluation.split.items
-    is_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
-    if is_graded and published in (None, items):
+    all_graded = evaluation.n >= LOWEST_GRADED_SHARE * items
+    if all_graded and published in (None, items):
         return ""
-    all_items_text = "" if is_graded else f" of {items:,}"
+    all_items_text = "" if all_graded else f" of {items:,}"
     comparison = "" if published is None else f", published on {published:,}"
     return f"{evaluation.n:,}{all_items_text}{comparison}"

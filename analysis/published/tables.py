@@ -53,8 +53,8 @@ _GIB = 2**30
 
 
 class Facts:
-    """The cells and results of a study, and the protocol by which each of its numbers was
-    measured."""
+    """The cells and results of a study, and the protocols (calibration, search and evaluations) of
+    the study's measured numbers."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -67,26 +67,29 @@ class Facts:
         self._generations = dict(
             zip(study.searches["cell"], study.searches["generations"], strict=True)
         )
-        """Cell with a searched allocation -> generations of the search."""
+        """Cell with a searched allocation -> number of generations of the search."""
+        # cached, because several numbers come from the same file
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
-        """Content of the JSON file `file` of the step `name`; {}, with a gap, when it cannot be
-        read."""
+        """Content of the JSON file `file` in the folder of the step `name`. A file that cannot be
+        read is recorded as a gap, and {} is returned."""
         reader = self.study.reader
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
         self, number: Number, sources: Mapping[str, int], caveats: Sequence[str]
     ) -> Measured:
-        """The measured number together with its protocol and caveats. The axes, calibration tokens
+        """Add the protocol of the measurement to a measured number. The axes, calibration tokens
         and search are those of the first cell in `sources`.
 
-        - number: the value of the measured number and the ends of its interval
+        - number: the measured number, and the lower and upper end of its interval
         - sources: benchmark that contributes to the number -> the cell evaluated on this benchmark
+        - caveats: see `Measured.caveats`
         """
         first_cell = next(iter(sources.values()))
         axes = self.cells[first_cell]
+        # report of the calibration pass: `rows` rows of `length` positions
         report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
         tokens = None
         if {"rows", "length"} <= set(report):
@@ -99,16 +102,17 @@ class Facts:
         return Measured(*number, axes, tokens, self._search(first_cell), evaluations, caveats)
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
-        """Search set and generations of the cell's allocation; None for an allocation that was not
-        searched."""
+        """(search set, number of generations) of the search for a cell's allocation, each None when
+        unknown; None for an allocation that was not searched."""
         if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
         return (plan.get("provenance") or {}).get("search"), _integer(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
-        """Items and settings with which a cell was evaluated on a benchmark, from the result row
-        and the protocol in result.json. Settings that neither has are left out."""
+        """Items and settings with which a cell was evaluated on a benchmark. The settings come from
+        the row of the result and from the protocol in result.json; unknown settings are left out.
+        """
         row = self._results[cell, benchmark]
         protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
         judge = (protocol.get("judge") or {}).get("model")
@@ -123,13 +127,15 @@ class Facts:
             for key in EVALUATION_SETTINGS
             if settings.get(key) is not None
         }
+        # expected: number of items of the whole benchmark; n: number of graded items
         return Evaluation(
             benchmark, int(row["n"]), Split(_integer(row["expected"]), known_settings)
         )
 
 
 def _setting_text(value: Any) -> str:
-    """Spell the value of a setting as in the published files: true, 2048, openai/gpt-oss-120b."""
+    """The value of a setting, spelled as in the CSV files of the papers' protocols: true, 2048,
+    openai/gpt-oss-120b."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -139,12 +145,14 @@ def _integer(value: Any) -> int | None:
 
 
 def key_of(cell: Mapping[str, Any]) -> Key:
-    """The key under which papers would publish the numbers of this cell, whether or not a paper has
-    a row with this key.
+    """The key of the published rows with which a cell is compared; there may be no row with this
+    key.
 
-    Shipped models and calibration sets have the published names for which they stand in. The name
-    of the allocation ends with the model's number of experts per token, if it was changed after
-    training.
+    A shipped model or calibration set is replaced by the published one for which it stands in. If
+    the model's number of experts per token was changed after training, the allocation ends with
+    the new number: `uniform top-k 2`.
+
+    cell: row of `Study.cells`.
     """
     trained_model, top_k = names.split_top_k(str(cell["model"]))
     model = stands_for("model", trained_model)
@@ -161,18 +169,19 @@ Pairs = Iterator[tuple[Printed, Measured]]
 
 
 def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of published and measured scores of benchmarks and displayed columns, and of
-    averages over them.
+    """Yield pairs of a published and a measured score. Every score is a mean over its target, a
+    tuple of displayed columns and benchmarks, which often has only one name.
 
     table: name of the table here whose published counterparts are compared.
     """
     for cell in comparison.cells.index.astype(int):
-        row = counterparts(table).get(key_of(facts.cells[cell]), ())
-        for number in row:
-            published_target = target(number, row)
+        published_row = counterparts(table).get(key_of(facts.cells[cell]), ())
+        for number in published_row:
+            published_target = target(number, published_row)
             measured_target = _filter_measured(comparison, published_target)
             if measured_target:
                 score, low, high = comparison.displayed(measured_target)
+                # benchmark of the target -> cell
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
@@ -191,27 +200,29 @@ def _filter_measured(comparison: Comparison, columns: Iterable[str]) -> tuple[st
 
 
 def _caveats_on_missing(comparison: Comparison, columns: Sequence[str]) -> list[str]:
-    """A list with one caveat that names the parts of a published average that were not run; empty
-    when all were run.
+    """A list with one caveat that names the missing parts of a published average; empty when no
+    part is missing.
 
-    columns: the displayed columns and benchmarks of the average. The caveat names columns and
-    benchmarks without scores, and the benchmarks that are missing in a column with scores.
+    A missing part is a displayed column without a score, a benchmark without a score, or a
+    benchmark that a column with a score lacks.
+
+    columns: the displayed columns and benchmarks of the published average.
     """
     measured_columns = _filter_measured(comparison, columns)
     missing = [name for name in columns if name not in measured_columns]
     for column in measured_columns:
         measured_benchmarks = comparison.benchmarks_of.get(column)
-        if measured_benchmarks is not None:
+        if measured_benchmarks is not None:  # None: a benchmark, no displayed column
             published_benchmarks = names.COLUMNS.get(column, ())
             missing += [name for name in published_benchmarks if name not in measured_benchmarks]
     return [f"measured without {names.listing(map(names.benchmark, missing))}"] if missing else []
 
 
 def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
-    """Yield pairs of published and measured average ranks. Measured ranks are among the methods
-    that the papers rank.
+    """Yield pairs of a published and a measured average rank. The methods that are ranked here are
+    those with a published rank.
 
-    Published rows with the calibration set MATCHED are ranked apart from all other rows.
+    Published rows with the calibration set MATCHED form a ranking of their own.
 
     table: name of the table here whose published counterparts are compared.
     """
@@ -222,28 +233,28 @@ def _rank_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 published_ranks[key] = number
     # the last part of a key is the calibration set
     for is_matched in {key[-1] == MATCHED for key in published_ranks}:
-        numbers = {
+        ranking = {
             key: number
             for key, number in published_ranks.items()
             if (key[-1] == MATCHED) == is_matched
         }
-        ranked = list(dict.fromkeys(criterion for _, _, criterion, *_ in numbers))
-        blocks = _task_ranks(comparison, ranked) if is_matched else _panel_ranks(comparison, ranked)
+        criteria = list(dict.fromkeys(criterion for _, _, criterion, *_ in ranking))
+        make_blocks = _task_ranks if is_matched else _panel_ranks
         published_columns = _TASK_COLUMNS if is_matched else tuple(names.COLUMNS)
-        for block in blocks:
+        for block in make_blocks(comparison, criteria):
             for cell_of_column, rank in block:
                 key = key_of(facts.cells[next(iter(cell_of_column.values()))])
                 # for a matched row, MATCHED replaces the calibration set, the last part of the key
-                published = numbers.get((*key[:5], MATCHED) if is_matched else key)
+                published = ranking.get((*key[:5], MATCHED) if is_matched else key)
                 if published is None:
                     continue
                 columns = list(cell_of_column)
-                sources: dict[str, int] = {}
+                sources: dict[str, int] = {}  # benchmark -> cell
                 for column, cell in cell_of_column.items():
                     sources |= dict.fromkeys(comparison.weights((column,)), cell)
                 caveats = [
                     *_ranking_differences(
-                        published, numbers, len(block), columns, published_columns
+                        published, ranking, len(block), columns, published_columns
                     ),
                     *_caveats_on_missing(comparison, columns),
                 ]
@@ -257,12 +268,15 @@ def _ranking_differences(
     measured_columns: Sequence[str],
     published_columns: Sequence[str],
 ) -> Iterator[str]:
-    """Yield a caveat if a measured rank is among another number of methods than the published rank
-    `number`, and a caveat if the two ranks are averages over different columns.
+    """Yield the caveats on a pair of average ranks: one if different numbers of methods were
+    ranked, and one if the ranks were averaged over different columns.
 
-    - ranked_keys: keys of published ranks; those with the model, ratio and calibration set of
-      `number` are the methods among which the published rank is
-    - measured_methods: number of methods among which the measured rank is
+    - number: the published rank
+    - ranked_keys: keys of the published ranks, of which those with the model, ratio and calibration
+      set of `number` belong to the same ranking
+    - measured_methods: number of methods that were ranked here
+    - measured_columns: displayed columns over which the measured rank was averaged
+    - published_columns: displayed columns over which the published rank was averaged
     """
     model, ratio, *_, calibration = number.key
     published_methods = sum(
@@ -281,38 +295,42 @@ RankBlock = list[tuple[dict[str, int], Number]]
 this column, and the method's average rank."""
 
 
-def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every panel that has one of the methods `ranked`, with the average ranks of
-    these methods."""
+def _panel_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
+    """Yield a block for every panel: the average ranks of the panel's methods in `criteria`. Panels
+    without such a method have no block."""
     for panel in comparison.panels:
-        cells = [cell for name, cell in panel.cells.items() if name in ranked]
+        cells = [cell for name, cell in panel.cells.items() if name in criteria]
         if cells:
-            block = cell_scores.rank_block(comparison, panel, ranked)
+            block = cell_scores.rank_block(comparison, panel, criteria)
             columns = panel.columns(comparison)
+            # every column has the same cell
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 
 
-def _task_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[RankBlock]:
-    """Yield a block for every ratio and gate that has panels of code and math, with the average
-    ranks of the methods `ranked`. Each method is calibrated on code for the code columns, and on
-    math for the math columns."""
+def _task_ranks(comparison: Comparison, criteria: Sequence[str]) -> Iterator[RankBlock]:
+    """Yield a block for every ratio and gate: the average ranks of the methods in `criteria`. The
+    cell of a code column is calibrated on code, the cell of a math column on math. Ratios and gates
+    without a panel of each domain have no block."""
     for domains in cell_scores.panels_by_domain(comparison).values():
         if {"code", "math"} <= set(domains):
-            block = cell_scores.task_block(comparison, domains, ranked)
-            code = domains["code"].cells
-            math = domains["math"].cells
+            block = cell_scores.task_block(comparison, domains, criteria)
+            code_cells = domains["code"].cells
+            math_cells = domains["math"].cells
             ranked_methods = []
             for name in block.frame.index:
-                if name in ranked:
-                    cells = dict.fromkeys(names.CODE_COLUMNS, code[name])
-                    cells |= dict.fromkeys(names.MATH_COLUMNS, math[name])
-                    ranked_methods.append((cells, _rank(block, name)))
+                if name in criteria:
+                    cell_of_column = dict.fromkeys(names.CODE_COLUMNS, code_cells[name])
+                    cell_of_column |= dict.fromkeys(names.MATH_COLUMNS, math_cells[name])
+                    ranked_methods.append((cell_of_column, _rank(block, name)))
             yield ranked_methods
 
 
 def _rank(block: Numbers, row: int | str) -> Number:
-    """The average rank in a row of a block, and the ends of its interval; NaN for a number that the
-    block lacks."""
+    """(average rank, lower end, upper end of its interval) of a method; NaN for a number that the
+    block lacks.
+
+    row: label of the method's row in the block's frames, a cell or the key of a method.
+    """
     value, low, high = (
         float(part[RANK].get(row, math.nan)) if RANK in part else math.nan
         for part in (block.frame, block.low, block.high)
@@ -321,23 +339,23 @@ def _rank(block: Numbers, row: int | str) -> Number:
 
 
 def _memory_pairs(study: Study, table: str) -> Pairs:
-    """Yield pairs of published and computed loading memory. The computed memory follows exactly
-    from configurations and plans, so its interval is MEMORY_TOLERANCE on each side."""
+    """Yield pairs of a published and a computed loading memory in GiB. The computed memory is
+    exact; MEMORY_TOLERANCE on each side takes the place of an interval."""
     published = [
         number
         for row in counterparts(table).values()
         for number in row
         if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
     ]
-    for size in records(study.memory) if published else ():
-        axes = (stands_for("model", size["model"]), size["ratio"], size["allocation"])
+    for memory in records(study.memory) if published else ():
+        axes = (stands_for("model", memory["model"]), memory["ratio"], memory["allocation"])
         # the memory of a model depends on neither criterion nor calibration set
-        cell = {**size, "criterion": "none", "calibration": "none", "method": "any"}
+        cell = {**memory, "criterion": "none", "calibration": "none", "method": "any"}
         for number in published:
             model, ratio, _, allocation, *_ = number.key
             if axes == (model, ratio, allocation):
                 column = "bytes" if number.benchmark == MEMORY_BEFORE else "bytes_after"
-                value = size[column] / _GIB
+                value = memory[column] / _GIB
                 low = value - MEMORY_TOLERANCE
                 high = value + MEMORY_TOLERANCE
                 yield number, Measured(value, low, high, cell, tokens=None)
@@ -358,8 +376,8 @@ axis."""
 def published_tables(
     study: Study, comparisons: Sequence[Comparison], requested: Sequence[str]
 ) -> dict[str, Table]:
-    """Name of a table -> its `published_table`, for the `requested` tables with published
-    counterparts.
+    """Name of a table here -> the table that compares its numbers with published ones, see
+    `published_table`. Names in `requested` without a published counterpart are left out.
 
     A `published_table` has no rows when no cell of the study has a published counterpart.
     """
@@ -372,7 +390,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
 
     A measured and a published number are compared if they have the same model, ratio, criterion,
     allocation, recovery, calibration set and benchmark. A shipped model or calibration set is
-    compared with the published one for which it stands in, and the verdict names both.
+    compared with the published one for which it stands in; the verdict then names both.
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
@@ -407,8 +425,9 @@ def _columns(study: Study) -> list[str]:
 
 
 def _row(number: Printed, measured: Measured) -> dict[str, Any]:
-    """The row of a `published_table` that compares two numbers. The deviation of incomparable
-    numbers is NaN. A loading memory, which does not depend on all axes, has `any` on the others."""
+    """The row of a `published_table` that compares two numbers, column -> value. The deviation of
+    incomparable numbers is NaN. The criterion, recovery and gate of a loading memory are `any`,
+    because the memory does not depend on them."""
     cell = measured.cell
     verdict_text = verdict(number, measured)
     is_incomparable = verdict_text.startswith(INCOMPARABLE)
@@ -430,7 +449,7 @@ def _row(number: Printed, measured: Measured) -> dict[str, Any]:
 def _tally(verdicts: Sequence[str]) -> str:
     """Text with the number of verdicts of each kind: `12 agree, 3 differ and 40 cannot be
     compared`."""
-    phrases = {
+    phrases = {  # start of a verdict -> phrase
         AGREES: "agree",
         DIFFERS: "differ",
         INCOMPARABLE: "cannot be compared",
@@ -444,8 +463,11 @@ def _tally(verdicts: Sequence[str]) -> str:
 
 
 def _footnotes_on_unmatched(study: Study, table: str) -> Iterator[str]:
-    """Yield a footnote that counts the pruned cells without a published row; nothing if every
-    pruned cell has one, or if the published tables do not compare criteria."""
+    """Yield a footnote that counts the pruned cells without a published counterpart. There is no
+    footnote if every pruned cell has one, or if the published tables do not compare criteria.
+
+    table: name of the table here whose published counterparts are compared.
+    """
     published = counterparts(table)
     pruned = records(study.cells[study.cells["criterion"] != "none"])
     cells_without_row = [cell for cell in pruned if key_of(cell) not in published]
@@ -462,8 +484,8 @@ MOST_REASONS = 6
 
 
 def published_chapter(study: Study, comparisons: Sequence[Comparison]) -> Section:
-    """The report's chapter that compares the study with the papers; without tables when the study
-    has no published counterparts."""
+    """The report's chapter that compares the study with the papers. The chapter has no tables when
+    no cell of the study has a published counterpart."""
     all_tables = published_tables(study, comparisons, list(TABLES)).values()
     tables = [table for table in all_tables if len(table.frame)]
     return Section(
