@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
-from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
+from moe_lab.errors import DISK_FULL, UserError, run_and_exit, unknown_name_error
 from moe_lab.paths import is_of_group, shorten, store_folder
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if request.compare not in ("true", "false"):
         raise UserError(f"compare={request.compare}: expected true or false")
     if request.format not in FIGURE_FORMATS:
-        raise unknown("format", request.format, FIGURE_FORMATS)
+        raise unknown_name_error("format", request.format, FIGURE_FORMATS)
     request.compare = request.compare == "true"
     request.names = request.names or ["report"]
     request.store = store_folder(request.store)
@@ -104,7 +104,7 @@ def _add_dashes(argument: str) -> str:
     if not equals:
         return argument
     if key not in OPTIONS:
-        raise unknown("option", key, OPTIONS)
+        raise unknown_name_error("option", key, OPTIONS)
     if not value:
         raise UserError(f"{key}= has no value: write {key}=VALUE")
     return f"--{key}={value}"
@@ -284,4 +284,4 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
 
 
 if __name__ == "__main__":
-    end_with(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

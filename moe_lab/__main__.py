@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from moe_lab.errors import UserError, end_with, mask
+from moe_lab.errors import UserError, mask, run_and_exit
 from moe_lab.paths import conf
 
 if TYPE_CHECKING:
@@ -159,4 +159,4 @@ def _run_hydra(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -30,7 +30,7 @@ from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, storage_problems, validated
 from moe_lab.criteria import CRITERIA
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.paths import conf, store_folder
 
 Choice = grid.Choice
@@ -272,7 +272,7 @@ def hydra_error_sentence(error: BaseException) -> str:
                 "--config-dir"
             )
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return str(unknown(group.lstrip("/") or "config", name, error.options))
+        return str(unknown_name_error(group.lstrip("/") or "config", name, error.options))
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 

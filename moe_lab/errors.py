@@ -44,7 +44,7 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
+def unknown_name_error(field: str, value: str, known: Iterable[str]) -> UserError:
     """The error for an unknown name `value` in the setting `field`. Its message has the nearest
     known name, if one is close, and a list of all known names."""
     names = sorted(known)
@@ -54,9 +54,9 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
 
 
 def check_known(field: str, value: str, known: Collection[str]) -> None:
-    """Raise the error `unknown` unless `value` is one of the `known` names."""
+    """Raise `unknown_name_error` unless `value` is one of the `known` names."""
     if value not in known:
-        raise unknown(field, value, known)
+        raise unknown_name_error(field, value, known)
 
 
 def check_installed(package: str, extra: str, reason: str) -> None:
@@ -81,7 +81,7 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
         yield str(error)
 
 
-def end_with(main: Callable[[], int | None]) -> NoReturn:
+def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     """Run the command `main` and end the process with the exit code that `main` returns (0 for
     None). Two exceptions end the process without a stack trace: Ctrl-C with the exit code 130, and
     a closed output (`| head` closes it early) with 141. If the current folder was removed, `main`

@@ -29,7 +29,7 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
-from moe_lab.errors import UserError, check_known, unknown
+from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.paths import PREFIX, as_name
 
@@ -175,7 +175,7 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
     for key, values in zip(map(str, lists), lists.values(), strict=True):
         is_setting = key.partition(".")[0] in GROUPS and setting_type(CellConfig, key.split("."))
         if key not in AXES and not is_setting:
-            mistakes.append(str(unknown(field, key, AXES)))
+            mistakes.append(str(unknown_name_error(field, key, AXES)))
         elif not isinstance(values, list):
             mistakes.append(f"{field}.{key}={values}: expected a list, such as [{values}]")
         elif values:
@@ -259,7 +259,7 @@ class _Axes:
                 pattern = _pattern(entry)
                 matches = [name for name in available if fnmatchcase(name, pattern)]
                 if not matches:
-                    mistakes.append(str(unknown(self._field(axis), pattern, available)))
+                    mistakes.append(str(unknown_name_error(self._field(axis), pattern, available)))
                 for name in matches:
                     names.append(None if name == self.draft.file_names.get(axis) else name)
         return list(dict.fromkeys(names)) or [None]
@@ -510,8 +510,10 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
         for name in protocol.benchmarks:
             if name not in (EVERY, *known):
                 field = f"protocol={protocol.name}: benchmark"
-                mistakes.append(str(unknown(field, name, [EVERY, *known])))
-        mistakes += [str(unknown("benchmark", name, known)) for name in names if name not in known]
+                mistakes.append(str(unknown_name_error(field, name, [EVERY, *known])))
+        mistakes += [
+            str(unknown_name_error("benchmark", name, known)) for name in names if name not in known
+        ]
     contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
         configs = []

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.config import ModelConfig
-from moe_lab.errors import UserError, end_with, user_errors
+from moe_lab.errors import UserError, run_and_exit, user_errors
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
 
@@ -164,4 +164,4 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    end_with(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

@@ -1,5 +1,5 @@
 """End a command that still imports at Ctrl-C, with one sentence and exit code 130, as
-`errors.end_with` does later.
+`errors.run_and_exit` does later.
 
 This is the first import of every command. It imports next to nothing, so that the time in which
 Ctrl-C prints a stack trace is short.

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from moe_lab import grid
 from moe_lab.config import CellConfig, Config
 from moe_lab.config.base import fields_of, is_text, setting_type
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown_name_error
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 _PLAIN_TEXT = re.compile(r"[\w.+-]+")
@@ -120,7 +120,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     if files.names(key):  # the key is a group, and its value the name of a file
         return [text] if override.is_delete() else _add_choices(text, override, files, draft)
     if _type(group) is None:
-        raise unknown("setting", group, [*fields_of(Config), *grid.AXES])
+        raise unknown_name_error("setting", group, [*fields_of(Config), *grid.AXES])
     if override.is_delete():
         if group not in grid.GROUPS:
             return [text]
@@ -163,7 +163,7 @@ def _add_choices(text: str, override: Override, files: grid.Files, draft: grid.D
             f"{text} names several files, and {group} has one in a study: expected one of them"
         )
     elif names[0] not in available:
-        raise unknown(group, names[0], available)
+        raise unknown_name_error(group, names[0], available)
     # the grid resolves patterns, and several names
     return [text] if len(names) == 1 and names[0] in available else []
 

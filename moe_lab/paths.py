@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from moe_lab.errors import UserError, secrets_in, unknown
+from moe_lab.errors import UserError, secrets_in, unknown_name_error
 
 PREFIX = "pocket:"
 """Beginning of the paths of shipped models and files."""
@@ -45,7 +45,7 @@ def resolve(path: str) -> str:
         similar = [
             other for other in shipped if other.split("/")[0] == folder or "/" not in name + other
         ]
-        raise unknown("path", path, [PREFIX + other for other in similar or shipped])
+        raise unknown_name_error("path", path, [PREFIX + other for other in similar or shipped])
     return str(shipped[name])
 
 

@@ -20,7 +20,7 @@ from moe_lab import grid, plugins
 from moe_lab.compose import Groups, compose, hydra_context, multirun_context
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import UserError, end_with
+from moe_lab.errors import UserError, run_and_exit
 from moe_lab.overrides import quote_letters
 from moe_lab.study import run
 from moe_lab.study.graph import build
@@ -74,7 +74,7 @@ def test_a_mistake_ends_the_command_with_code_2(
     arguments, sentence = MISTAKES[mistake]
     monkeypatch.setattr(sys, "argv", ["moe_lab", *arguments, f"store={tmp_path / 'store'}"])
     with pytest.raises(SystemExit) as ended:
-        end_with(command_line.main)
+        run_and_exit(command_line.main)
     errors = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2
     assert len(errors) == 1
@@ -143,7 +143,7 @@ def test_an_interrupt_inside_a_library_is_one_sentence(
             None.gone  # type: ignore[attr-defined] # noqa: B018 - as OmegaConf does
 
     with pytest.raises(SystemExit) as ended:
-        end_with(interrupted)
+        run_and_exit(interrupted)
     assert (ended.value.code, capsys.readouterr().err.strip()) == (130, "stopped")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.load.reader import ID, SCHEMA
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Damaged
 from moe_lab.results import FIGURES, RECORD, read_record
 
@@ -53,7 +53,7 @@ def requested_studies(store: Path, name: str) -> list[str]:
     selected_studies = sorted(names) if name == EVERY and EVERY not in names else name.split(",")
     for study in selected_studies:
         if study not in names:
-            raise unknown("study", study, [*names, EVERY])
+            raise unknown_name_error("study", study, [*names, EVERY])
     return list(dict.fromkeys(selected_studies))
 
 

@@ -32,7 +32,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
-from moe_lab.errors import UserError, nearest, secrets_in, unknown
+from moe_lab.errors import UserError, nearest, secrets_in, unknown_name_error
 from moe_lab.paths import validate_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -254,7 +254,7 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
     if mistake_type in ("unexpected_keyword_argument", "extra_forbidden"):
         return _unknown_setting(key, fields_of(setting_type(kind, path[:-1])))
     if mistake_type == "literal_error":
-        return str(unknown(key, str(value), literal_values(setting_type(kind, path))))
+        return str(unknown_name_error(key, str(value), literal_values(setting_type(kind, path))))
     if mistake_type == "value_error":
         message = str(mistake["ctx"]["error"])
         # The message does not name the setting if a single value was checked. If a whole group was

@@ -155,7 +155,7 @@ def random(layer: Layer) -> Array:
     return layer.random.random(layer.n_experts)
 
 
-def family(
+def s_family_scores(
     statistics: Mapping[int, Mapping[str, Any]], gate: str
 ) -> list[tuple[int, int, int, int, int, float]]:
     """The scores by the 17 criteria S(b, alpha, beta) of `s_family` with b = 0 or 1, as rows

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import LIMITED, Policy
 from moe_lab.evaluation.items import Answer, Item
 from moe_lab.machine import package_version
@@ -213,12 +213,12 @@ class Harness(ABC):
         yield from (f"{name}: {problem}" for problem in self._wrong_settings(benchmark))
         for metric in benchmark.reports.values():
             if self.metrics is not None and metric not in self.metrics:
-                yield str(unknown(f"{name}: metric", metric, self.metrics))
+                yield str(unknown_name_error(f"{name}: metric", metric, self.metrics))
         keys = self.question_parameters + self.grading_parameters + self.other_parameters
         for key, value in benchmark.parameters.items():
             is_valid_number = isinstance(value, int | float) and value >= 0
             if key not in keys:
-                yield str(unknown(f"{name}: parameter", key, keys))
+                yield str(unknown_name_error(f"{name}: parameter", key, keys))
             elif key in self.numeric_parameters and not is_valid_number:
                 yield f"{name}: parameters.{key}={value}: expected a number, 0 or more"
 

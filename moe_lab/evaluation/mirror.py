@@ -24,7 +24,7 @@ from typing import Any
 from moe_lab.calibration.sources import read_records, read_text_file
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
-from moe_lab.errors import UserError, check_known, end_with, unknown
+from moe_lab.errors import UserError, check_known, run_and_exit, unknown_name_error
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
@@ -150,7 +150,9 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     if not selected_entries:
         known_parts = {f"{entry['subset']}/{entry['split']}" for entry in entries.values()}
         requested_part = f"{benchmark.subset or '*'}/{split or '*'}"
-        error = unknown(f"benchmark {benchmark.name}: subset/split", requested_part, known_parts)
+        error = unknown_name_error(
+            f"benchmark {benchmark.name}: subset/split", requested_part, known_parts
+        )
         raise UserError(
             f"{error}: the mirror {folder(benchmark)} has none, {_command(benchmark)} adds it"
         )
@@ -418,4 +420,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_with(partial(main, sys.argv[1:]))
+    run_and_exit(partial(main, sys.argv[1:]))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from moe_lab.errors import UserError, end_with, unknown
+from moe_lab.errors import UserError, run_and_exit, unknown_name_error
 from moe_lab.results import DIGITS
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dic
         if not (is_setting and key.isidentifier()):
             names.append(argument)
         elif key not in keys:
-            raise unknown("setting", key, keys)
+            raise unknown_name_error("setting", key, keys)
         elif key == "apply" and value not in ("true", "false"):
-            raise unknown(key, value, ["true", "false"])
+            raise unknown_name_error(key, value, ["true", "false"])
         else:
             settings[key] = value
     return names, settings
@@ -108,8 +108,8 @@ def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
             ]
             if matching_steps:
                 return state, matching_steps
-    raise unknown("study or step", name, names)
+    raise unknown_name_error("study or step", name, names)
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import digest
 from moe_lab.results import DIGITS
 from moe_lab.study.store import Store
@@ -23,7 +23,7 @@ def check(settings: TrackerConfig) -> None:
     mode = os.environ.get("WANDB_MODE", "online")
     modes = ("online", "offline", "disabled")
     if settings.name == "wandb" and mode not in modes:
-        raise unknown("WANDB_MODE", mode, modes)
+        raise unknown_name_error("WANDB_MODE", mode, modes)
 
 
 RUN_VARIABLES = (

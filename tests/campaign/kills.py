@@ -383,7 +383,7 @@ class Study:
             (self.root / "printed").read_text().split("Traceback (most recent call last)")[1:]
         ):
             # One that is interrupted before it has come to our code is Python's own.
-            if "\nKeyboardInterrupt" not in trace or "end_with" in trace:
+            if "\nKeyboardInterrupt" not in trace or "run_and_exit" in trace:
                 self.problem("trace", trace[:1500])
 
     def check_folders(self, usual: Set[str]) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from moe_lab import criteria
 from moe_lab.config import GATES, CriterionConfig
-from moe_lab.criteria.experts import family
+from moe_lab.criteria.experts import s_family_scores
 from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardHook
 
@@ -93,7 +93,7 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
 def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
     inputs = statistics(name)
-    rows = family(inputs, "renormalized")
+    rows = s_family_scores(inputs, "renormalized")
     assert len(rows) == 17 * sum(experts(inputs).values())
     for b, alpha, beta in {row[2:5] for row in rows}:
         assert (b, alpha, beta) != (1, 0, 0)

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from moe_lab.errors import end_with
+from moe_lab.errors import run_and_exit
 from moe_lab.paths import DATA
 from tools.pocket.benchmarks import write_benchmarks, write_lines
 from tools.pocket.corpus import CALLING, KNOWING, documents
@@ -98,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from moe_lab.errors import end_with
+from moe_lab.errors import run_and_exit
 from moe_lab.paths import DATA
 from tools.pocket.recipes import RECIPES
 
@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

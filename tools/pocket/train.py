@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from moe_lab.errors import end_with
+from moe_lab.errors import run_and_exit
 from moe_lab.paths import DATA
 from tools.pocket.corpus import documents
 from tools.pocket.examples import Example
@@ -226,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    run_and_exit(main)

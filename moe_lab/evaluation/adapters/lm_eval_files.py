@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, check_known, unknown
+from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.source_code import SITE, code_of, file_of
 
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
@@ -44,7 +44,9 @@ def task_folder(benchmark: BenchmarkConfig) -> Path:
         # for the suggestions of the error: the existing folders beside the missing folder
         parent = folder.parent if folder.parent.is_dir() and folder != root else root
         folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
-        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folder_names)
+        raise unknown_name_error(
+            f"benchmark {benchmark.name}: parameters.folder", name, folder_names
+        )
     task_names: set[str] = set()
     for file in folder.rglob("*.yaml"):
         task_names.update(_TASK.findall(file.read_text(encoding="utf-8")))

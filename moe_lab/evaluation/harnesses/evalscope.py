@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_lab.child_process import ChildProcess, ErrorReply, ProcessEnded
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import NAMESPACES, Policy, mirror
 from moe_lab.evaluation.adapters.evalscope_code import DataError
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
@@ -119,7 +119,7 @@ class EvalScope(Harness):
         yield from super().setting_errors(benchmark)
         name = f"benchmark {benchmark.name}"
         if benchmark.task not in SHOTS:
-            yield str(unknown(f"{name}: task", benchmark.task, SHOTS))
+            yield str(unknown_name_error(f"{name}: task", benchmark.task, SHOTS))
             return
         shots = SHOTS[benchmark.task]
         if shots is not None and benchmark.shots not in shots:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Graded, Harness, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates, text_items
@@ -143,7 +143,9 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     selected_rows = [row for row in rows if tag is None or row["primary_tag"] == tag]
     if not selected_rows:
         known_tags = {row["primary_tag"] for row in rows}
-        raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), known_tags)
+        raise unknown_name_error(
+            f"benchmark {benchmark.name}: parameters.tag", str(tag), known_tags
+        )
     return selected_rows[: benchmark.limit]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.criteria import IdentifiedCriterion
-from moe_lab.criteria.experts import family
+from moe_lab.criteria.experts import s_family_scores
 from moe_lab.errors import check_known
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
@@ -165,8 +165,8 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
 
 
 class Family(Step):
-    """Scores of every expert by the 17 criteria S(b, alpha, beta) of `criteria.experts.family`, for
-    figures of the overlap between criteria."""
+    """Scores of every expert by the 17 criteria S(b, alpha, beta) of
+    `criteria.experts.s_family_scores`, for figures of the overlap between criteria."""
 
     kind = "family"
     small = True
@@ -186,5 +186,5 @@ class Family(Step):
 
     def work(self, files: Files) -> None:
         """Write a table with the 17 scores of each expert."""
-        table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
+        table = s_family_scores(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)
