@@ -68,8 +68,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores and outcomes of one model's plans. The rows of frames and matrices are plans, in the
-    order of `all_cells`."""
+    """Scores and outcomes of one model's plans. Plans that differ only in the seed are one cell.
+
+    The rows of frames and matrices are plans, in the order of `all_cells`.
+    """
 
     model: str
     all_cells: pd.DataFrame
@@ -265,15 +267,15 @@ class Comparison:
         return Estimate(float(scores @ factors))
 
     def _matched_rows(self, target: Target, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers (replicates, cells), in `all_cells`, of plans with a score. A row of the
-        result has one plan of each cell; these plans are compared with each other. The result has
-        size 0 if a cell has no score.
+        """Row numbers in `all_cells` (replicates, cells) of the plans that are compared with each
+        other: one plan of each cell in each replicate. Plans without a score are left out. The
+        array has size 0 if a cell has no plan with a score.
 
         If the cells with several plans have at least two seeds in common, the plans of a replicate
         have the same seed. Otherwise the plans of a replicate have the same position among the
         plans of their cells. A cell with only one plan has this plan in all replicates.
         """
-        rows_by_seed = []  # a dict for each cell
+        seed_rows = []  # for each cell: seed -> row number
         for cell in cells:
             scored_plans = self.scored_plans(target, cell)
             row_of_seed = {
@@ -281,54 +283,56 @@ class Comparison:
                 for seed, plan in self.plans_by_seed[cell].items()
                 if plan in scored_plans
             }
-            rows_by_seed.append(row_of_seed)
-        seeds_of_cells = [set(row_of_seed) for row_of_seed in rows_by_seed if len(row_of_seed) > 1]
+            seed_rows.append(row_of_seed)
+        seeds_of_cells = [set(row_of_seed) for row_of_seed in seed_rows if len(row_of_seed) > 1]
         common_seeds = sorted(set.intersection(*seeds_of_cells)) if seeds_of_cells else []
-        rows_of_cells = []
-        for row_of_seed in rows_by_seed:
+        rows_of_cells = []  # for each cell: row numbers, in the order of the replicates
+        for row_of_seed in seed_rows:
             if len(row_of_seed) > 1 and len(common_seeds) > 1:
                 rows_of_cells.append([row_of_seed[seed] for seed in common_seeds])
             else:
                 rows_of_cells.append(list(row_of_seed.values()))
-        # cells with one plan take part in all replicates and do not limit their number
-        count = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
+        # a cell with one plan is in every replicate, so it does not limit the number of replicates
+        replicates = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
         rows_of_equal_length = [
-            (rows * count if len(rows) == 1 else rows)[:count] for rows in rows_of_cells
+            (rows * replicates if len(rows) == 1 else rows)[:replicates] for rows in rows_of_cells
         ]
         return np.array(rows_of_equal_length, int).T
 
     @cached_property
     def _row_numbers(self) -> dict[int, int]:
-        """Plan -> its row number in `all_cells`."""
+        """Label of a plan in the index of `all_cells` -> number of the plan's row, from 0."""
         # through str, because pandas' types allow any label in an index
         return {int(str(plan)): number for number, plan in enumerate(self.all_cells.index)}
 
     @cached_property
     def _has_score(self) -> Callable[[Target], np.ndarray]:
-        """Function of a target that returns booleans (plans,): whether a plan has a score."""
+        """Function of a target that returns booleans (plans,): whether each plan has a score."""
+        # cached for each target, because `scored_plans` needs the array for every cell
         return cache(lambda target: self.plan_scores(target).notna().to_numpy())
 
     def _strata(self, target: Target, rows: np.ndarray, factors: np.ndarray) -> list[Stratum]:
-        """A stratum for each benchmark of a target, with weighted sums of plans' outcomes; empty
-        when a benchmark has no outcomes, or no item that all these plans were asked.
+        """Contributions of items to each replicate's score, the weighted sum of its plans' scores.
+        Each benchmark of the target has one stratum, with the items that all plans were asked. The
+        list is empty if some benchmark has no outcomes or no such item.
 
-        Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum, if the
-        same number of items was asked.
+        Benchmarks that grade the same answers (HumanEval and HumanEval+) share a stratum if they
+        have the same number of such items.
 
-        - rows: row numbers (replicates, cells) of plans
-        - factors: weights (cells,) of the plans of a replicate
+        - rows: row numbers in `all_cells` (replicates, cells) of the plans
+        - factors: weights (cells,) of a replicate's plans in the sum
         """
         strata: dict[str, Stratum] = {}
         for benchmark, weight in self.weights(target).items():
             if benchmark not in self.outcomes:
                 return []
-            # (replicates, items): sums over cells; NaN if one of the plans was not asked the item
+            # (replicates, items): weighted sums over cells; NaN if a plan was not asked the item
             values = np.tensordot(self.outcomes[benchmark][rows], factors, (1, 0))
             is_common = np.asarray(np.isfinite(values).all(axis=0))
             if not is_common.any():
                 return []
-            units = self.units.get(benchmark, np.ones(len(is_common)))[is_common]
-            shares = units / units.sum()
+            item_weights = self.units.get(benchmark, np.ones(len(is_common)))[is_common]
+            shares = item_weights / item_weights.sum()
             stratum = Stratum(values[:, is_common] * shares * weight, shares)
             name = names.SAME_ITEMS.get(benchmark, benchmark)
             if name in strata and len(strata[name].shares) == len(shares):
@@ -336,15 +340,15 @@ class Comparison:
                     stratum, contributions=strata[name].contributions + stratum.contributions
                 )
             elif name in strata:
-                name = benchmark  # other items were asked, so the benchmark is its own stratum
+                name = benchmark  # the numbers of items differ, so a stratum of its own
             strata[name] = stratum
         return list(strata.values())
 
     def difference(self, target: Target, cell: int, other: int) -> Estimate:
         """Score of `cell` minus score of `other`, paired by seed and item, see `estimate`.
 
-        If each cell has a single plan, and the target is one benchmark of right-or-wrong items, p
-        is that of McNemar's exact test.
+        If each cell has a single plan, and the target is one benchmark in `_binary_benchmarks`, the
+        p-value of the estimate is from McNemar's exact test.
         """
         estimate = self.estimate(target, {cell: 1.0, other: -1.0})
         answers = self._binary_outcomes(target)
@@ -354,36 +358,38 @@ class Comparison:
             or np.isnan(estimate.error)  # fewer than two items in common
         ):
             return estimate
+        # with a single plan, a cell has the same label as its plan
         pair = answers[[self._row_numbers[cell], self._row_numbers[other]]]
         first, second = pair[:, np.isfinite(pair).all(axis=0)]
         return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
     def scored_plans(self, target: Target, cell: int) -> list[int]:
-        """The plans of a cell that have a score."""
+        """The plans of a cell that have a score on the target."""
         has_score = self._has_score(target)
         plans = self.plans_by_seed[cell].values()
         return [plan for plan in plans if has_score[self._row_numbers[plan]]]
 
     def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
-        """Score of `cells[0]` minus the score of each other cell, see `uncertainty.best_of_many`.
-        Scores are on the items that all these cells were asked.
+        """Score of the best cell minus the score of each other cell, on the items that all these
+        cells were asked. Errors and p-values account for the choice of the best cell by the data,
+        see `uncertainty.best_of_many`.
 
-        cells: cells of methods, the cell with the best score first.
+        cells: one cell for each method; `cells[0]` is the best.
         """
         rows = []
-        methods = []
-        for number, cell in enumerate(cells):
+        methods = []  # for each row, the position of its cell in `cells`
+        for position, cell in enumerate(cells):
             for plan in self.scored_plans(target, cell):
                 rows.append(self._row_numbers[plan])
-                methods.append(number)
+                methods.append(position)
         # each plan is one replicate, with the weight 1
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
         return uncertainty.best_of_many(pairs, strata, np.array(methods))
 
     def weights(self, target: Target) -> dict[str, float]:
-        """Benchmark -> weight in the mean over the target. All columns of the target have equal
-        weights, and so have all benchmarks of a column."""
+        """Benchmark -> its weight in the target's score, a mean. All columns of the target have
+        equal weights. Within a column, all benchmarks have equal weights."""
         weights: dict[str, float] = {}
         for column in target:
             benchmarks = self.benchmarks_of.get(column, (column,))
@@ -400,13 +406,15 @@ class Comparison:
 
     @cached_property
     def _binary_benchmarks(self) -> set[str]:
-        """Benchmarks whose items are right or wrong and have equal weights."""
+        """Benchmarks whose items have equal weights and are right or wrong, without partial
+        credit."""
+        # `units` lists only benchmarks whose items have different weights
         equal_weights = self.outcomes.keys() - self.units.keys()
         return {name for name in equal_weights if evaluations.are_binary(self.outcomes[name])}
 
     @cached_property
     def panels(self) -> list[Panel]:
-        """Panels of this model, ordered by ratio, gate and calibration set."""
+        """Panels of this model's pruned cells, ordered by ratio, gate and calibration set."""
         return list(_panels(self.model, self.cells[self.cells["criterion"] != "none"]))
 
 
@@ -415,7 +423,8 @@ def compare(
 ) -> list[Comparison]:
     """Make one comparison for each model, in the order of `cells`.
 
-    cells, results, samples, reader: as in `Study`; the reader records gaps.
+    cells, results, samples: see `Study`. The reader records a gap for each score that is not the
+    mean of its items' outcomes, because this score is not tested.
     """
     comparisons = []
     for model in dict.fromkeys(cells["model"]):
@@ -429,7 +438,11 @@ def compare(
 def _comparison(
     model: str, cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
 ) -> Comparison:
-    """The comparison of one model, from the rows of this model in the frames of a study."""
+    """Make the comparison of one model.
+
+    cells, results, samples: the model's rows of the frames in `Study`; reader: see `compare`.
+    """
+    # before perplexities are replaced by losses, because tables display perplexities
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
         for row in records(results.drop_duplicates("benchmark"))
@@ -461,10 +474,10 @@ def _comparison(
 
 
 def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
-    """Replace each perplexity in the results by the loss log(perplexity), and the perplexity's
-    standard error by the loss's, to first order: error / perplexity."""
+    """Replace each perplexity in the results by the loss log(perplexity). The standard error of
+    this loss is, to first order, the standard error of the perplexity / perplexity."""
     is_perplexity = results["scale"] == "perplexity"
-    # 1 for other scales, whose standard errors the division then leaves unchanged.
+    # 1 for other scales, so that the division below leaves their standard errors unchanged
     perplexities = results["score"].astype(float).where(is_perplexity, 1.0)
     return results.assign(
         score=results["score"].mask(is_perplexity, np.log(perplexities)),
@@ -473,55 +486,59 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
-    """Yield the panels of a model's pruned cells, ordered by ratio, gate and calibration set."""
+    """Yield the panels of a model, ordered by ratio, gate and calibration set.
+
+    pruned: the pruned cells in `Comparison.cells`.
+    """
     axes = ["ratio", "gate"]
     pruned_texts = settings.pruned_in_words(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
         ratio, gate = cells[axes].iloc[0]
-        sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
-        for calibration in sets:
-            # methods that read no data, with calibration none, are in all panels
+        calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
+        for calibration in calibrations:
+            # methods that read no data have calibration "none" and are in all panels
             panel_cells = cells[cells["calibration"].isin([calibration, "none"])]
             cell_of_method = dict(
                 zip(panel_cells["method"].astype(str), panel_cells.index.astype(int), strict=True)
             )
             order = names.methods_in_order(cell_of_method)
-            competitors = {key: cell_of_method[key] for key in order}
-            yield Panel(model, ratio, gate, calibration, competitors, pruned_texts[cells.index[0]])
+            sorted_cells = {key: cell_of_method[key] for key in order}
+            yield Panel(model, ratio, gate, calibration, sorted_cells, pruned_texts[cells.index[0]])
 
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """Name -> target, for the papers' averages MC Avg, Code, Math and WildBench, and last for the
-    mean over `overall`.
+    """Name of an average -> its target: the papers' averages MC Avg, Code, Math and WildBench, and
+    last the mean over the columns `overall`.
 
-    Code and Math are each the mean of two displayed columns. One of the papers' averages is left
-    out if it has a column that is not in `overall`, and the last mean if `overall` is empty.
+    Code and Math are each the mean of two displayed columns. A paper's average is left out if
+    `overall` lacks one of its columns. The last mean is left out if `overall` is empty.
     """
     displayed_columns = overall(comparison, cells)
-    groups: dict[str, Target] = {
+    published_targets: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
         "Math": names.MATH_COLUMNS,
         "WildBench": ("WildBench",),
     }
     targets = {
-        name: target for name, target in groups.items() if set(target) <= set(displayed_columns)
+        name: target
+        for name, target in published_targets.items()
+        if set(target) <= set(displayed_columns)
     }
-    return (
-        {**targets, comparison.quantity(displayed_columns).mean_name: displayed_columns}
-        if displayed_columns
-        else targets
-    )
+    if displayed_columns:
+        targets[comparison.quantity(displayed_columns).mean_name] = displayed_columns
+    return targets
 
 
 def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
-    """The displayed columns of these cells whose mean is Avg, see `Comparison.average_columns`."""
+    """Displayed columns whose mean is the overall average of these cells (Avg): the columns on
+    which at least one of the cells was evaluated, as selected by `Comparison.average_columns`."""
     return comparison.average_columns(comparison.evaluated_columns(cells))
 
 
 def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
-    """Name of the mean over displayed columns -> kind of the mean. There are several if some models
-    were measured by scores and others by losses."""
+    """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers. There
+    are several names if some models were evaluated by scores and others by losses."""
     quantities = [comparison.quantity(comparison.average) for comparison in comparisons]
     return {quantity.mean_name: quantity for quantity in quantities}
 
@@ -529,9 +546,12 @@ def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
 def random_scores(
     comparison: Comparison, cells: pd.DataFrame, target: Target
 ) -> dict[Kind, np.ndarray]:
-    """Kind -> scores (plans,) of the random plans among `cells`. If several cells of a kind are
-    random, the cell with the most scored plans counts. Kinds whose plans do not have at least two
-    different scores are left out."""
+    """Kind of plan (granularity, recovery) -> scores (plans,) of the random plans of this kind
+    among `cells`.
+
+    If a kind has several random cells, only the cell with the most scored plans is used. A kind
+    is left out if the plans of this cell have fewer than two different scores.
+    """
     plan_scores = comparison.plan_scores(target)
     scores: dict[Kind, np.ndarray] = {}
     random_cells = cells[cells["criterion"].isin(RANDOM)]
@@ -540,8 +560,8 @@ def random_scores(
             plan_scores[comparison.scored_plans(target, cell)].to_numpy(float)
             for cell in kind_cells.index
         ]
-        most_scores = max(scores_of_cells, key=len)
-        # equal scores do not tell how plans vary
-        if len(most_scores) > 1 and np.ptp(most_scores) > 0:
-            scores[str(granularity), str(recovery)] = most_scores
+        largest_sample = max(scores_of_cells, key=len)
+        # one score, or equal scores, would give no standard deviation of random plans
+        if len(largest_sample) > 1 and np.ptp(largest_sample) > 0:
+            scores[str(granularity), str(recovery)] = largest_sample
     return scores

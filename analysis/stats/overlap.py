@@ -35,9 +35,9 @@ MEASURES = {
 
 
 def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
-    """Mark the bottom sets of `scores` (..., experts), as booleans of the same shape. A bottom set
-    is the int(n x ratio) lowest of n scores; of equal scores, those with lower indices are in the
-    set first."""
+    """For `scores` (..., experts), booleans of the same shape: whether each expert is in the bottom
+    set. The bottom set of n experts is the int(n x ratio) experts with the lowest scores. Among
+    experts with equal scores, a lower index counts as a lower score."""
     count = int(scores.shape[-1] * ratio)
     lowest_indices = np.argsort(scores, axis=-1, kind="stable")[..., :count]
     is_lowest = np.zeros(scores.shape, bool)
@@ -46,14 +46,14 @@ def bottom_sets(scores: np.ndarray, ratio: float) -> np.ndarray:
 
 
 def agreement(sets: np.ndarray) -> dict[str, float]:
-    """Overlap of bottom sets, by each of MEASURES, averaged over layers.
+    """Overlap of bottom sets by each definition in MEASURES, averaged over layers.
 
     sets: booleans (calibration sets, layers, experts), bottom sets of equal size.
 
-    The returned values, NaN when the sets are empty:
+    Keys of the result, whose values are NaN if the bottom sets are empty:
 
     - triple: share of a bottom set that is in the bottom sets of all calibration sets
-    - pairwise: share of a bottom set that is in the bottom set of another calibration set, averaged
+    - pairwise: share of a bottom set that is in a second calibration set's bottom set, averaged
       over pairs of calibration sets
     - jaccard: size of the intersection of all bottom sets / size of their union
     - chance_<measure>: expectation of the measure for random sets; for jaccard, the ratio of the
@@ -79,23 +79,24 @@ def agreement(sets: np.ndarray) -> dict[str, float]:
 
 
 def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) -> pd.DataFrame:
-    """Overlap between calibration sets for every S(b, alpha, beta), one row per model, ratio and
-    variant; columns model, ratio, VARIANT and the values of `agreement`.
+    """Overlap between calibration sets for every S(b, alpha, beta). One row per model, variant and
+    ratio; columns model, ratio, VARIANT, and the keys of `agreement`.
 
-    family: see `Study.family`. The values MEASURES of the variant DEGENERATE are NaN. Models with
-    fewer than two calibration sets have no rows.
+    family: see `Study.family`. Models with fewer than two calibration sets have no rows. For the
+    variant DEGENERATE, the columns MEASURES are NaN.
     """
     rows = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
+        # for each layer: variant -> scores (calibration sets, experts)
         layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
         for variant in sorted(set().union(*layers)):
             for ratio in ratios:
                 overlap = _mean_agreement(
                     [layer[variant] for layer in layers if variant in layer], ratio
                 )
-                # equal scores give the same bottom set by index, which is no agreement
+                # all experts have equal scores, so their indices alone decide the bottom sets
                 if variant == DEGENERATE:
                     overlap |= {name: float("nan") for name in MEASURES}
                 rows.append(
@@ -110,19 +111,22 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
 
 
 def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
-    """(b, alpha, beta) -> scores of one layer (calibration sets, experts)."""
+    """Variant (b, alpha, beta) -> scores (calibration sets, experts) of one layer.
+
+    layer: the rows of `Study.family` for one model and layer.
+    """
     wide = layer.pivot(index=[*VARIANT, "calibration"], columns="expert", values="score")
     variants: Any = wide.groupby(level=VARIANT)
     return {tuple(map(int, variant)): scores.to_numpy(float) for variant, scores in variants}
 
 
 def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, float]:
-    """The values of `agreement` for the bottom sets at `ratio`, averaged over layers, which may
-    have different numbers of experts.
+    """`agreement` of the bottom sets at `ratio`, averaged over layers. The layers can have
+    different numbers of experts.
 
     layers: for each layer, scores (calibration sets, experts).
     """
-    # (calibration sets, 1, experts): each layer on its own
+    # bottom sets as (calibration sets, 1, experts), because `agreement` expects an axis of layers
     agreements = [agreement(bottom_sets(scores, ratio)[:, None, :]) for scores in layers]
     return {name: float(np.mean([values[name] for values in agreements])) for name in agreements[0]}
 
@@ -168,12 +172,12 @@ def proxy_overlap(
     pairs = proxy[[*keys, "score"]].merge(
         damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
     )
-    rows = []
-    # layers and experts ascend, and models keep their order
+    # sort by layer and expert, but keep the order of the models
     position_of_model = {name: number for number, name in enumerate(pairs["model"].unique())}
     pairs = pairs.assign(position=pairs["model"].map(position_of_model)).sort_values(
         ["position", "layer", "expert"], kind="stable"
     )
+    rows = []
     for key, frame in groups(pairs, ["model", "calibration"]):
         layers = [layer for _, layer in groups(frame, ["layer"])]
         for ratio in ratios:

@@ -22,10 +22,10 @@ AVG = "Avg"
 
 @dataclass(frozen=True)
 class Quantity:
-    """A kind of numbers: scores, losses in some unit, or perplexities of losses.
+    """Kind of a number: a score, a mean loss in some unit, or a perplexity, exp(mean loss).
 
-    Means, intervals and differences of perplexities are computed from the logarithms, which are
-    losses, because losses are means over items.
+    Means, intervals and differences of perplexities are computed from their logarithms, which are
+    mean losses, because a perplexity is not a mean over items.
     """
 
     scale: Scale = "score"
@@ -72,34 +72,37 @@ class Quantity:
         return AVG if self.scale == "score" else names.capitalised(self.name)
 
     def described(self, metric: str) -> str:
-        """The name of a metric, followed by unit and direction if less is better: `acc`, but `loss
-        (nats per token, less is better)`."""
+        """Text for a metric: its name, such as `acc`. If less is better, the unit and the direction
+        follow: `loss (nats per token, less is better)`."""
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
         return f"{metric} ({', '.join(filter(None, (unit, self.direction)))})"
 
     def computed(self, displayed: Any) -> Any:
-        """Convert displayed numbers to computed ones, which are averaged and tested: perplexities
+        """Convert displayed numbers to the numbers that are averaged and tested: perplexities
         become losses, other numbers stay the same."""
         return np.log(displayed) if self.scale == "perplexity" else displayed
 
     def displayed(self, computed: Any) -> Any:
-        """Convert computed numbers to displayed ones; the inverse of `computed`."""
+        """Convert numbers that are averaged and tested to the numbers in tables and figures; the
+        inverse of `computed`."""
         return np.exp(computed) if self.scale == "perplexity" else computed
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
-        """Convert the `difference` of a computed number to the computed number `reference` into the
-        difference of the two numbers when displayed."""
+        """Displayed value of `reference + difference` minus displayed value of `reference`. For
+        perplexities, both arguments are losses."""
         if self.scale != "perplexity":
             return difference
         return self.displayed(reference + difference) - self.displayed(reference)
 
 
 def common(quantities: Iterable[Quantity]) -> Quantity:
-    """The kind of a mean over numbers of these kinds: their kind if all kinds are equal; a loss,
-    with all their units, if less is better in all kinds; otherwise, and without a kind, a
-    score."""
+    """Kind of a mean over numbers of several kinds.
+
+    If all kinds are equal, the mean has this kind. If they differ, and less is better in all of
+    them, the mean is a loss with all their units. Otherwise, or without a kind, it is a score.
+    """
     distinct = list(dict.fromkeys(quantities))
     if len(distinct) == 1:
         return distinct[0]

@@ -51,17 +51,17 @@ class RankTest:
 
     @property
     def significant(self) -> bool:
-        """Whether some method differs from the best one."""
+        """Whether at least one method differs significantly from the best one."""
         return bool((self.p_to_best < LEVEL).any())
 
 
 def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
-    """Test the average ranks of a panel's methods that have several seeds and a result in every
-    block; None if there are fewer than FEWEST such methods, or fewer than FEWEST blocks. Random
-    plans are left out.
+    """Test the average ranks of the methods of a panel. A method is ranked if it is not random, and
+    has several seeds and a score in every block. The result is None if there are fewer than FEWEST
+    such methods, or fewer than FEWEST blocks.
 
-    All methods take part with the same number of seeds: the smallest number of seeds of a method
-    with several seeds. Scores are ranked as for Avg Rank: they are rounded to three decimals, and
+    Each method is ranked for the same number of seeds: the smallest number of seeds of a method
+    that has several. Scores are ranked as for Avg Rank: they are rounded to three decimals, and
     equal scores get the mean of their ranks.
 
     over: kind of the blocks, COLUMNS or BENCHMARKS.
@@ -83,7 +83,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     if min(len(complete_methods), scores.shape[1]) < FEWEST:
         return None
     ranks_by_seed = []
-    for position in range(seeds):  # one plan of each method, which may differ in the seed
+    for position in range(seeds):
+        # one plan of each method; these plans can have different seeds
         seed_scores = scores.loc[[plans[key][position] for key in complete_methods]]
         ranks_by_seed.append(
             ranks.column_ranks(seed_scores, lower_is_better=comparison.lower_is_better).to_numpy(
@@ -93,8 +94,8 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
     average_ranks = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
     order = [complete_methods.index(key) for key in average_ranks.index]
-    # `leads` tests the difference of each method to the best one. With an error of 0 for each pair
-    # in itself, the critical difference is the same for all pairs.
+    # `leads` tests each method against the best one with the larger of two errors: the pair's own
+    # and the pooled one. Here the pair's own is 0, so that all pairs have the same pooled error.
     leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
@@ -103,18 +104,18 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
         seeds=seeds,
         ranks=average_ranks,
         p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average_ranks.index),
-        # the critical difference is half the width of any interval
+        # the critical difference is half the width of an interval, which is the same for all pairs
         difference=leads[0].interval[1] - leads[0].value,
         incomplete=tuple(str(key) for key in plans if key not in complete_methods),
     )
 
 
 def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
-    """Displayed scores (plans, blocks) on the columns or benchmarks on which at least one cell of
-    the panel was evaluated.
+    """Displayed scores (plans, blocks). The blocks are the columns or benchmarks on which at least
+    one cell of the panel was evaluated; the plans are all plans of the comparison.
 
     With `over` = COLUMNS, each displayed column is a block. With BENCHMARKS, each benchmark is a
-    block, but benchmarks that grade the same answers form one block, whose score is their mean.
+    block. Benchmarks that grade the same answers are one block; its score is their mean.
     """
     if over == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
@@ -133,6 +134,6 @@ def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFra
 
 
 def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
-    """The `rank_test` of every panel that has enough methods and blocks."""
+    """The results of `rank_test` for all panels that have enough methods and blocks."""
     tests = (rank_test(comparison, panel, over) for panel in comparison.panels)
     return [test for test in tests if test is not None]
