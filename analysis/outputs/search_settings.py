@@ -60,6 +60,7 @@ def cost_table(results: Results, name: str) -> Table:
     folders = study.cells["plan_folder"][study.searches["cell"]].drop_duplicates()
     steps = time_and_memory(folders, study.reader).set_index("folder")
     peaks = steps[["peak", "gpu_peak"]] / MEBIBYTE
+    # several cells can have the plan of one search
     rows = (
         study.searches.join(study.cells, on="cell")
         .drop_duplicates("plan_folder")
@@ -72,6 +73,7 @@ def cost_table(results: Results, name: str) -> Table:
     rows = rows.assign(
         fitness=rows["fitness"].map(_fitness_in_words),
         before=BYTES * parameters.astype(float) / MEBIBYTE,
+        # without the index: costs are in the order of `rows`, but indexed by cell
         after=costs["loading_bytes"].to_numpy() / MEBIBYTE,
     )
     columns = {
@@ -105,13 +107,14 @@ def cost_table(results: Results, name: str) -> Table:
 def settings_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 5: uniform allocation and searches with different settings.
 
-    Settings: fitness, samples, generations or candidates. None without two searches of plans that
-    differ in these settings alone, or without any of GROUPS.
+    Settings: fitness, samples, generations or candidates. The table lists searched plans without
+    recovery that differ only in these settings, and the uniform plans that are otherwise equal.
+    None when no two searched plans differ only in these settings, or when none of GROUPS was run.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """The searched and uniform cells without recovery; no cells if fewer than two are
-        searched."""
+        """Select the searched and the uniform cells without recovery; no cells if fewer than two
+        searched cells are without recovery."""
         cells = cells[cells["recovery"] == "none"]
         is_search = cells["allocation"].map(is_searched).astype(bool)
         if is_search.sum() < 2:
@@ -129,12 +132,14 @@ def settings_table(results: Results, name: str) -> Table | None:
 def fitness_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 6: searches by speculative decoding and by ESAP.
 
-    None without plans that differ in these two fitnesses alone, or without any of COMPARED.
+    Of the plans that differ only in the settings of their search, the table lists those with a
+    fitness in FITNESSES, if both fitnesses occur. None without such plans, or when none of COMPARED
+    was run.
     """
     fitness_of_cell = results.study.searches.set_index("cell")["fitness"]
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """The cells with a fitness of FITNESSES; no cells unless each of FITNESSES occurs."""
+        """Select the cells whose fitness is in FITNESSES; no cells unless both fitnesses occur."""
         fitnesses = fitness_of_cell.reindex(cells.index)
         return cells[fitnesses.isin(FITNESSES)] if set(FITNESSES) <= set(fitnesses) else cells[:0]
 
@@ -149,11 +154,12 @@ def fitness_table(results: Results, name: str) -> Table | None:
 def competitor_table(results: Results, name: str) -> Table | None:
     """EvoESAP's Table 4: searched allocations and the published row of DiEP.
 
-    DiEP is not implemented here. None without searched allocations or any of COMPARED.
+    DiEP is not implemented here. None without searched allocations, or when none of COMPARED was
+    run.
     """
 
     def select(cells: pd.DataFrame) -> pd.DataFrame:
-        """The searched cells without recovery."""
+        """Select the searched cells without recovery."""
         is_search = cells["allocation"].map(is_searched).astype(bool)
         return cells[is_search & (cells["recovery"] == "none")]
 
@@ -172,6 +178,7 @@ def competitor_table(results: Results, name: str) -> Table | None:
         best={},
         blocks=("Model", "Pruned"),
         optional=tuple(columns),
+        # the published row has no intervals
         low=measured.low.reindex(rows.index),
         high=measured.high.reindex(rows.index),
     )
@@ -207,9 +214,10 @@ def _table(
     columns: Sequence[str],
     title: str,
 ) -> Table | None:
-    """A table of settings, scores and seconds of searches, a row per cell; None without rows.
+    """A table with the settings, the scores and the seconds of searches, a row per cell; None
+    without rows.
 
-    select, columns: see `_rows`; title: that of the table."""
+    select, columns: see `_rows`; title: title of the table."""
     rows = stacked(
         _rows(results.study, comparison, select, columns) for comparison in results.comparisons
     )
@@ -237,13 +245,15 @@ def _rows(
     select: Callable[[pd.DataFrame], pd.DataFrame],
     columns: Sequence[str],
 ) -> Numbers | None:
-    """Rows of `_table` for one model; None when `select` returns no cell or none of `columns` was
-    run.
+    """Rows of `_table` for one model; None when `select` returns no cells, or when none of
+    `columns` was run.
 
-    select: function from cells that differ only in the settings of their search to the cells that
-    the table lists; columns: the averages that the table lists."""
+    select: function that is called with each group of cells that differ only in the settings of
+    their search, and returns the cells of the group that the table lists; columns: the averages
+    that the table lists."""
     pruned = comparison.cells[comparison.cells["criterion"] != "none"]
     selections = [select(cells) for _, cells in groups(pruned, SAME_BUT_SEARCH)]
+    # pruned[:0] has no rows; concat fails without a frame
     cells = pd.concat([pruned[:0], *selections])
     targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
     if not targets:

@@ -43,7 +43,8 @@ QUARTILES = {" low": 0.25, "": 0.5, " high": 0.75}
 
 
 def requests(study: Study) -> pd.DataFrame:
-    """Speed and memory over repeated requests: a row per cell and kind of request.
+    """Speed and memory of requests: a row for each cell and kind of request (REQUEST_COLUMNS), with
+    medians and quartiles over the repeats of the request.
 
     Columns: REQUEST_COLUMNS; each of SPEEDS (the median); the same names with the suffixes ` low`
     and ` high` (the lower and the upper quartile); WEIGHTS; PEAK (weights and working memory)."""
@@ -56,6 +57,7 @@ def requests(study: Study) -> pd.DataFrame:
         for suffix, quantile in QUARTILES.items():
             for name in SPEEDS:
                 row[f"{name}{suffix}"] = speeds[name].quantile(quantile)
+        # all repeats have the same bytes
         weight_bytes = float(timings["weight_bytes"].iloc[0])
         peak_bytes = weight_bytes + float(timings["working_bytes"].iloc[0])
         rows.append({**row, WEIGHTS: weight_bytes / MEBIBYTE, PEAK: peak_bytes / MEBIBYTE})
@@ -63,7 +65,8 @@ def requests(study: Study) -> pd.DataFrame:
 
 
 def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
-    """Speeds and durations (columns SPEEDS), a row per timed request.
+    """Speeds in tokens per second and durations in milliseconds (columns SPEEDS), a row per timed
+    request.
 
     timings: rows of `Study.timings`."""
     prompt_tokens = timings["batch_size"] * timings["prompt_length"]
@@ -82,13 +85,15 @@ def _speeds(timings: pd.DataFrame) -> pd.DataFrame:
 def speed_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Table 2: throughput, latency and memory of every timed model."""
     study = results.study
-    # the first frame has no rows; its columns are for a study without timings
+    # the first frame has no rows, but gives the columns of a study without timings
     frames = [pd.DataFrame(columns=["model", "removed_words", "label"])]
     for comparison in results.pruned:
         labels = comparison.cells[["model", "removed_words"]].assign(
             label=settings.method_labels(comparison.cells)
         )
         frames.append(requests(study).merge(labels, left_on="cell", right_index=True))
+    # frames without rows are left out, because they would change the dtypes of columns; if no
+    # frame has rows, all frames are concatenated
     rows = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
     text_columns = {
         "Model": "model",
@@ -182,8 +187,9 @@ BLOCK_MAPS = {DECODE: "tokens per second", PEAK: "peak memory (MiB)"}
 def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Tokens per second and peak memory by the block size of channels and the smallest expert.
 
-    A row of two maps (BLOCK_MAPS) per ratio and recovery; the columns of a map are block sizes, its
-    rows smallest experts. None without two timed plans of aligned allocations.
+    Each ratio, recovery and device has a row of two maps (BLOCK_MAPS). A column of a map is a block
+    size, which divides every expert's number of channels. A row of a map is the smallest number of
+    channels that an expert may have. None with fewer than two timed plans of aligned allocations.
     """
     study = results.study
     largest_requests = _largest_requests(study, comparison)
@@ -219,13 +225,13 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
 
 
 def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """For each cell of `comparison`, the row of `requests` with most prompt tokens, among the
-    requests on one device: the device of the first row.
+    """The largest request of each cell of `comparison`: the row of `requests` with the most prompt
+    tokens. Only requests on one device are considered, the device of the first row.
 
-    The added column label names the method and the removed share."""
+    The additional column `label` has a text with the method and the removed share."""
     rows = requests(study)
     rows = rows[rows["cell"].isin(comparison.cells.index)]
-    # equal to iloc[0], but iloc[0] fails without rows
+    # iloc[:1] instead of iloc[0], which fails without rows
     rows = rows[rows["device"].isin(rows["device"].iloc[:1])]
     prompt_tokens = rows["batch_size"] * rows["prompt_length"]
     rows = rows.loc[prompt_tokens.groupby(rows["cell"]).idxmax()].reset_index(drop=True)
@@ -239,11 +245,12 @@ def _largest_requests(study: Study, comparison: Comparison) -> pd.DataFrame:
 
 def _draw_map(axes: Axes, rows: pd.DataFrame, column: str) -> None:
     """Draw a square with the number in `column` for each of `rows`. Block sizes increase from left
-    to right, smallest experts from top to bottom. Squares are shaded from the lowest number (0.1 of
-    the colour map) to the highest (0.9). NaN is a dash; numbers have one decimal if all are below
-    100, otherwise none.
+    to right, the channels of the smallest expert from top to bottom. Shades go from 0.1 of the
+    colour map for the lowest number to 0.9 for the highest. NaN is printed as a dash. Numbers have
+    one decimal if all are below 100, otherwise none.
 
-    rows: columns block (size), smallest (expert, in channels) and `column`."""
+    rows: frame with the columns block (block size), smallest (smallest number of channels that an
+    expert may have) and `column`."""
     blocks = sorted(rows["block"].unique())
     smallest_experts = sorted(rows["smallest"].unique())
     low = float(rows[column].min())
@@ -297,12 +304,13 @@ def architecture_table(results: Results, name: str) -> Table:
     study = results.study
     rows = []
     for model, facts in study.models.items():
-        layers = list(facts["layers"].values())  # those with experts
+        layers = list(facts["layers"].values())  # only layers with experts
+        # key of facts.json -> largest number of all layers
         maximum = {
             key: max(layer[key] for layer in layers)
             for key in ("n_experts", "top_k", "hidden", "width")
         }
-        # parameters of the routed experts to which a token is not given
+        # parameters of the routed experts that a token does not use
         inactive_parameters = sum(
             (layer["n_experts"] - layer["top_k"]) * layer["expert_parameters"] for layer in layers
         )
@@ -311,6 +319,7 @@ def architecture_table(results: Results, name: str) -> Table:
             "Active (M)": (facts["parameters"] - inactive_parameters) / 1e6,
             "Experts": maximum["n_experts"],
             "Top-k": maximum["top_k"],
+            # the channels of all shared experts, in units of a routed expert's channels
             "Shared experts": facts.get("shared_width", np.nan) / maximum["width"],
             "MoE layers": len(layers),
             "Dense layers": facts.get("decoder_layers", np.nan) - len(layers),

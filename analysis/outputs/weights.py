@@ -41,18 +41,19 @@ SHADES = colormaps["viridis"]
 def weights_table(
     title_end: str, columns: Sequence[str]
 ) -> Callable[[Blocks], Callable[[Results, str], Table | None]]:
-    """Decorator for a function that yields blocks of one model: `score_table` with the title and
-    the caption of this module's tables.
+    """Decorator for a function that yields the blocks of one model: the decorator `score_table`
+    with a title and a caption for tables of this module.
 
-    title_end: last words of the title; columns: benchmarks and averages, whose last has differences
-    to AIMER."""
+    title_end: last words of the title; columns: benchmarks and averages. The table also has
+    differences to AIMER, of scores in the last of `columns`."""
     title = f"Scores from weights alone and from text: {title_end}"
     return score_table(title, columns, f"Difference: {columns[-1]} minus that of AIMER, paired.")
 
 
 def against_aimer(comparison: Comparison) -> Iterator[Block]:
-    """Blocks of all criteria, a block per ratio at which AIMER was run; differences are to AIMER
-    (no differences if several cells of a ratio are AIMER's)."""
+    """Yield a block for each ratio at which AIMER was run, with the cells of all criteria without
+    recovery. Differences are to AIMER. A block has no differences if several of its cells are
+    AIMER's."""
     for ratio, cells in by_ratio(cells_without_recovery(comparison)):
         aimer_cells = cells[cells["criterion"] == "aimer"]
         if len(aimer_cells):
@@ -106,8 +107,8 @@ def weight_scores(study: Study) -> pd.DataFrame:
     """Scores of experts by FIGURE_CRITERIA; a row per model, criterion, layer and expert, with the
     columns COLUMNS.
 
-    Scores have the sign of the papers; the highest scores of AIMER, ||w||_1 / (sqrt(N) ||w||_2),
-    are pruned first. Scores that the store lacks are left out."""
+    Scores have the sign of the papers. With this sign, AIMER prunes the highest scores
+    ||w||_1 / (sqrt(N) ||w||_2) first. Cells without scores in the store are left out."""
     cells = study.cells[
         study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
     ]

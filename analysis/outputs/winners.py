@@ -30,10 +30,10 @@ from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, wins: pd.DataFrame, name: str, title: str) -> list[Item]:
-    """The figure and the table of a winner map; [] without rows, and for a map of one displayed
-    column, because such a map would repeat the ranking.
+    """The figure and the table of a winner map. [] if the map has no rows. Also [] if the map has a
+    single displayed column, because it would only repeat the ranking.
 
-    wins: rows of `winner_map`; title: that of figure and table."""
+    wins: rows of `winner_map`; title: title of the figure and of the table."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
     return [winner_figure(wins, name, title), winner_table(results.study, wins, name, title)]
@@ -114,8 +114,8 @@ NO_RESULT, TIE, PROVED, NOT_PROVED, UNTESTED = (
 
 
 def verdict(win: Mapping[str, Any]) -> str:
-    """Verdict on a row of `winner_map`: NO_RESULT (no winner), TIE (several winners), UNTESTED (a
-    criterion has only one seed), PROVED or NOT_PROVED."""
+    """Verdict on a row of `winner_map`: NO_RESULT (no winner), TIE (several winners), UNTESTED (one
+    winner, without a p-value), PROVED or NOT_PROVED (one winner, tested)."""
     winners = win["winners"]
     if not winners:
         return NO_RESULT
@@ -201,8 +201,9 @@ _LABEL_WIDTH = 0.8
 
 
 def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
-    """Draw one map: a cell with text for each of `wins`, and a square in the colour of the winner
-    unless there is a tie. wins: rows of `winner_map`; inches: width of the map."""
+    """Draw one map, with a cell for each of `wins`: the text of the cell, and, if the cell has a
+    single winner, a square in the winner's colour. wins: rows of `winner_map`; inches: width of the
+    map."""
     columns = list(dict.fromkeys(wins["column"]))
     sets = names.calibrations_in_order(wins["calibration"])
     for win in records(wins):
@@ -229,11 +230,10 @@ def _draw_map(axes: Axes, wins: pd.DataFrame, inches: float) -> None:
 def _text_and_size(winners: Sequence[str], score: float, inches: float) -> tuple[str, float]:
     """(text in a cell of a map, font size in points). inches: width of the cell.
 
-    Several winners with a score other than 0 are named on two lines: up to three names, and the
-    number of other winners, as in `A = B =` and `C +2`. If these lines do not fit, the text is the
-    number of winners. In all other cases (one winner, or a tie at score 0) the text is the `label`
-    of the winners. A label that is too long for one line has several lines of the smallest font,
-    5.6 points."""
+    - Tie with a score other than 0: two lines with the names of up to three winners and the number
+      of further winners, `A = B =` and `C +2`. If the lines do not fit, the text is `5 tied`.
+    - Otherwise: the `label` of the winners. If the label is too long for one line, it is wrapped
+      and printed in the smallest font, 5.6 points."""
     letters_in_line = int(inches / SMALL_LETTER)
     if len(winners) > 1 and score != 0:
         methods = [names.method(name) for name in winners[:3]]

@@ -66,6 +66,7 @@ class Printed:
 
     @property
     def value(self) -> float:
+        """The number that `text` contains."""
         return float(self.text)
 
     @property
@@ -120,7 +121,8 @@ def _read(name: str) -> tuple[dict[str, str], ...]:
 
 
 def _tables() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Compute TABLES from tables.csv."""
+    """Read TABLES from tables.csv: name of a table here -> (paper, table) of every published table
+    that corresponds to it."""
     published: dict[str, list[tuple[str, str]]] = {}
     for row in _read("tables"):
         published.setdefault(row["name"], []).append((row["paper"], row["table"]))
@@ -159,8 +161,8 @@ def _key(row: Mapping[str, str]) -> Key:
 
 @cache
 def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
-    """Key of a published row -> the row's numbers in all published tables that correspond to the
-    table `name` here."""
+    """Key of a published row -> all published numbers with this key in the published tables that
+    correspond to the table `name` here."""
     numbers_of_key: dict[Key, tuple[Printed, ...]] = {}
     for number in numbers():
         if (number.paper, number.table) in TABLES[name]:
@@ -169,11 +171,12 @@ def counterparts(name: str) -> Mapping[Key, tuple[Printed, ...]]:
 
 
 def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
-    """The displayed columns and benchmarks whose mean a published number is; empty when the number
-    is not a mean of scores.
+    """The benchmarks and displayed columns over which a published number is averaged; empty when
+    the number is not made of scores (a rank, a size or a time).
 
-    A score or perplexity is the mean of its own benchmark alone. An average in GROUPS is the mean
-    of the group's columns. An AVERAGE is the mean of all scores of its table in `row`.
+    A score or perplexity is averaged over its own benchmark alone. An average in GROUPS is over the
+    columns of the group. AVERAGE is over all scores in `row` that come from the same published
+    table.
 
     row: all published numbers with the key of `number`.
     """
@@ -188,8 +191,8 @@ def target(number: Printed, row: Sequence[Printed]) -> tuple[str, ...]:
 
 
 def protocol(number: Printed) -> Protocol:
-    """Calibration and search settings of the model behind this number; None for a setting that the
-    paper does not state."""
+    """Settings with which the paper calibrated the model of this number and searched its
+    allocation."""
     row = _most_specific_row("protocols", number, criterion=number.key[2])
     tokens, seed, generations = (
         int(row[column]) if row.get(column) else None
@@ -199,28 +202,28 @@ def protocol(number: Printed) -> Protocol:
 
 
 def split(number: Printed, benchmark: str) -> Split:
-    """Items and settings with which the paper of this number measured a benchmark, as far as the
-    paper states them."""
+    """Number of items and settings with which the paper of this number measured a benchmark. The
+    number is None, and a setting is left out, if the paper does not state it."""
     row = _most_specific_row("splits", number, benchmark=benchmark)
     items = int(row["items"]) if row.get("items") else None
     return Split(items, {key: row[key] for key in EVALUATION_SETTINGS if row.get(key)})
 
 
 def stands_for(axis: str, name: str) -> str:
-    """Name in the papers' tables of the model or calibration set for which the shipped `name`
-    stands in; a name that is no stand-in is returned unchanged.
+    """Name of the published model or calibration set that the small one called `name` replaces
+    here, see stand_ins.csv. A name that stand_ins.csv does not list is returned unchanged.
 
-    axis: model or calibration.
+    axis: `model` or `calibration`, whichever `name` is.
     """
     stand_ins = {(row["axis"], row["name"]): row["stands_for"] for row in _read("stand_ins")}
     return stand_ins.get((axis, name), name)
 
 
 def _most_specific_row(file: str, number: Printed, **axes: str) -> dict[str, str]:
-    """The first row of FILE.csv that has the paper, table and model of `number`, and the values
-    `axes` (column -> value); {} when there is no such row.
+    """The first row of FILE.csv that matches `number` in the columns paper, table and model, and
+    that matches `axes` (further column -> value); {} when no row matches.
 
-    ANY in a row stands for every value. Files list more specific rows first.
+    ANY in a row matches every value. Files list more specific rows first.
     """
     axes |= {"paper": number.paper, "table": number.table, "model": number.key[0]}
     for row in _read(file):
@@ -315,8 +318,9 @@ def reasons(number: Printed, measured: Measured) -> Iterator[str]:
 
 
 def _calibration_differences(number: Printed, measured: Measured) -> Iterator[str]:
-    """Yield the differences in calibration tokens, gate, seed and search, of those that the paper
-    states; nothing for an unpruned model."""
+    """Yield a text for each difference in calibration tokens, gate, seed, search set and number of
+    generations. What the paper does not state is not compared. Yields nothing for an unpruned
+    model."""
     published_protocol = protocol(number)
     cell = measured.cell
     if cell["criterion"] == "none":
