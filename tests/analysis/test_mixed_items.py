@@ -41,31 +41,35 @@ def study_of(
         for cell, outcomes in enumerate(of_cells):
             values = list(outcomes.values())
             mean = float(np.mean(values)) if values else np.nan
-            fields = {
+            row = {
                 "cell": cell,
                 "task": name,
                 "benchmark": name,
                 "folder": f"{name}/{cell}",
                 "expected": None,
-            }
-            n = {
                 "n": len(values) or 10,
                 "stderr": 0.01,
-                **(handmade.SCORES if values else PERPLEXITIES),
+                "score": (scores or {}).get((cell, name), mean),
             }
-            rows.append({**fields, **n, "score": (scores or {}).get((cell, name), mean)})
+            rows.append(row | (handmade.SCORES if values else PERPLEXITIES))
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
-    parts: dict[str, Any] = {
-        key: {} for key in ("calibrations", "contaminations", "models", "document")
-    }
-    parts["reader"] = Reader(Path("store"))
-    parts |= {"origins": pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})}
-    parts |= dict.fromkeys(("family", "damage", "coverage"), pd.DataFrame())
-    parts["cells"] = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
-    parts["samples"] = pd.DataFrame(
-        samples, columns=["cell", "benchmark", "item", "outcome"]
-    ).assign(units=np.nan)
-    return Study(name="made", store=Path("store"), results=pd.DataFrame(rows), **parts)
+    columns = ["cell", "benchmark", "item", "outcome"]
+    return Study(
+        name="made",
+        store=Path("store"),
+        results=pd.DataFrame(rows),
+        calibrations={},
+        contaminations={},
+        models={},
+        document={},
+        reader=Reader(Path("store")),
+        origins=pd.DataFrame(columns=["folder", "seconds", "commit", "versions"]),
+        family=pd.DataFrame(),
+        damage=pd.DataFrame(),
+        coverage=pd.DataFrame(),
+        cells=handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)]),
+        samples=pd.DataFrame(samples, columns=columns).assign(units=np.nan),
+    )
 
 
 def right(count: int, items: int = 40) -> Answers:
@@ -103,12 +107,12 @@ def test_lowest_perplexity_wins_without_a_test(perplexed: Study) -> None:
     columns = winner_map(Results(perplexed).measured)
     assert columns["column"].tolist() == ["GSM8K", "wikitext2"]
     accuracy, perplexity = columns.to_dict("records")
-    assert (
-        accuracy["lead"] == pytest.approx(0.3)
-        and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
-    )
-    assert perplexity["winners"] == ("man",) and perplexity["runner_up"] == "reap"
-    assert perplexity["lead"] == pytest.approx(-2) and winners.verdict(perplexity) == "not tested"
+    assert accuracy["lead"] == pytest.approx(0.3)
+    assert accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
+    assert perplexity["winners"] == ("man",)
+    assert perplexity["runner_up"] == "reap"
+    assert perplexity["lead"] == pytest.approx(-2)
+    assert winners.verdict(perplexity) == "not tested"
 
 
 def with_costs(study: Study, shares: list[float]) -> Study:
@@ -116,9 +120,8 @@ def with_costs(study: Study, shares: list[float]) -> Study:
     columns = ("parameters_kept", "routed_kept", "flops_ratio", "storage_bytes")
     costs = pd.DataFrame({column: shares for column in columns})
     study.__dict__["costs"] = costs.assign(cell=range(4), bits=16, parameters_unpruned=1.0)
-    study.__dict__["retained"] = pd.DataFrame(
-        {"cell": range(4), "constant": False, "merged": False}
-    )
+    retained = pd.DataFrame({"cell": range(4)})
+    study.__dict__["retained"] = retained.assign(constant=False, merged=False)
     return study
 
 
@@ -133,9 +136,8 @@ def test_best_plan_by_perplexity_is_on_the_front(perplexed: Study) -> None:
         "man": True,
     }
     assert rows["avg"].to_dict() == {"none": 0.95, "frequency": 0.25, "reap": 0.45, "man": 0.75}
-    assert pareto_table(Results(perplexed), "pareto").footnotes == [
-        "Avg is without wikitext2: there, less is better."
-    ]
+    table = pareto_table(Results(perplexed), "pareto")
+    assert table.footnotes == ["Avg is without wikitext2: there, less is better."]
 
 
 @pytest.fixture
@@ -149,44 +151,49 @@ def test_suite_of_perplexities_is_ranked_by_mean_loss(perplexities: Study) -> No
     for column in ("wikitext2", "Mean perplexity"):
         assert rows[column].tolist() == pytest.approx([9, 8, 7, 6])
     assert rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
-    two = {
-        (cell, name): value for cell in range(4) for name, value in (("a", 2.0 + cell), ("b", 8.0))
-    }
-    means = ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, two))["Mean perplexity"]
+
+
+def test_mean_perplexity_is_the_geometric_mean() -> None:
+    scores = {}
+    for cell in range(4):
+        scores[cell, "a"] = 2.0 + cell
+        scores[cell, "b"] = 8.0
+    means = ranked(study_of({"a": [{}] * 4, "b": [{}] * 4}, scores))["Mean perplexity"]
     assert means.iloc[0] == pytest.approx(4)
 
 
 def test_ranking_of_perplexities_has_the_lowest_first(perplexities: Study) -> None:
     [figure, table] = find("ranking").items(Results(perplexities))
     frame = table.frame
-    assert figure.name == "ranking" and frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
-    assert frame["Rank"].tolist() == [1, 2, 3] and table.best["Mean perplexity"] == "min"
+    assert figure.name == "ranking"
+    assert frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
+    assert frame["Rank"].tolist() == [1, 2, 3]
+    assert table.best["Mean perplexity"] == "min"
     assert frame["Of unpruned"].tolist() == pytest.approx([6 / 9, 7 / 9, 8 / 9])
     assert frame["Status"].eq("").all(), "of one seed"
 
 
-def test_front_ends_with_the_lowest_perplexity() -> None:
-    alone = study_of(
-        {"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}
-    )
-    table = pareto_table(Results(with_costs(alone, [1.0, 0.5, 0.5, 0.5])), "pareto")
+def test_front_ends_with_the_lowest_perplexity(perplexities: Study) -> None:
+    study = with_costs(perplexities, [1.0, 0.5, 0.5, 0.5])
+    table = pareto_table(Results(study), "pareto")
     assert table.frame["Criterion"].tolist() == ["Unpruned", "MAN", "REAP", "Frequency"]
     assert table.frame["Front"].tolist() == ["", "all", "", ""]
-    results = Results(with_costs(alone, [1.0, 0.3, 0.4, 0.5]))
+
+
+def test_drawn_front_begins_with_the_lowest_cost(perplexities: Study) -> None:
+    results = Results(with_costs(perplexities, [1.0, 0.3, 0.4, 0.5]))
     figure = pareto_figure(results.study, results.comparisons[0], "front")
     assert figure is not None
     labels = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
-    assert [label.split(",")[0] for label in labels if "50 %" in label] == [
-        "Frequency",
-        "REAP",
-        "MAN",
-    ]
+    pruned = [label.split(",")[0] for label in labels if "50 %" in label]
+    assert pruned == ["Frequency", "REAP", "MAN"]
 
 
 def test_radar_of_losses_is_not_drawn() -> None:
-    losses = {(cell, name): 9.0 - cell for cell in range(4) for name in ("a", "b", "c")}
-    results = Results(study_of({name: [{}] * 4 for name in ("a", "b", "c")}, losses))
-    assert find("aimer.fig3").items(results) == []
+    benchmarks = ("a", "b", "c")
+    losses = {(cell, name): 9.0 - cell for cell in range(4) for name in benchmarks}
+    study = study_of({name: [{}] * 4 for name in benchmarks}, losses)
+    assert find("aimer.fig3").items(Results(study)) == []
 
 
 class ItemSets(NamedTuple):
@@ -201,14 +208,13 @@ def item_sets(first: list[set[int]], second: list[set[int]], seed: int) -> ItemS
     rng = np.random.default_rng(seed)
     outcomes = (rng.random((2, 30)) < 0.5).astype(float)
     grades = rng.random((4, 30)).round(2)
-    exact = [
-        {item: outcomes[cell % 2, item] for item in sorted(items)}
-        for cell, items in enumerate(first)
-    ]
-    graded = [
-        {item: grades[cell, item] for item in sorted(items)} for cell, items in enumerate(second)
-    ]
-    [comparison] = Results(study_of({"gsm8k": exact, "wildbench": graded})).measured
+    exact = []
+    graded = []
+    for cell in range(4):
+        exact.append({item: outcomes[cell % 2, item] for item in sorted(first[cell])})
+        graded.append({item: grades[cell, item] for item in sorted(second[cell])})
+    study = study_of({"gsm8k": exact, "wildbench": graded})
+    [comparison] = Results(study).measured
     return ItemSets(comparison, exact)
 
 
@@ -221,12 +227,16 @@ ITEM_SETS = st.builds(item_sets, ITEMS, ITEMS, st.integers(0, 2**32 - 1))
 def test_intervals_are_of_the_items_of_a_cell(sets: ItemSets) -> None:
     comparison = sets.comparison
     for target in (("GSM8K",), ("WildBench",), ("GSM8K", "WildBench")):
-        score, (low, high) = comparison.score(target), comparison.interval(target)
-        assert ((low <= score + 1e-6) & (score <= high + 1e-6)).all()
+        score = comparison.score(target)
+        low, high = comparison.interval(target)
+        assert (low <= score + 1e-6).all()
+        assert (score <= high + 1e-6).all()
+    low, high = comparison.interval(("GSM8K",))
     for cell, answers in enumerate(sets.exact):
-        ends = binomtest(int(sum(answers.values())), len(answers)).proportion_ci(method="wilson")
-        low, high = comparison.interval(("GSM8K",))
-        assert (low[cell], high[cell]) == pytest.approx((ends.low, ends.high))
+        test = binomtest(int(sum(answers.values())), len(answers))
+        expected = test.proportion_ci(method="wilson")
+        assert low[cell] == pytest.approx(expected.low)
+        assert high[cell] == pytest.approx(expected.high)
 
 
 @settings(max_examples=15, deadline=None)
@@ -237,7 +247,8 @@ def test_tests_are_of_the_common_items_of_cells(sets: ItemSets) -> None:
     if len(common) < 2:
         assert np.isnan(p)
         return
-    base, other = (np.array([sets.exact[cell][item] for item in common]) for cell in (0, 1))
+    base = np.array([sets.exact[0][item] for item in common])
+    other = np.array([sets.exact[1][item] for item in common])
     assert p == pytest.approx(uncertainty.mcnemar(base[None], other[None])[0])
     row = differences(sets.comparison, ("GSM8K",), {1: 0}).loc[1]
     assert row["difference"] == pytest.approx((other - base).mean())
@@ -275,9 +286,8 @@ def inconsistent(request: pytest.FixtureRequest) -> Inconsistent:
 
 def test_score_that_is_not_the_mean_of_its_items_is_a_gap(inconsistent: Inconsistent) -> None:
     [gap] = inconsistent.study.gaps
-    assert (
-        gap.where == "m reap pocket_code 0.5" and "gsm8k is not the mean of its items" in gap.reason
-    )
+    assert gap.where == "m reap pocket_code 0.5"
+    assert "gsm8k is not the mean of its items" in gap.reason
     assert ranked(inconsistent.study)["Avg"].notna().all()
 
 
@@ -289,7 +299,8 @@ def test_inconsistent_score_has_the_interval_of_its_reported_error(
     low, high = comparison.interval(target)
     assert 0 < high[2] - low[2] < 0.05
     assert np.isnan(comparison.difference(target, 2, 1).p)
-    assert np.isnan(pooled_difference(comparison, target, [[(2, 1)]])[1].p)
+    _, pooled = pooled_difference(comparison, target, [[(2, 1)]])
+    assert np.isnan(pooled.p)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -310,6 +321,7 @@ def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:
     corpus = {(cell, "gsm8k"): 0.3 + 0.1 * cell for cell in range(3)}
     study = study_of({"gsm8k": [right(38), right(10), right(18), right(30)]}, corpus)
     [comparison] = Results(study).measured
-    assert not study.gaps and not comparison.outcomes
+    assert not study.gaps
+    assert not comparison.outcomes
     low, high = comparison.interval(("GSM8K",))
     assert (high - low).tolist() == pytest.approx([2 * 1.96 * 0.01] * 4)

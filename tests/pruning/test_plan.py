@@ -52,18 +52,18 @@ def test_lowest_scores_are_dropped_and_ties_by_index(
     tmp_path_factory: pytest.TempPathFactory, scores: list[float], data: st.DataObject
 ) -> None:
     remove = data.draw(st.integers(0, len(scores) - 1))
-    plan = make_plan(
-        {0: scores, 7: scores},
-        {0: remove, 7: 0},
-        tiny.routers([0, 7], 1),
-        provenance={"ratio": 0.25},
-    )
+    routers = tiny.routers([0, 7], 1)
+    counts = {0: remove, 7: 0}
+    plan = make_plan({0: scores, 7: scores}, counts, routers, provenance={"ratio": 0.25})
     # stable: equal scores stay in index order
     order = sorted(range(len(scores)), key=lambda expert: scores[expert])
-    assert plan.retained == {0: tuple(sorted(order[remove:])), 7: tuple(range(len(scores)))}
+    assert plan.retained[0] == tuple(sorted(order[remove:]))
+    assert plan.retained[7] == tuple(range(len(scores)))
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     plan.save(path)
-    assert Plan.load(path) == plan and Plan.load(path).provenance == plan.provenance
+    again = Plan.load(path)
+    assert again == plan
+    assert again.provenance == plan.provenance
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
 
 
@@ -110,24 +110,27 @@ EXPERTS = {layer: scores[:, 0] for layer, scores in DISTINCT.items()}
 )
 def test_rounded_ratio_is_warned_of(values: Any, ratio: float, settings: Any, numbers: Any) -> None:
     plan, messages = warned(values, ratio, **settings)
-    assert [re.findall(r"\d[\d.]*\b", message) for message in messages] == (
-        [list(numbers)] if numbers else []
-    )
-    assert f"{plan.removed:.3g}" == (numbers[1] if numbers else f"{ratio:g}")
+    warned_numbers = [re.findall(r"\d[\d.]*\b", message) for message in messages]
+    assert warned_numbers == ([list(numbers)] if numbers else [])
+    removed = numbers[1] if numbers else f"{ratio:g}"
+    assert f"{plan.removed:.3g}" == removed
 
 
 def test_equal_scores_at_the_cut_are_warned_of() -> None:
     """Of two layers of 32 experts each, 8 of which go."""
-    few = {0: numpy.arange(32.0), 1: numpy.arange(32.0)}
-    few[1][6:11] = 7
-    for values, settings, counts in (
-        (few, {}, ["5", "1"]),
-        ({layer: numpy.ones(32) for layer in few}, {}, ["64", "2"]),
-        ({0: few[0], 1: numpy.where(few[0] < 8, 0, few[0])}, {}, []),  # the cut is beside them
-        ({0: numpy.ones((32, 10)), 1: DISTINCT[1]}, {"allocation": "layerwise"}, ["320", "1"]),
+    distinct = numpy.arange(32.0)
+    five_alike = distinct.copy()
+    five_alike[6:11] = 7
+    beside_the_cut = numpy.where(distinct < 8, 0, distinct)
+    alike = numpy.ones(32)
+    for values, allocation, counts in (
+        ({0: distinct, 1: five_alike}, "uniform", [["5", "1"]]),
+        ({0: alike, 1: alike}, "uniform", [["64", "2"]]),
+        ({0: distinct, 1: beside_the_cut}, "uniform", []),
+        ({0: numpy.ones((32, 10)), 1: DISTINCT[1]}, "layerwise", [["320", "1"]]),
     ):
-        _, messages = warned(values, 0.25, **settings)
-        assert [re.findall(r"\d+", message) for message in messages] == ([counts] if counts else [])
+        _, messages = warned(values, 0.25, allocation)
+        assert [re.findall(r"\d+", message) for message in messages] == counts
 
 
 def test_ties_are_those_of_experts_that_compete() -> None:
@@ -141,12 +144,16 @@ def test_ties_are_those_of_experts_that_compete() -> None:
     equal = {0: numpy.ones(4)}
     protected = {**tiny.routers([0], 1)[0], "protected": [0]}
     plan = make_plan(equal, {0: 1}, {0: protected}, provenance={})
-    assert plan.retained == {0: (0, 2, 3)} and ties(plan, equal, {0: protected}) == {0: 3}
-    constants = Plan({0: LayerPlan(4, (0, 1, 2, 3), numpy.arange(4)[:, None] > [[0, 0]])})
-    assert ties(constants, equal, tiny.routers([0], 1)) == {0: 4}, (
-        "what is replaced is not retained"
-    )
-    assert constants.removed == 0.25
+    assert plan.retained == {0: (0, 2, 3)}
+    assert ties(plan, equal, {0: protected}) == {0: 3}
+
+
+def test_replaced_experts_are_not_retained_in_ties() -> None:
+    channels = numpy.ones((4, 2), dtype=bool)
+    channels[0] = False
+    plan = Plan({0: LayerPlan(4, (0, 1, 2, 3), channels)})
+    assert ties(plan, {0: numpy.ones(4)}, tiny.routers([0], 1)) == {0: 4}
+    assert plan.removed == 0.25
 
 
 @pytest.mark.parametrize(
@@ -177,11 +184,11 @@ def test_plan_retains_equally_many_experts_of_each_group(
 
 @given(st.integers(1, 4), st.integers(2, 6), st.data())
 def test_groups_lose_equally(n_group: int, size: int, data: st.DataObject) -> None:
-    scores = data.draw(st.lists(st.floats(-1, 1), min_size=n_group * size, max_size=n_group * size))
+    count = n_group * size
+    scores = data.draw(st.lists(st.floats(-1, 1), min_size=count, max_size=count))
     share = data.draw(st.integers(0, size - 2))
-    plan = make_plan(
-        {0: scores}, {0: share * n_group}, tiny.routers([0], 1, n_group), provenance={}
-    )
+    routers = tiny.routers([0], 1, n_group)
+    plan = make_plan({0: scores}, {0: share * n_group}, routers, provenance={})
     for group in range(n_group):
         members = [expert for expert in plan.layers[0].retained if expert // size == group]
         dropped = set(range(group * size, (group + 1) * size)) - set(members)
@@ -298,17 +305,22 @@ def test_routers_must_work_with_the_retained_experts(
 def test_scores_must_be_finite(value: float) -> None:
     with pytest.raises(UserError, match="layer 2, expert 1 "):
         make_plan({2: [1.0, value]}, {2: 0}, tiny.routers([2], 1), provenance={})
+    scores = {2: numpy.array([[1.0], [value]])}
+    keep = {2: numpy.array([1, 1])}
     with pytest.raises(UserError, match="layer 2, expert 1, channel 0 "):
-        scores = numpy.array([[1.0], [value]])
-        keep = numpy.array([1, 1])
-        make_channel_plan({2: scores}, {2: keep}, tiny.routers([2], 1), provenance={})
+        make_channel_plan(scores, keep, tiny.routers([2], 1), provenance={})
 
 
 @pytest.fixture
 def saved_plan(tmp_path: Path) -> Path:
     """The file of a plan of three experts of three channels."""
-    channels = numpy.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
-    Plan({4: LayerPlan(3, (0, 2), channels)}).save(tmp_path / "plan.json")
+    channels = [
+        [1, 0, 1],
+        [0, 0, 0],
+        [0, 1, 0],
+    ]
+    plan = Plan({4: LayerPlan(3, (0, 2), numpy.array(channels, bool))})
+    plan.save(tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 
@@ -398,7 +410,8 @@ def replaced(request: pytest.FixtureRequest) -> Replaced:
 def test_router_of_replaced_experts_is_that_of_the_original(replaced: Replaced) -> None:
     call = replaced.call
     _, gates, index, *_ = replaced.layer.router(call.hidden)
-    assert torch.equal(index, call.index) and torch.equal(gates, call.gates)
+    assert torch.equal(index, call.index)
+    assert torch.equal(gates, call.gates)
 
 
 def test_each_routed_pair_adds_the_replacement_of_its_expert(replaced: Replaced) -> None:
@@ -432,19 +445,18 @@ def test_merged_experts_without_a_router_row_lend_their_weights() -> None:
     model = tiny.build("qwen3_moe")
     plan = random_plan(model, "merged rows", share=0.5)
     merging = random_plan(model, "merged", share=0.5)
-    assert all(
-        plan.layers[number].merged == layer.merged for number, layer in merging.layers.items()
-    )
-    assert merging.shares_experts and not plan.shares_experts
+    for number, layer in merging.layers.items():
+        assert plan.layers[number].merged == layer.merged
+    assert merging.shares_experts
+    assert not plan.shares_experts
     pruned = prune(model, plan)
     unmerged = prune(model, of_whole_experts(plan))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
-        for position, expert in enumerate(plan.layers[merged.index].retained):
-            same = torch.equal(
-                merged.experts.down_proj[position], dropped.experts.down_proj[position]
-            )
-            assert same == (expert not in plan.layers[merged.index].merged)
+        layer_plan = plan.layers[merged.index]
+        differ = merged.experts.down_proj != dropped.experts.down_proj
+        for position, expert in enumerate(layer_plan.retained):
+            assert bool(differ[position].any()) == (expert in layer_plan.merged)
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
@@ -459,13 +471,9 @@ def test_masked_and_padded_exports_refuse_merged_and_constant_experts(
     torch.testing.assert_close(logits(tiny.load(folder)), expected, rtol=0, atol=1e-5)
     assert verify(tmp_path / "model", plan, folder) < 1e-4
     for way in ("merged", "constants"):
+        other = random_plan(model, way, share=0.5)
         with pytest.raises(UserError, match=f"export={re.escape(shape)}.*export=natural"):
-            export(
-                tmp_path / "model",
-                random_plan(model, way, share=0.5),
-                tmp_path / "other",
-                shape=shape,
-            )
+            export(tmp_path / "model", other, tmp_path / "other", shape=shape)
         assert not (tmp_path / "other").exists()
 
 
@@ -484,8 +492,9 @@ def test_arrays_of_a_plan_are_read_as_they_were_written(
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
     for number, layer in plan.layers.items():
-        assert again.layers[number].merged == layer.merged
-        numpy.testing.assert_array_equal(getattr(again.layers[number], name), getattr(layer, name))
+        layer_again = again.layers[number]
+        assert layer_again.merged == layer.merged
+        numpy.testing.assert_array_equal(getattr(layer_again, name), getattr(layer, name))
 
 
 @pytest.mark.parametrize(("way", "name"), [("merged", "alignment"), ("constants", "constants")])
@@ -493,14 +502,17 @@ def test_plans_of_other_arrays_are_other_plans(way: str, name: str) -> None:
     plan = random_plan(tiny.build("olmoe"), way, share=0.5)
     layer = plan.layers[1]
     reversed_array = getattr(layer, name)[:, ::-1].copy()
-    assert plan.with_layers({1: replace(layer, **{name: reversed_array})}) != plan
-    assert plan.with_layers({1: replace(layer, **{name: None})}) != plan
+    with_other = plan.with_layers({1: replace(layer, **{name: reversed_array})})
+    without = plan.with_layers({1: replace(layer, **{name: None})})
+    assert with_other != plan
+    assert without != plan
 
 
 def test_plans_with_other_shares_are_other_plans() -> None:
     plan = random_plan(tiny.build("olmoe"), "merged", share=0.5)
-    halves = {owner: dict.fromkeys(group, 0.5) for owner, group in plan.layers[1].merged.items()}
-    assert plan.with_layers({1: replace(plan.layers[1], merged=halves)}) != plan
+    layer = plan.layers[1]
+    halves = {owner: dict.fromkeys(group, 0.5) for owner, group in layer.merged.items()}
+    assert plan.with_layers({1: replace(layer, merged=halves)}) != plan
 
 
 @pytest.mark.parametrize(("way", "name"), [("merged", "alignment"), ("constants", "constants")])
@@ -508,9 +520,8 @@ def test_arrays_of_another_plan_are_refused(way: str, name: str, tmp_path: Path)
     plan = random_plan(tiny.build("olmoe"), way, share=0.5)
     plan.save(tmp_path / "plan.json")
     array = getattr(plan.layers[1], name)
-    plan.with_layers({1: replace(plan.layers[1], **{name: array[:, ::-1].copy()})}).save(
-        tmp_path / "other.json"
-    )
+    reversed_layer = replace(plan.layers[1], **{name: array[:, ::-1].copy()})
+    plan.with_layers({1: reversed_layer}).save(tmp_path / "other.json")
     numpy.save(tmp_path / "array.npy", array)
     other_files = [(tmp_path / file).read_bytes() for file in ("other.npz", "array.npy")]
     for damaged in (*other_files, b"PK", b""):
@@ -551,13 +562,11 @@ def test_alignment_by_weights_is_the_best_of_all_orders() -> None:
         for row, member in enumerate(plan.layers[layer.index].merged_away):
             of_owner = weights_of(layer, owners[member])
             of_member = weights_of(layer, member)
-            best = max(
-                permutations(range(5)),
-                key=lambda order: sum(
-                    a @ of_member[j] for a, j in zip(of_owner, order, strict=True)
-                ),
-            )
-            assert plan.layers[layer.index].alignment[row].tolist() == list(best)
+            products = numpy.array(of_owner) @ numpy.array(of_member).T
+            orders = [list(order) for order in permutations(range(5))]
+            sums = [products[range(5), order].sum() for order in orders]
+            best = orders[numpy.argmax(sums)]
+            assert plan.layers[layer.index].alignment[row].tolist() == best
 
 
 def permute_members(model: Any, plan: Plan) -> None:
@@ -592,9 +601,8 @@ def test_alignment_merges_permuted_experts_without_loss(by_activations: bool) ->
 
 def naive_cost(of_owner: Any, of_member: Any) -> Any:
     """(I, I) Euclidean distances of rows, each divided by its norm."""
-    first, second = (
-        rows / numpy.linalg.norm(rows, axis=1)[:, None] for rows in (of_owner, of_member)
-    )
+    first = of_owner / numpy.linalg.norm(of_owner, axis=1)[:, None]
+    second = of_member / numpy.linalg.norm(of_member, axis=1)[:, None]
     return numpy.array([[numpy.linalg.norm(a - b) for b in second] for a in first])
 
 
@@ -618,9 +626,10 @@ def principal_components(layer: Any) -> Any:
     """(N, I, H) coordinates of the normed weights of each channel of each expert."""
     rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
     rows = rows / numpy.linalg.norm(rows, axis=2)[:, :, None]
-    flat = rows.reshape(-1, rows.shape[2])
-    _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    return ((rows - flat.mean(0)) @ directions.T) * singular
+    mean = rows.mean((0, 1))
+    deviations = (rows - mean).reshape(-1, len(mean))
+    _, singular, directions = numpy.linalg.svd(deviations, full_matrices=False)
+    return ((rows - mean) @ directions.T) * singular
 
 
 def test_ream_adds_distances_of_activations_and_of_principal_components() -> None:
@@ -630,7 +639,8 @@ def test_ream_adds_distances_of_activations_and_of_principal_components() -> Non
     states = record_inputs(model, ids, valid)
     sums = gather(model, alignment_hook(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])])
     aligned = align_by_activations(plan, sums.layers)
-    assert not valid.all() and plan.merged_layers
+    assert not valid.all()
+    assert plan.merged_layers
     for layer in moe_layers(model):
         components = principal_components(layer)
         layer_plan = aligned.layers[layer.index]
@@ -651,12 +661,9 @@ def test_engines_align_alike(tmp_path: Path) -> None:
     plan = unaligned(random_plan(model, "merged", share=0.5))
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     by_weights = align_by_weights(plan, streamed.each_layer())
-    assert (
-        by_weights
-        == align_by_weights(plan, moe_layers(model))
-        == moe_lab.align(model, plan)
-        != plan
-    )
+    assert by_weights != plan
+    assert by_weights == align_by_weights(plan, moe_layers(model))
+    assert by_weights == moe_lab.align(model, plan)
     hook = alignment_hook(plan)
     batches = tiny.batches()
     sums = stream(streamed, hook, batches, out=tmp_path / "out")
