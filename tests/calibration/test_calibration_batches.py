@@ -58,18 +58,24 @@ def test_rows_have_equal_length_and_a_mask_of_valid_tokens(
     rows = batches(word_settings(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer).rows
     assert [tuple(ids.shape) for ids, _ in rows] == [(2, 8), (1, 8)]
     ids, valid = rows[0]
-    assert ids.dtype == torch.int64 and valid.dtype == torch.bool
+    assert ids.dtype == torch.int64
+    assert valid.dtype == torch.bool
     assert ids[0].tolist() == [W, W + 1, W + 2, EOS, W + 3, W + 4, W + 5, EOS]
     assert valid[0].tolist() == [True, True, True, False, True, True, True, False]
-    assert all((ids[valid] >= W).all() and (ids[~valid] == EOS).all() for ids, valid in rows)
+    for ids, valid in rows:
+        assert (ids[valid] >= W).all()
+        assert (ids[~valid] == EOS).all()
 
 
 def test_report_counts_documents_and_tokens(word_settings: Settings, tokenizer: Any) -> None:
     settings = word_settings(length=8, tokens=16)
     report = batches(settings, tokenizer).report
     assert report["sha256"] == hashlib.sha256(Path(settings.path).read_bytes()).hexdigest()
-    assert (report["documents_read"], report["documents_used"], report["rows"]) == (30, 6, 2)
-    assert report["valid_tokens"] == {"words": 16} and report["tokens_cut"] == 2
+    assert report["documents_read"] == 30
+    assert report["documents_used"] == 6
+    assert report["rows"] == 2
+    assert report["valid_tokens"] == {"words": 16}
+    assert report["tokens_cut"] == 2
     assert report["first_row"] == "w0 w1 w2 w3 w4 w5 w6 w7"
     assert report["rendered"] == ["as it stands"]
 
@@ -78,13 +84,13 @@ def test_padding_is_not_counted(word_settings: Settings, tokenizer: Any) -> None
     padded = batches(word_settings(packing="none", length=8, tokens=16), tokenizer)
     assert [valid.sum().item() for _, valid in padded.rows] == [6]
     report = padded.report
-    assert report["first_row"] == "w0 w1 w2" and report["valid_tokens"] == {"words": 6}
+    assert report["first_row"] == "w0 w1 w2"
+    assert report["valid_tokens"] == {"words": 6}
 
 
 def all_ids(settings: CalibrationConfig, tokenizer: Any) -> list[int]:
-    return [
-        token for ids, _ in batches(settings, tokenizer).rows for token in ids.flatten().tolist()
-    ]
+    rows = batches(settings, tokenizer).rows
+    return torch.cat([ids.flatten() for ids, _ in rows]).tolist()
 
 
 def test_the_seed_decides_a_random_order_without_replacement(
@@ -98,36 +104,39 @@ def test_the_seed_decides_a_random_order_without_replacement(
     assert all_ids(replace(chosen, order="first"), tokenizer) == list(range(W, W + 90))
 
 
+PAIR = {"instruction": "w1", "output": "w2 w3"}
+
+
 def test_special_tokens_setting_applies_to_plain_texts_only(
     word_settings: Settings, source: Settings, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
-    assert all_ids(word_settings(special_tokens=True), tokenizer)[:5] == [BOS, W, W + 1, W + 2, BOS]
+    words = all_ids(word_settings(special_tokens=True), tokenizer)
+    assert words[:5] == [BOS, W, W + 1, W + 2, BOS]
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    pair = {"instruction": "w1", "output": "w2 w3"}
-    result = batches(
-        source({"messages": messages}, pair, special_tokens=True, length=7, tokens=14),
-        chat_tokenizer,
-    )
+    chat = source({"messages": messages}, PAIR, special_tokens=True, length=7, tokens=14)
+    result = batches(chat, chat_tokenizer)
     ((ids, _),) = result.rows
-    assert ids.tolist() == [[BOS, 3, W + 1, 4, W + 2, W + 3, EOS]] * 2, (
-        "a pair is the same conversation"
-    )
+    conversation = [BOS, 3, W + 1, 4, W + 2, W + 3, EOS]
+    assert ids.tolist() == [conversation] * 2, "a pair is the same conversation"
     assert result.report["rendered"] == ["chat template"]
-    result = batches(source(pair, length=3, tokens=3), tokenizer)
+
+
+def test_pair_without_a_chat_template_is_parted_by_a_blank_line(
+    source: Settings, tokenizer: Any
+) -> None:
+    result = batches(source(PAIR, length=3, tokens=3), tokenizer)
     assert result.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
     assert result.report["rendered"] == ["pair parted by a blank line"]
 
 
 def test_short_source_error_names_a_fitting_size(word_settings: Settings, tokenizer: Any) -> None:
     chosen = word_settings(packing="chunk", length=8, tokens=800)
-    with pytest.raises(
-        UserError, match=r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"
-    ):
+    fitting = r"its 90 tokens .* 11 of the 100 rows .* calibration.tokens=88 would fit"
+    with pytest.raises(UserError, match=fitting):
         batches(chosen, tokenizer)
     assert batches(replace(chosen, tokens=88), tokenizer).report["rows"] == 11
-    with pytest.raises(
-        UserError, match=r"its 90 tokens .* 0 of the 1 rows .* expected a longer text"
-    ):
+    longer = r"its 90 tokens .* 0 of the 1 rows .* expected a longer text"
+    with pytest.raises(UserError, match=longer):
         batches(replace(chosen, length=512, tokens=512), tokenizer)
 
 
@@ -162,11 +171,10 @@ def test_identity_has_the_bytes_and_how_they_are_read(
     file.write_text(file.read_text() + '{"text": "w1"}\n')
     assert identity(chosen) != original
     hub = replace(chosen, path="owner/set", subset="raw", split="train")
-    assert [identity(hub)[name] for name in ("path", "subset", "split")] == [
-        {"hub": "owner/set"},
-        "raw",
-        "train",
-    ]
+    of_hub = identity(hub)
+    assert of_hub["path"] == {"hub": "owner/set"}
+    assert of_hub["subset"] == "raw"
+    assert of_hub["split"] == "train"
     with pytest.raises(UserError, match=r"calibration.seed is not set"):
         identity(word_settings(order="random", seed=None))
     assert identity(word_settings(order="first", seed=None))["seed"] is None
@@ -193,10 +201,9 @@ def test_chunk_loses_only_the_tail(
     documents: list[list[int]], length: int, gap: int | None
 ) -> None:
     rows = list(chunk(documents, length, gap))
-    stream = [
-        token for document in documents for token in (*document, *([] if gap is None else [gap]))
-    ]
-    assert [token for row in rows for token in row] == stream[: len(rows) * length]
+    separator = [] if gap is None else [gap]
+    stream = [token for document in documents for token in document + separator]
+    assert [*chain.from_iterable(rows)] == stream[: len(rows) * length]
     assert len(rows) == len(stream) // length
 
 
@@ -212,9 +219,8 @@ def test_reap_rows_begin_documents_and_drop_overflow(
         room = length - sum(len(document) + (gap is not None) for document in begun[:-1])
         assert tokens_of([row]) == [*chain.from_iterable(begun[:-1]), *begun[-1][:room]]
     begun_in_rows = [token for token in tokens_of(rows) if token in first]
-    assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], (
-        "no document is skipped"
-    )
+    expected = list(first)[: len(begun_in_rows)]
+    assert begun_in_rows == expected, "no document is skipped"
 
 
 @given(numbered(), lengths)
@@ -257,26 +263,27 @@ def test_ids_are_those_of_a_calibration_set(
     with_answers = answer_batches(chosen, tokenizer)
     without = batches(chosen, tokenizer).rows
     for (ids, shown, answers), (same_ids, same_shown) in zip(with_answers, without, strict=True):
-        assert torch.equal(ids, same_ids) and torch.equal(shown, same_shown)
+        assert torch.equal(ids, same_ids)
+        assert torch.equal(shown, same_shown)
         assert not bool((answers & ~shown).any())
 
 
 def test_marks_follow_their_tokens_through_packing(source: Settings, tokenizer: Any) -> None:
-    assert answered(source(*PAIRS, packing="chunk", gap="eos", length=6, tokens=12), tokenizer) == [
-        ["w2", "w3"],
-        ["w5", "w6", "w7"],
-    ]
+    chunked = source(*PAIRS, packing="chunk", gap="eos", length=6, tokens=12)
+    assert answered(chunked, tokenizer) == [["w2", "w3"], ["w5", "w6", "w7"]]
     # reap drops what overflows a row: w6 and w7 are gone, and the next row begins with a document
-    assert answered(source(*PAIRS, packing="reap", length=6, tokens=12), tokenizer) == [
-        ["w2", "w3", "w5"],
-        ["w10"],
-    ]
+    whole = source(*PAIRS, packing="reap", length=6, tokens=12)
+    assert answered(whole, tokenizer) == [["w2", "w3", "w5"], ["w10"]]
 
 
 def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokenizer: Any) -> None:
-    messages = [("user", "w0 w1"), ("assistant", "w2 w0"), ("user", "w3"), ("assistant", "w0 w4")]
-    chat = {"messages": [{"role": role, "content": content} for role, content in messages]}
-    chosen = source(chat, packing="none", length=16, tokens=16)
+    messages = [
+        {"role": "user", "content": "w0 w1"},
+        {"role": "assistant", "content": "w2 w0"},
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "content": "w0 w4"},
+    ]
+    chosen = source({"messages": messages}, packing="none", length=16, tokens=16)
     assert answered(chosen, chat_tokenizer) == [["w2", "w0", "w0", "w4"]]
     with_header = [["assistant", "w2", "w0", "assistant", "w0", "w4", "</s>"]]
     assert answered(chosen, chat_tokenizer, header=True) == with_header
@@ -289,8 +296,8 @@ def test_lost_and_rewritten_answers_are_refused(
     unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
     with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
         answer_batches(source(*unanswered, length=4, tokens=4), tokenizer)
+    record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
     with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
-        record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
     slow = tokenizer_with(
         "{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}"
@@ -308,9 +315,8 @@ POCKET = ("pocket_general", "pocket_code", "pocket_math")
 def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> CalibrationConfig:
     """A mixture whose sets are at hand, in small rows."""
     sources = [SourceConfig(part.name, share, settings=part) for share, part in parts]
-    return CalibrationConfig(
-        **{"name": "mix", "length": 8, "tokens": 1600, "sources": sources, "seed": 1, **settings}
-    )
+    fields = {"name": "mix", "length": 8, "tokens": 1600, "seed": 1, **settings}
+    return CalibrationConfig(sources=sources, **fields)
 
 
 @pytest.fixture
@@ -331,22 +337,27 @@ def counted(calibration: Calibration) -> tuple[int, int]:
 
 def test_mixture_report_has_every_set(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
-    first, again, reseeded = (
-        batches(settings, tokenizer) for settings in (chosen, chosen, replace(chosen, seed=2))
-    )
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
-    assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, reseeded.rows, strict=True))
-    assert tuple(first.report["valid_tokens"].items()) == tuple(
-        zip(("low", "high"), counted(first), strict=True)
-    )
-    assert [source["share"] for source in first.report["sources"]] == [0.4, 0.6]
-    assert json.loads(json.dumps(first.report)) == first.report
-    settings = replace(
-        chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources]
-    )
-    assert identity(settings) == identity(replace(settings, seed=2)), (
-        "a set's own seed goes before the cell's"
-    )
+    calibration = batches(chosen, tokenizer)
+    report = calibration.report
+    counts = zip(("low", "high"), counted(calibration), strict=True)
+    assert list(report["valid_tokens"].items()) == list(counts)
+    assert [source["share"] for source in report["sources"]] == [0.4, 0.6]
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_seed_decides_the_order_of_a_mixture(two: Two, tokenizer: Any) -> None:
+    chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
+    ids = all_ids(chosen, tokenizer)
+    assert ids == all_ids(chosen, tokenizer)
+    reseeded = all_ids(replace(chosen, seed=2), tokenizer)
+    assert len(ids) == len(reseeded)
+    assert ids != reseeded
+
+
+def test_seed_of_a_set_goes_before_that_of_the_cell(two: Two) -> None:
+    low, high = (replace(settings, seed=7) for settings in two)
+    chosen = mixture((0.4, low), (0.6, high), packing="chunk")
+    assert identity(chosen) == identity(replace(chosen, seed=2))
 
 
 @pytest.fixture(scope="module")
@@ -377,44 +388,40 @@ def test_shipped_sets_keep_shares(
     # a document a row: enough of them that one is below 1 %
     length = 64 if packing == "none" else 256
     sets = zip(shares, map(published, POCKET), strict=False)
-    result = batches(
-        mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768),
-        pocket_tokenizer,
-    )
+    chosen = mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768)
+    result = batches(chosen, pocket_tokenizer)
     counts = result.report["valid_tokens"]
-    assert sum(counts.values()) == sum(int(valid.sum()) for _, valid in result.rows)
-    assert [counts[name] / sum(counts.values()) for name in POCKET[: len(shares)]] == pytest.approx(
-        shares, abs=TOLERANCE
-    )
+    total = sum(int(valid.sum()) for _, valid in result.rows)
+    assert sum(counts.values()) == total
+    for name, share in zip(POCKET, shares, strict=False):
+        assert counts[name] / total == pytest.approx(share, abs=TOLERANCE)
 
 
 def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) -> None:
     templated = source(*9 * [{"q": "w1", "a": "w2"}], stem="a", name="a", template="w0 {q} w0 {a}")
     body = {"text": "w9", "body": "w3 w4 w5"}
     settings = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
-    result = batches(
-        mixture((0.5, templated), (0.5, settings), packing="none", length=4, tokens=24), tokenizer
-    )
+    chosen = mixture((0.5, templated), (0.5, settings), packing="none", length=4, tokens=24)
+    result = batches(chosen, tokenizer)
     rows = {tuple(row) for ids, _ in result.rows for row in ids.tolist()}
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_set_that_is_too_short_or_without_room_is_named(
-    source: Settings, two: Two, tokenizer: Any
-) -> None:
+def test_set_that_is_too_short_is_named(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
-    with pytest.raises(
-        UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit"
-    ) as error:
+    message = r"low, .* share of 0.5 .* its 1200 tokens .* would fit"
+    with pytest.raises(UserError, match=message) as error:
         batches(chosen, tokenizer)
     fitting = int(re.findall(r"calibration\.tokens=(\d+)", str(error.value))[1])
     assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
     with pytest.raises(UserError, match="is too short"):
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
+
+
+def test_set_whose_share_cannot_be_had_is_named(source: Settings, two: Two, tokenizer: Any) -> None:
     long = source(*9 * [{"text": "w1 " * 8}], stem="long", name="long")
-    with pytest.raises(
-        UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"
-    ):
+    message = r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"
+    with pytest.raises(UserError, match=message):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
 
 
@@ -423,11 +430,12 @@ def test_mixture_identity_has_every_set_and_share(two: Two) -> None:
     with pytest.raises(UserError, match="does not exist"):
         identity(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
     original = identity(mixture((0.4, low), (0.6, high)))
-    assert [source["path"] for source in original["sources"]] == [
-        identity(replace(s, seed=1))["path"] for s in two
-    ]
-    assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == original
-    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != original
+    paths = [identity(replace(settings, seed=1))["path"] for settings in two]
+    assert [source["path"] for source in original["sources"]] == paths
+    in_rows = replace(low, length=4, packing="none")
+    assert identity(mixture((0.4, in_rows), (0.6, high))) == original
+    with_special_tokens = replace(low, special_tokens=True)
+    assert identity(mixture((0.4, with_special_tokens), (0.6, high))) != original
     Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
     assert identity(mixture((0.4, low), (0.6, high))) != original
 
@@ -461,12 +469,14 @@ def named_cell(tmp_path: Path) -> Callable[..., grid.Cell]:
 
 def test_names_in_a_mixture_are_files(named_cell: Callable[..., grid.Cell]) -> None:
     """Of what is calibrated on and of the other texts."""
-    for text in (named_cell("mix").calibration, named_cell("a", flops_text="mix").texts["flops"]):
-        records = [
-            (source.share, source.settings.name, source.settings.path) for source in text.sources
-        ]
-        assert records == [(0.75, "a", "owner/a"), (0.25, "notes", "notes.txt")]
-        assert [source.settings.field for source in text.sources] == ["body", None]
+    calibration = named_cell("mix").calibration
+    flops_text = named_cell("a", flops_text="mix").texts["flops"]
+    for text in (calibration, flops_text):
+        assert [source.share for source in text.sources] == [0.75, 0.25]
+        chosen = [source.settings for source in text.sources]
+        assert [settings.name for settings in chosen] == ["a", "notes"]
+        assert [settings.path for settings in chosen] == ["owner/a", "notes.txt"]
+        assert [settings.field for settings in chosen] == ["body", None]
 
 
 @pytest.mark.parametrize(

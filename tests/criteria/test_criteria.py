@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def s(b: float, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Te
     """S(b, alpha, beta), one token after the other."""
 
     def formula(e: naive.Served, gate: str) -> torch.Tensor:
-        return (e.by(gate) ** alpha * e.f.norm(dim=-1) ** beta).sum() / len(e.token) ** b
+        terms = e.by(gate) ** alpha * e.f.norm(dim=-1) ** beta
+        return terms.sum() / len(e.token) ** b
 
     return formula
 
@@ -66,10 +68,13 @@ def experts(inputs: Any) -> dict[int, int]:
 
 
 def expected(name: str, layer: int, gate: str, formula: Any) -> torch.Tensor:
+    """Scores of the experts of a layer by a formula; 0 where no token was served."""
     served = naive.routed(name)[layer].experts
-    return torch.stack(
-        [torch.as_tensor(formula(e, gate) if len(e.token) else 0.0).double() for e in served]
-    )
+    scores = torch.zeros(len(served), dtype=torch.float64)
+    for number, expert in enumerate(served):
+        if len(expert.token):
+            scores[number] = formula(expert, gate)
+    return scores
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -83,11 +88,8 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
             for layer, values in scores.items():
                 assert values.dtype == numpy.float64
                 reference = expected(name, layer, gate, formula)
-                assert naive.relative(torch.from_numpy(values), reference) < 1e-5, (
-                    criterion,
-                    gate,
-                    layer,
-                )
+                error = naive.relative(torch.from_numpy(values), reference)
+                assert error < 1e-5, (criterion, gate, layer)
 
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
@@ -101,42 +103,54 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
             values = [row[5] for row in rows if (row[0], *row[2:5]) == (layer, b, alpha, beta)]
             reference = expected(name, layer, "renormalized", s(b, alpha, beta))
             assert naive.relative(torch.tensor(values), reference) < 1e-5
-    half = criteria.score(
-        "s_family", inputs, experts=experts(inputs), parameters={"b": 0.5, "alpha": 0, "beta": 1}
-    )
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_the_family_has_fractions_of_counts(name: str) -> None:
+    inputs = statistics(name)
+    parameters = {"b": 0.5, "alpha": 0, "beta": 1}
+    half = criteria.score("s_family", inputs, experts=experts(inputs), parameters=parameters)
     for layer, scores in half.items():
-        assert (
-            naive.relative(torch.tensor(scores), expected(name, layer, "model", s(0.5, 0, 1)))
-            < 1e-5
-        )
+        reference = expected(name, layer, "model", s(0.5, 0, 1))
+        assert naive.relative(torch.tensor(scores), reference) < 1e-5
 
 
-def weights(rows: list[list[float]]) -> dict[int, dict[str, numpy.ndarray]]:
-    w = numpy.array(rows)
-    return {
-        0: {
-            "abs_sum": abs(w).sum(1),
-            "square_sum": (w**2).sum(1),
-            "count": numpy.array(float(w.shape[1])),
-        }
+def of_weights(name: str, weights: numpy.ndarray) -> numpy.ndarray:
+    """Scores of experts with these weights (E, n)."""
+    count, size = weights.shape
+    sums = {
+        "abs_sum": abs(weights).sum(1),
+        "square_sum": (weights**2).sum(1),
+        "count": numpy.array(float(size)),
     }
+    return criteria.score(name, {0: sums}, experts={0: count})[0]
 
 
-def test_golden_values_of_what_is_summed_before() -> None:
-    rows = [[1, -1, 2, 0, 3, 1], [2, -2, 2, 2, -2, 2], [0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
-    scores = criteria.score("aimer", weights(rows), experts={0: 4})[0]
+WEIGHTS = numpy.array(
+    [
+        [1, -1, 2, 0, 3, 1],
+        [2, -2, 2, 2, -2, 2],
+        [0, 0, 5, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+)
+
+
+def test_golden_values_of_aimer() -> None:
+    scores = of_weights("aimer", WEIGHTS)
     assert -scores[:3] == pytest.approx([0.816497, 1, 1 / math.sqrt(6)], abs=1e-6)
     assert scores.argsort().tolist() == [1, 0, 2, 3]  # the flattest first, the empty one last
-    magnitudes = criteria.score("magnitude", weights(rows), experts={0: 4})[0]
-    assert magnitudes == pytest.approx([8 / 6, 2, 5 / 6, 0])
-    damages = criteria.score(
-        "exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2}
-    )[0]
-    assert damages.tolist() == [2, 1]
     normal = numpy.random.default_rng(0).normal(size=(1, 100_000))
-    assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][
-        0
-    ] == pytest.approx(0.7979, abs=2e-3)
+    assert -of_weights("aimer", normal)[0] == pytest.approx(0.7979, abs=2e-3)
+
+
+def test_golden_values_of_magnitude() -> None:
+    assert of_weights("magnitude", WEIGHTS) == pytest.approx([8 / 6, 2, 5 / 6, 0])
+
+
+def test_exact_damage_is_that_of_the_statistics() -> None:
+    inputs = {0: {"damage": numpy.array([2.0, 1.0])}}
+    assert criteria.score("exact_damage", inputs, experts={0: 2})[0].tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(("name", "more"), [("random", ()), ("channel_random", (6,))])
@@ -154,15 +168,15 @@ def test_random_is_one_generator_over_the_layers_in_order(name: str, more: tuple
 def edge() -> dict[int, dict[str, numpy.ndarray]]:
     """Three experts: one that saw no token, one that saw a single one, one whose outputs are all
     alike."""
-    g = numpy.array([0, 0.5, 0.25])
-    norm = numpy.array([0, 3.0, 2.0])
-    n = numpy.array([0, 1.0, 4.0])
-    sums = numpy.stack([[n * g**a * norm**b for b in range(3)] for a in range(3)]).transpose(
-        2, 0, 1
-    )
-    f = numpy.zeros((3, 2))
-    f[:, 0] = n * norm
-    return {0: {"tokens": n, "sums_model": sums, "output_sum": f}}
+    gates = numpy.array([0, 0.5, 0.25])
+    norms = numpy.array([0, 3.0, 2.0])
+    tokens = numpy.array([0, 1.0, 4.0])
+    sums = numpy.empty((3, 3, 3))
+    for a, b in product(range(3), repeat=2):
+        sums[:, a, b] = tokens * gates**a * norms**b
+    outputs = numpy.zeros((3, 2))
+    outputs[:, 0] = tokens * norms
+    return {0: {"tokens": tokens, "sums_model": sums, "output_sum": outputs}}
 
 
 @pytest.mark.parametrize(
@@ -266,15 +280,17 @@ def test_criteria_use_the_declared_arguments() -> None:
         if criterion.needs != ("statistics",) or criterion.granularity == "channel":
             assert criterion.uses_gate == (name == "camera")
             continue
-        parameters = {"b": 1, "alpha": 1, "beta": 2} if name == "s_family" else {}
-        first, second = (
-            criteria.score(name, inputs, experts=experts(inputs), gate=gate, parameters=parameters)
-            for gate in ("model", "renormalized")
-        )
-        assert criterion.uses_gate == any(
-            not numpy.array_equal(first[layer], second[layer]) for layer in first
-        ), name
+        arguments: dict[str, Any] = {"experts": experts(inputs)}
+        if name == "s_family":
+            arguments["parameters"] = {"b": 1, "alpha": 1, "beta": 2}
+        plain = criteria.score(name, inputs, **arguments, gate="model")
+        renormalized = criteria.score(name, inputs, **arguments, gate="renormalized")
+        differ = any(not numpy.array_equal(plain[layer], renormalized[layer]) for layer in plain)
+        assert criterion.uses_gate == differ, name
         assert criteria.reads_text(name)
+
+
+def test_random_criteria_alone_use_a_seed() -> None:
     seeded = {name for name, criterion in criteria.CRITERIA.items() if criterion.uses_seed}
     assert seeded == {"random", "channel_random"}
 
@@ -295,12 +311,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def score_mine(**settings: Any) -> Any:
-    return criteria.score(
-        "mine",
-        {0: {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}},
-        experts={0: 3},
-        **settings,
-    )
+    layer = {**edge()[0], "sums_renormalized": numpy.ones((3, 3, 3))}
+    return criteria.score("mine", {0: layer}, experts={0: 3}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +448,8 @@ def test_criteria_may_fail_on_trial_statistics(
     knows."""
     registered(function)
     scores = score_mine()[0]
-    assert scores.dtype == numpy.float64 and scores.shape == (3,)
+    assert scores.dtype == numpy.float64
+    assert scores.shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -501,18 +514,18 @@ def channel_layer() -> dict[str, numpy.ndarray]:
         "channel_gradient_square": (GRADIENT**2).sum(0),
         "channel_product": (PHI * GRADIENT).sum(0),
         "channel_product_abs": abs(PHI * GRADIENT).sum(0),
-        **{
-            f"snip_{name}": abs(part).sum(0)
-            for name, part in (("down", DOWN), ("gate", GATE_PARTS), ("up", UPS))
-        },
+        "snip_down": abs(DOWN).sum(0),
+        "snip_gate": abs(GATE_PARTS).sum(0),
+        "snip_up": abs(UPS).sum(0),
     }
     for prefix, gate in (
-        ("", 1),
-        ("gate_", GATE[:, None]),
-        ("renormalized_", RENORMALIZED[:, None]),
+        ("", numpy.ones(TOKENS)),
+        ("gate_", GATE),
+        ("renormalized_", RENORMALIZED),
     ):
-        sums[f"{prefix}channel_square"] = ((gate * PHI) ** 2).sum(0)
-        sums[f"{prefix}channel_max"] = abs(gate * PHI).max(0)
+        gated = gate[:, None] * PHI
+        sums[f"{prefix}channel_square"] = (gated**2).sum(0)
+        sums[f"{prefix}channel_max"] = abs(gated).max(0)
     weights = {
         "channel_down_square": (DOWN**2).sum(0),
         "channel_down_abs": abs(DOWN).sum(0),
@@ -529,9 +542,8 @@ def channel_layer() -> dict[str, numpy.ndarray]:
 def camera(alpha: float, gate: numpy.ndarray = GATE) -> Callable[[int], float]:
     def formula(c: int) -> float:
         weighed = (gate * PHI[:, c]) ** 2
-        return numpy.linalg.norm(DOWN[:, c]) ** 2 * (
-            (1 - alpha) * weighed.sum() + alpha * weighed.max()
-        )
+        activation = (1 - alpha) * weighed.sum() + alpha * weighed.max()
+        return numpy.linalg.norm(DOWN[:, c]) ** 2 * activation
 
     return formula
 
@@ -580,23 +592,28 @@ def test_scores_are_those_of_each_channel_alone(
     assert scores[0] == pytest.approx(expected, rel=1e-12)
     assert scores[1] == pytest.approx(expected if unseen is None else [unseen] * 3, rel=1e-12)
     assert unseen is None or scores[1].max() < scores[0].min()
-    if name == "camera":
-        scores = channel_scores(
-            name, {4: channel_layer()}, parameters=parameters, gate="renormalized"
-        )[0]
-        renormalized = camera(parameters.get("alpha", 0.9), RENORMALIZED)
-        assert scores == pytest.approx([renormalized(c) for c in range(3)], rel=1e-12)
+
+
+@pytest.mark.parametrize(("parameters", "alpha"), [({}, 0.9), ({"alpha": 1}, 1)])
+def test_camera_weighs_by_the_chosen_gate(parameters: dict[str, Any], alpha: float) -> None:
+    settings: dict[str, Any] = {"parameters": parameters, "gate": "renormalized"}
+    scores = channel_scores("camera", {4: channel_layer()}, **settings)
+    formula = camera(alpha, RENORMALIZED)
+    assert scores[0] == pytest.approx([formula(c) for c in range(3)], rel=1e-12)
 
 
 def test_every_criterion_has_a_reference_or_golden_values() -> None:
-    names_of = {"expert": {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}}
-    names_of["channel"] = {name for name, *_ in CHANNELS} | {"channel_random"}
-    for granularity, names in names_of.items():
-        assert names == {
-            name
-            for name, criterion in criteria.CRITERIA.items()
-            if criterion.granularity == granularity
-        }
+    names: dict[str, set[str]] = {"expert": set(), "channel": set()}
+    for name, criterion in criteria.CRITERIA.items():
+        names[criterion.granularity].add(name)
+    golden = {"s_family", "exact_damage", "aimer", "magnitude", "random"}
+    assert names["expert"] == {*NAIVE, *golden}
+    assert names["channel"] == {name for name, *_ in CHANNELS} | {"channel_random"}
+
+
+def channel_statistics(names: set[str]) -> dict[int, Any]:
+    """Statistics of these names alone."""
+    return {4: {name: values for name, values in channel_layer().items() if name in names}}
 
 
 EVIDENCE = {
@@ -615,16 +632,12 @@ EVIDENCE = {
 @pytest.mark.parametrize("name", sorted({name for name, *_ in CHANNELS}))
 def test_criteria_need_the_declared_statistics(name: str) -> None:
     needs = criteria.get(name).needs
-    enough = {key for need in needs for key in EVIDENCE[need]}
-    assert channel_scores(
-        name, {4: {key: values for key, values in channel_layer().items() if key in enough}}
-    ).shape == (2, 3)
+    enough = channel_statistics({key for need in needs for key in EVIDENCE[need]})
+    assert channel_scores(name, enough).shape == (2, 3)
     for need in needs:
         others = {key for other in needs if other != need for key in EVIDENCE[other]}
         with pytest.raises(UserError, match=rf"layer 4 has no \w+ for criterion={re.escape(name)}"):
-            channel_scores(
-                name, {4: {key: values for key, values in channel_layer().items() if key in others}}
-            )
+            channel_scores(name, channel_statistics(others))
     assert criteria.reads_text(name) == (name != "channel_weight")
     assert not criteria.reads_text("channel_random")
 
@@ -637,7 +650,8 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
     """Its function is a criterion, its row of the test is the formula, and its file names a choice
     of parameters."""
     (module, function), (file, chosen), (_, row) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert module == "moe_lab/criteria/peak.py" and file == "conf/criterion/peak_half.yaml"
+    assert module == "moe_lab/criteria/peak.py"
+    assert file == "conf/criterion/peak_half.yaml"
     inputs = statistics("olmoe")
     try:
         exec(function, {"__name__": "moe_lab.criteria.peak"})
@@ -646,9 +660,8 @@ def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
         exec(row, {"NAIVE": NAIVE})
         for power, name in ((1.0, "peak"), (0.5, settings.name)):
             parameters = settings.parameters if power == 0.5 else {}
-            for layer, values in criteria.score(
-                name, inputs, experts=experts(inputs), parameters=parameters
-            ).items():
+            scores = criteria.score(name, inputs, experts=experts(inputs), parameters=parameters)
+            for layer, values in scores.items():
                 reference = expected("olmoe", layer, "model", NAIVE["peak"]) ** power
                 assert naive.relative(torch.from_numpy(values), reference) < 1e-5
     finally:
