@@ -32,30 +32,27 @@ def by_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        produced = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings
-        )
+        shown = torch.ones_like(ids)
+        produced = model.generate(ids, attention_mask=shown, generation_config=settings)
         texts.append(produced[0, len(prompt) :].tolist())
     return texts
 
 
 def ended(text: list[int], ends: list[int]) -> list[int]:
     """The text up to and with its first end token."""
-    return text[
-        : 1 + next((position for position, token in enumerate(text) if token in ends), len(text))
-    ]
+    for position, token in enumerate(text):
+        if token in ends:
+            return text[: position + 1]
+    return text
 
 
 def together(
     model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
-    return greedy_tokens(
-        model,
-        Batch(
-            prompts, answers or [None] * len(prompts), GenerationSettings(NEW), frozenset(ends), 0
-        ),
-    )
+    rows = answers or [None] * len(prompts)
+    batch = Batch(prompts, rows, GenerationSettings(NEW), frozenset(ends), 0)
+    return greedy_tokens(model, batch)
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
@@ -69,9 +66,8 @@ def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
 
 def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
     """An answer that begins as the text does, and goes on otherwise."""
-    different = next(
-        token for token in range(3, tiny.VOCABULARY) if token not in text[tokens : tokens + 1]
-    )
+    following = text[tokens : tokens + 1]
+    different = next(token for token in range(3, tiny.VOCABULARY) if token not in following)
     return [*text[:tokens], different, *then]
 
 
@@ -113,7 +109,8 @@ def test_loop_writes_what_transformers_does_whenever_rows_end(loop: Loop) -> Non
     assert [text.tokens for text in texts] == expected
     assert len(set(map(len, expected))) > 1
     rows = [count for count, _ in sizes]
-    assert rows[0] == len(loop.prompts) > rows[-1] and rows == sorted(rows, reverse=True)
+    assert rows[0] == len(loop.prompts) > rows[-1]
+    assert rows == sorted(rows, reverse=True)
 
 
 def answer_rows(prompts: list[list[int]], texts: list[list[int]]) -> list[Row | None]:
@@ -168,9 +165,8 @@ def test_right_answer_of_the_model_takes_one_pass() -> None:
 def score(
     model: Any, rows: list[list[int]], starts: list[int], batch_size: int
 ) -> list[Likelihood]:
-    return log_likelihoods(
-        model, [Row(tuple(row), start) for row, start in zip(rows, starts, strict=True)], batch_size
-    )
+    with_starts = zip(map(tuple, rows), starts, strict=True)
+    return log_likelihoods(model, [Row(row, start) for row, start in with_starts], batch_size)
 
 
 QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -188,11 +184,9 @@ ANSWERS = [
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_answers_to_a_question_have_likelihoods_as_alone(name: str) -> None:
     model = tiny.build(name)
-    rows = (
-        [[*QUESTION, *answer] for answer in ANSWERS]
-        + [[5, *answer] for answer in ANSWERS]
-        + [[30, 31]]
-    )
+    rows = [[*QUESTION, *answer] for answer in ANSWERS]
+    rows += [[5, *answer] for answer in ANSWERS]
+    rows += [[30, 31]]
     starts = [len(QUESTION)] * 6 + [1] * 7
     together = score(model, rows, starts, 3)
     for row, start, (value, likeliest) in zip(rows, starts, together, strict=True):
@@ -238,9 +232,8 @@ def test_family_without_shared_prefixes_reads_answers_alone(
         return forward(*arguments, **named)
 
     monkeypatch.setattr(second, "forward", causal)
-    assert [value for value, _ in score(second, rows, [8] * 6, 64)] == pytest.approx(
-        expected, abs=1e-5
-    )
+    values = [value for value, _ in score(second, rows, [8] * 6, 64)]
+    assert values == pytest.approx(expected, abs=1e-5)
 
 
 def prompts(name: str, count: int) -> list[str]:
@@ -250,15 +243,14 @@ def prompts(name: str, count: int) -> list[str]:
 def losses(
     subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any
 ) -> list[float | None]:
-    return [
-        reply.loss
-        for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)
-    ]
+    replies = ask(subject, prompts, 1, references=references, skip_long=True, **settings)
+    return [reply.loss for reply in replies]
 
 
 def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
     """Bits per byte of the answer, space before it included."""
-    size = len((prompt[len(prompt.rstrip()) :] + answer).encode())
+    space = prompt[len(prompt.rstrip()) :]
+    size = len((space + answer).encode())
     return -log_likelihood(subject, prompt, answer) / math.log(2) / size
 
 
@@ -287,11 +279,9 @@ def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) 
     unstopped = write(subject, texts, 32)
     spanning = texts[0][-1] + unstopped[0][:3]
     stop = ("\ndef ", ")", spanning)
-    assert (
-        stop[0] in texts[-1]
-        and any(")" in text for text in unstopped)
-        and spanning not in unstopped[0]
-    )
+    assert stop[0] in texts[-1]
+    assert any(")" in text for text in unstopped)
+    assert spanning not in unstopped[0]
     ends = [[text.index(end) for end in stop if end in text] for text in unstopped]
     cut = write(subject, texts, 32, stop=stop)
     assert cut == [
@@ -352,10 +342,9 @@ def test_infinite_logit_is_an_error(
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(subject, benchmark, tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
+    vllm = vllm_saying(subject.tokenizer, [[0, [5, 5], number]])
     with pytest.raises(FloatingPointError, match=str(number)):
-        vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate(
-            [Prompt("A dog", (5, 6))], GenerationSettings(2)
-        )
+        vllm.generate([Prompt("A dog", (5, 6))], GenerationSettings(2))
 
 
 def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None:
@@ -378,4 +367,5 @@ def test_overflow_after_a_complete_text_is_ignored(subject: LoadedModel) -> None
 
     expected = write(subject, texts, stop=(stop,))
     with subject.model.lm_head.register_forward_hook(overflow):
-        assert write(subject, texts, stop=(stop,)) == expected and overflowed
+        assert write(subject, texts, stop=(stop,)) == expected
+        assert overflowed

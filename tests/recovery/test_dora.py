@@ -32,10 +32,16 @@ SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "
 
 
 def recovery(**changes: Any) -> RecoveryConfig:
-    base = {"instructions": "tiny", "rank": 4, "router_rank": 2, "dropout": 0.0, "rows_per_step": 2}
-    return RecoveryConfig(
-        **{**base, "learning_rate": 1e-2, "router_learning_rate": 1e-3, **changes}
-    )
+    fields = {
+        "instructions": "tiny",
+        "rank": 4,
+        "router_rank": 2,
+        "dropout": 0.0,
+        "rows_per_step": 2,
+        "learning_rate": 1e-2,
+        "router_learning_rate": 1e-3,
+    }
+    return RecoveryConfig(**{**fields, **changes})
 
 
 def small() -> Any:
@@ -49,7 +55,9 @@ def trained(
     """Losses of a short training, and the layers with their adapters."""
     layers = attach(model, settings, seed=0)
     run = {"loss": answer_loss, "rows_at_once": 2, "seed": 0, **changes}
-    return train(model, trainable(layers), rows(first=8), settings, partial=partial, **run), layers
+    parameters = trainable(layers)
+    losses = train(model, parameters, rows(first=8), settings, partial=partial, **run)
+    return losses, layers
 
 
 def shake(layers: Any) -> None:
@@ -101,6 +109,11 @@ def cloned_state(model: Any) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
+def differing(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors that are not equal."""
+    return {name for name, value in state.items() if not torch.equal(value, other[name])}
+
+
 def test_new_adapters_change_nothing(adapted: Adapted) -> None:
     assert torch.allclose(adapted.logits["new"], adapted.logits["plain"], atol=1e-10)
 
@@ -118,11 +131,9 @@ def test_merging_restores_the_modules_of_the_model(adapted: Adapted) -> None:
 
 
 def test_merging_returns_the_changed_tensors(adapted: Adapted) -> None:
-    state, changed = adapted.model.state_dict(), adapted.changed
-    different = {
-        key for key, value in state.items() if not torch.equal(value, adapted.pruned_state[key])
-    }
-    assert different == changed.keys()
+    state = adapted.model.state_dict()
+    changed = adapted.changed
+    assert differing(state, adapted.pruned_state) == changed.keys()
     assert all(torch.equal(state[key], value) for key, value in changed.items())
     shared = len(list(linears(adapted.model, "shared_experts")))
     assert len(changed) == 3 * len(adapted.layers["experts"]) + shared
@@ -186,9 +197,10 @@ def test_outputs_and_gradients_are_those_of_peft(twins: Twins) -> None:
 
 def test_merged_weight_is_that_of_peft(twins: Twins) -> None:
     twins.theirs.merge()
+    expected = twins.theirs.get_base_layer().weight
     with torch.no_grad():
         weight = twins.ours.weight(twins.plain.weight)
-        assert float((weight - twins.theirs.get_base_layer().weight).abs().max()) < 1e-10
+        assert float((weight - expected).abs().max()) < 1e-10
 
 
 def test_dora_keeps_a_row_of_zeros() -> None:
@@ -223,15 +235,14 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     parameters = trainable(layers)
     with_gradient = {id(tensor) for tensor in model.parameters() if tensor.requires_grad}
     changed = set(merge(model, layers))
-    different = {
-        key for key, value in model.state_dict().items() if not torch.equal(value, state[key])
-    }
+    different = differing(model.state_dict(), state)
     return Training(original, original_state, losses, parameters, with_gradient, changed, different)
 
 
 def test_training_lowers_the_loss(training: Training) -> None:
     losses = training.losses
-    assert len(losses) == 24 and sum(losses[-3:]) < 0.6 * sum(losses[:3])
+    assert len(losses) == 24
+    assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
 
 
 def test_adapters_are_the_only_trainable_parameters(training: Training) -> None:
@@ -240,12 +251,10 @@ def test_adapters_are_the_only_trainable_parameters(training: Training) -> None:
 
 
 def test_shared_experts_have_the_rank_of_experts(training: Training) -> None:
-    shared = [
-        tensor
-        for name, tensor in training.parameters["shared_experts"].items()
-        if name.endswith(".a")
-    ]
-    assert len(shared) == 2 * len(SHARED) and {len(tensor) for tensor in shared} == {4}
+    parameters = training.parameters["shared_experts"]
+    shared = [tensor for name, tensor in parameters.items() if name.endswith(".a")]
+    assert len(shared) == 2 * len(SHARED)
+    assert {len(tensor) for tensor in shared} == {4}
 
 
 def test_training_changes_moe_blocks_only(training: Training) -> None:
@@ -253,11 +262,8 @@ def test_training_changes_moe_blocks_only(training: Training) -> None:
     expected = {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts}
     assert training.changed == expected
     assert training.different == training.changed
-    state = training.original.state_dict()
-    original_state = training.original_state
-    assert all(torch.equal(state[name], value) for name, value in original_state.items()), (
-        "it shares tensors"
-    )
+    original = differing(training.original.state_dict(), training.original_state)
+    assert original == set(), "it shares tensors"
 
 
 def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
@@ -292,16 +298,17 @@ def test_checkpoint_of_another_training_is_not_resumed(
 
 def test_rows_at_once_change_rounding_only(tmp_path: Path) -> None:
     settings = recovery(rows_per_step=6, epochs=2)
-    single, six = (trained(small(), settings, tmp_path, rows_at_once=n)[0] for n in (1, 6))
+    single, _ = trained(small(), settings, tmp_path, rows_at_once=1)
+    six, _ = trained(small(), settings, tmp_path, rows_at_once=6)
     assert single == pytest.approx(six, abs=1e-4)
 
 
 def test_learning_rate_rises_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "WARMUP", 0.2)
     cosine = [rate_factor(step, 10) for step in range(10)]
-    assert (
-        cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
-    )
+    assert cosine[:3] == [0.5, 1.0, 1.0]
+    assert cosine[6] == pytest.approx(0.5)
+    assert 0 < cosine[9] < 0.05
 
 
 def test_steps_are_those_of_the_epochs() -> None:
@@ -310,9 +317,12 @@ def test_steps_are_those_of_the_epochs() -> None:
 
 def test_every_epoch_reads_every_row_once_in_its_own_order() -> None:
     read = [row for step in range(10) for row in rows_of_step(step, 4, 20, seed=5)]
-    assert sorted(read[:20]) == sorted(read[20:]) == list(range(20))
-    assert read[:20] != read[20:] != list(range(20))
-    assert rows_of_step(7, 4, 20, seed=5) == read[28:32] != rows_of_step(7, 4, 20, seed=6)
+    first = read[:20]
+    second = read[20:]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second != list(range(20))
+    assert rows_of_step(7, 4, 20, seed=5) == read[28:32]
+    assert rows_of_step(7, 4, 20, seed=6) != read[28:32]
 
 
 # ---- the whole step
@@ -342,7 +352,8 @@ def finetuned(folder: Path, tokenizer: Any, tmp_path: Path) -> Finetuned:
 
 def test_finetuning_reports_steps_tokens_and_parameters(finetuned: Finetuned) -> None:
     report = json.loads((finetuned.folder / "finetune.json").read_text())
-    assert report["steps"] == len(report["loss"]) == 4 and report["rows"] == 8
+    assert report["steps"] == len(report["loss"]) == 4
+    assert report["rows"] == 8
     assert report["answer_tokens"] == 8 * 4
     # per map: A (rank, in), B (out, rank), magnitude (out,); gate and up are 32 -> 24, down is 24
     # -> 32
@@ -361,7 +372,8 @@ def test_finetuning_writes_tensors_of_moe_blocks_and_leaves_the_model(
     state = finetuned.model.state_dict()
     assert all(torch.equal(value, finetuned.original_state[key]) for key, value in state.items())
     names = load_file(finetuned.folder / "tuned.safetensors").keys()
-    assert len(names) == 6 and all(".mlp." in name for name in names)
+    assert len(names) == 6
+    assert all(".mlp." in name for name in names)
 
 
 def test_model_is_pruned_then_tuned_then_quantised(finetuned: Finetuned) -> None:
@@ -371,7 +383,8 @@ def test_model_is_pruned_then_tuned_then_quantised(finetuned: Finetuned) -> None
     assert not torch.equal(tiny.logits(pruned(model, plan)), tuned_logits)
     nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=folder))
     quantize(tuned, ["experts"])
-    assert torch.equal(nf4_logits, tiny.logits(tuned)) and not torch.equal(nf4_logits, tuned_logits)
+    assert torch.equal(nf4_logits, tiny.logits(tuned))
+    assert not torch.equal(nf4_logits, tuned_logits)
 
 
 def test_loss_that_is_no_number_is_an_error(tmp_path: Path) -> None:
