@@ -90,11 +90,14 @@ def test_complete_store_has_passes_and_models(results: Results) -> None:
 def test_contaminated_items_are_in_table_and_notes(results: Results) -> None:
     """What was not looked up, and what is too short to be found, is not shown as clean."""
     [note] = results.study.notes
-    assert "pocket_code" in note and "3 of 75" in note and "GSM8K" in note
+    assert "pocket_code" in note
+    assert "3 of 75" in note
+    assert "GSM8K" in note
     table = coverage_table(results.study, "tokens")
     items = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
     assert items == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
-    assert "Not looked up: HumanEval" in table.caption and "shorter: WinoGrande." in table.caption
+    assert "Not looked up: HumanEval" in table.caption
+    assert "shorter: WinoGrande." in table.caption
 
 
 def test_plans_of_the_golden_store_are_as_moe_lab_writes_them() -> None:
@@ -144,7 +147,8 @@ def test_merged_experts_are_counted_with_and_without_router_rows(
         folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}}
     )
     plan = plans.retained(pd.DataFrame({"plan_folder": ["plan"]}), reader)
-    assert plan["merged"].tolist() == [False, False, True, False] and not plan["constant"].any()
+    assert plan["merged"].tolist() == [False, False, True, False]
+    assert not plan["constant"].any()
     assert plan["share"].tolist() == [1, 1, 0, 0]
 
 
@@ -185,7 +189,8 @@ def damaged(tmp_path: Path) -> Study:
 
 
 def test_damaged_plan_cost_and_search_are_left_out(damaged: Study) -> None:
-    assert set(damaged.retained["cell"]) == {1, 3, 4} and damaged.searches.empty
+    assert set(damaged.retained["cell"]) == {1, 3, 4}
+    assert damaged.searches.empty
     assert damaged.costs["cell"].tolist() == [0, 1, 2, 3]
     assert weight_scores(damaged).empty
 
@@ -227,13 +232,15 @@ def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     DAMAGES[what](path)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert path.name in gap.where and gap.reason == what
+    assert path.name in gap.where
+    assert gap.reason == what
     if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
         low, high = Results(study).measured[0].interval(("rte",))
         stderr = study.results.query("cell == 3 and benchmark == 'rte'")["stderr"].item()
-        assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
+        assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr)
+        assert high[4] <= 1
 
 
 def test_changed_result_file_is_not_read(store: Path) -> None:
@@ -243,9 +250,8 @@ def test_changed_result_file_is_not_read(store: Path) -> None:
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
-    assert [gap.reason for gap in study.gaps] == ["result.json is damaged"] and np.isnan(
-        score(study, 3, "rte")
-    )
+    assert [gap.reason for gap in study.gaps] == ["result.json is damaged"]
+    assert np.isnan(score(study, 3, "rte"))
 
 
 def test_repeated_cells_and_renamed_folders_are_read_once(
@@ -256,7 +262,8 @@ def test_repeated_cells_and_renamed_folders_are_read_once(
     path = folder(store, 1, "rte")
     path.rename(path.with_name(f"renamed-{path.name[-12:]}"))
     study = load(store, "made_up")
-    assert len(study.cells) == len(changed["cells"]) - 1 and study.gaps == []
+    assert len(study.cells) == len(changed["cells"]) - 1
+    assert study.gaps == []
 
 
 @pytest.fixture
@@ -337,7 +344,8 @@ def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: s
 def test_results_that_do_not_tell_losses_from_scores_are_a_gap(store: Path) -> None:
     change_result(store, 1, "gsm8k", scale=None)
     [gap] = load(store, "made_up").gaps
-    assert "older" in gap.reason and "gsm8k" in gap.where
+    assert "older" in gap.reason
+    assert "gsm8k" in gap.where
 
 
 EQUAL_RATIOS = {
@@ -356,9 +364,11 @@ def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
     )
     study = load(store, "made_up")
     columns = study.cells[["ratio", "removed", "removed_words"]].drop_duplicates().to_dict("list")
-    assert columns["ratio"] == [0, 0.25, 0.45, 0.5] and columns["removed"] == [0, 0.25, 7 / 16, 0.5]
+    assert columns["ratio"] == [0, 0.25, 0.45, 0.5]
+    assert columns["removed"] == [0, 0.25, 7 / 16, 0.5]
     labels = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
-    assert columns["removed_words"] == labels and len(study.cells) == 1 + 2 * 3
+    assert columns["removed_words"] == labels
+    assert len(study.cells) == 1 + 2 * 3
     rows = table_of(benchmark_table, Results(study)).frame
     assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == labels[1:]
 
@@ -379,9 +389,8 @@ def test_row_of_equal_ratios_has_the_results_of_both(
         _, lower, _, higher, _ = record["cells"]
         lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
     study = load(store, "made_up")
-    assert not study.gaps and set(study.results["cell"]) == set(study.costs["cell"]) == set(
-        study.cells.index
-    )
+    assert not study.gaps
+    assert set(study.results["cell"]) == set(study.costs["cell"]) == set(study.cells.index)
     assert study.cells.loc[1, "cost_folder"] == higher["cost"]
     assert study.document == studies.document(store, ["made_up"])
 

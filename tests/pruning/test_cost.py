@@ -150,9 +150,9 @@ def test_flops_are_those_that_torch_counts(flops_case: FlopsCase) -> None:
 
 def test_flops_of_each_part_are_plausible(flops_case: FlopsCase) -> None:
     flops = flops_case.flops
-    assert (
-        all(value >= 0 for value in flops.values()) and flops["experts"] > 0 and flops["router"] > 0
-    )
+    assert all(value >= 0 for value in flops.values())
+    assert flops["experts"] > 0
+    assert flops["router"] > 0
     assert flops["other"] < 1
 
 
@@ -463,7 +463,8 @@ def test_output_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
         (pruned,) = outputs(model, last.experts)
     terms = (unpruned - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
     loss = losses[last.index]
-    assert loss == pytest.approx(float(terms.mean()), rel=1e-4) and loss > 0
+    assert loss == pytest.approx(float(terms.mean()), rel=1e-4)
+    assert loss > 0
 
 
 # ---- seconds, as generating takes them
@@ -561,7 +562,9 @@ def test_timing_is_of_one_device_and_computed_on_no_other(tmp_path: Path) -> Non
         step("another").work(files)
     step(device).work(files)
     record = json.loads((tmp_path / "timing.json").read_text())
-    assert record["device"] == device and record["threads"] == 1 and record["weight_bytes"] > 14e6
+    assert record["device"] == device
+    assert record["threads"] == 1
+    assert record["weight_bytes"] > 14e6
     assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 4 * 7
 
 
@@ -583,7 +586,8 @@ def test_timed_model_is_pruned_and_quantised(tmp_path: Path) -> None:
     unpruned = expert_bytes()
     nf4 = Storage(4, ("experts",))
     assert expert_bytes(plan) == unpruned / 2
-    assert expert_bytes(None, nf4) < unpruned / 6 and expert_bytes(plan, nf4) < unpruned / 12
+    assert expert_bytes(None, nf4) < unpruned / 6
+    assert expert_bytes(plan, nf4) < unpruned / 12
 
 
 @pytest.fixture
@@ -607,8 +611,10 @@ def test_device_name_is_asked_for_once(device_commands: list[list[str]]) -> None
     graph = build(Config(timing=True, timed=TIMED), [(cells, [])])
     timings = [cell.timing for cell in graph.cells]
     devices = {timing.timed.device for timing in timings if isinstance(timing, Timing)}
-    assert len(timings) == 3 and devices == {"A GPU"}
-    assert len(device_commands) == 1 and device_commands[0][-1] == "cpu"
+    assert len(timings) == 3
+    assert devices == {"A GPU"}
+    assert len(device_commands) == 1
+    assert device_commands[0][-1] == "cpu"
 
 
 def test_missing_device_is_reported(device_commands: list[list[str]]) -> None:
@@ -628,12 +634,11 @@ def test_provenance_has_the_peak_memory_of_gpus(monkeypatch: pytest.MonkeyPatch)
     fake_torch = SimpleNamespace(cuda=cuda, get_num_threads=lambda: 3, version=version)
     monkeypatch.setitem(sys.modules, "torch", fake_torch)
     record = provenance(time.time())
-    assert (
-        record["peak_gpu_memory_bytes"] == 7 + 8
-        and record["gpus"] == ["GPU 0", "GPU 1"]
-        and record["driver"]
-    )
-    assert record["threads"] == 3 and record["processor"]
+    assert record["peak_gpu_memory_bytes"] == 7 + 8
+    assert record["gpus"] == ["GPU 0", "GPU 1"]
+    assert record["driver"]
+    assert record["threads"] == 3
+    assert record["processor"]
 
 
 def test_timing_beside_other_work_is_reported_before_the_start() -> None:

@@ -290,7 +290,8 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
     assert parts.retained == complete.retained
     for actual, expected in zip(parts.errors, complete.errors, strict=True):
-        assert actual[1] == expected[1] and actual[2] == pytest.approx(expected[2], rel=1e-5)
+        assert actual[1] == expected[1]
+        assert actual[2] == pytest.approx(expected[2], rel=1e-5)
 
 
 def test_reconstruction_errors_are_shares_of_the_output() -> None:
@@ -308,9 +309,8 @@ def test_reconstruction_errors_are_shares_of_the_output() -> None:
 
 def test_subsets() -> None:
     assert retained_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
-    assert (
-        retained_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(retained_subsets(8, 4, 4))) == 2**4
-    )
+    assert retained_subsets(8, 4, 4)[0] == (1, 3, 5, 7)
+    assert len(set(retained_subsets(8, 4, 4))) == 2**4
     for n, removed, groups, protected in (
         (6, 0, 1, ()),
         (12, 6, 3, ()),

@@ -41,10 +41,19 @@ from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import Batch, gather
 
 ARCHITECTURES = [
-    "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped",
-    "ernie4_5_moe", "minimax_m2",
-    "qwen3_next", "gpt_oss", "granitemoe", "afmoe", "jamba",
-]  # fmt: skip
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v2:grouped",
+    "deepseek_v3",
+    "deepseek_v3:grouped",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "qwen3_next",
+    "gpt_oss",
+    "granitemoe",
+    "afmoe",
+    "jamba",
+]
 
 
 def naive(name: str, p: list[float], q: list[float], target: int, luck: float) -> float:
@@ -68,11 +77,9 @@ def answer_rows(rows: int = 6, length: int = 12, batch: int = 2) -> list[tuple[t
     begin = torch.randint(1, length // 2, (rows, 1), generator=generator)
     positions = torch.arange(length)[None]
     valid = positions < end
-    return list(
-        zip(
-            *(part.split(batch) for part in (ids, valid, valid & (positions >= begin))), strict=True
-        )
-    )
+    answers = valid & (positions >= begin)
+    parts = (part.split(batch) for part in (ids, valid, answers))
+    return list(zip(*parts, strict=True))
 
 
 def make_plans(model: Any, seed: int = 0) -> Plans:
@@ -88,9 +95,10 @@ def some_schedules(plans: Plans) -> list[Schedule]:
     """A family: relatives that differ early, late, and in between; feasible for groups of four."""
     half = [(layer.n_experts // 2) // 4 * 4 for layer in plans.layers]
     steps = list(itertools.product((0, 4), repeat=len(half)))
-    return [tuple(count - less for count, less in zip(half, step, strict=True)) for step in steps][
-        ::-1
-    ]
+    schedules = []
+    for step in reversed(steps):
+        schedules.append(tuple(count - less for count, less in zip(half, step, strict=True)))
+    return schedules
 
 
 def plainly(
@@ -136,7 +144,8 @@ def test_shortcuts_change_nothing(name: str) -> None:
     assert results == pytest.approx(expected, abs=1e-6)
     assert len(set(results)) == len(schedules)
     cost = candidates.cost
-    assert cost.forwards < 0.85 * len(schedules) and cost.full == pytest.approx(1)
+    assert cost.forwards < 0.85 * len(schedules)
+    assert cost.full == pytest.approx(1)
     assert torch.equal(tiny.logits(model), original)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -206,7 +215,8 @@ def drafting(model: Any, **settings: Any) -> DraftingCandidates:
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
     candidates = drafting(tiny.build("deepseek_v2"), max_new_tokens=4)
     unpruned, half = candidates.evaluate([(0, 0), (12, 12)])
-    assert unpruned == 1 and 0 < half < 1
+    assert unpruned == 1
+    assert 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
     with pytest.raises(
         UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"
@@ -219,14 +229,14 @@ def test_contexts_end_just_before_answers() -> None:
     answers = torch.tensor([[True, False, True, True]])
     luck = torch.Generator().manual_seed(0)
     shifted = contexts(ids, answers, shift=True, generator=luck)
-    assert shifted.is_evaluated.tolist() == [
-        [False, True, True, False]
-    ] and shifted.targets.tolist() == [
+    assert shifted.is_evaluated.tolist() == [[False, True, True, False]]
+    assert shifted.targets.tolist() == [
         7,
         8,
     ]
     released = contexts(ids, answers, shift=False, generator=luck)
-    assert released.is_evaluated.tolist() == answers.tolist() and released.targets.tolist() == [
+    assert released.is_evaluated.tolist() == answers.tolist()
+    assert released.targets.tolist() == [
         6,
         8,
         0,
@@ -289,7 +299,8 @@ def test_layers_that_are_skipped_get_their_forward_back() -> None:
     valid = torch.ones_like(ids, dtype=torch.bool)
     for schedule in ((0, 0, 0), (0, 0, 4)):
         Decoder(model).logits(ids, valid, valid, schedule, states)
-    assert layer.forward is forward and len(calls) == 1
+    assert layer.forward is forward
+    assert len(calls) == 1
 
 
 def test_candidates_keep_states_within_their_budget() -> None:
@@ -298,9 +309,11 @@ def test_candidates_keep_states_within_their_budget() -> None:
     for schedule, states in prefix_states.walk(0, [(1, 1, 1, 1), (2, 2, 2, 2)]):
         assert all(schedule[: len(start)] == start for start in states)
         states.update({schedule[:k]: state for k in range(4)})
-    assert not prefix_states.states[1] and set(prefix_states.states[0]) == {(), (1,), (1, 1)}
+    assert not prefix_states.states[1]
+    assert set(prefix_states.states[0]) == {(), (1,), (1, 1)}
     prefix_states.retain([(1, 2, 2, 2)])
-    assert not prefix_states.states[1] and set(prefix_states.states[0]) == {(), (1,)}
+    assert not prefix_states.states[1]
+    assert set(prefix_states.states[0]) == {(), (1,)}
 
 
 # ---- the steps
