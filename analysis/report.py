@@ -367,11 +367,11 @@ def what_was_run(study: Study) -> str:
     recoveries, and give the numbers of criteria, allocations, pruned models, benchmarks and items.
     """
     pruned = study.cells[study.cells["criterion"] != "none"]
-    item_counts = study.results["n"]  # one for each cell and benchmark
+    sizes = study.results["n"]  # numbers of items
     items = "no"
-    if len(item_counts):
-        smallest_and_largest = (f"{size:g}" for size in (item_counts.min(), item_counts.max()))
-        items = " to ".join(dict.fromkeys(smallest_and_largest))  # one number if both are equal
+    if len(sizes):
+        # a single number if the smallest and the largest are equal
+        items = " to ".join(dict.fromkeys(f"{size:g}" for size in (sizes.min(), sizes.max())))
     # at ratio 0 nothing is removed, the model is only recovered, for example quantised
     kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
     models = names.listing(dict.fromkeys(study.cells["model"]))

@@ -52,24 +52,23 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
 
 
 def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
-    """A list with a sentence on the displayed columns that Avg leaves out; empty when Avg is the
-    mean of all columns."""
+    """A list with one sentence, which names the displayed columns that Avg leaves out. Empty if Avg
+    is the mean of all displayed columns."""
     columns: set[str] = set()
     for comparison in comparisons:
         columns |= set(comparison.benchmarks_of) - set(comparison.average)
     if not columns:
         return []
     return [
-        (
-            f"Avg is without {names.listing(sorted(map(names.benchmark, columns)))}: there, less "
-            "is better."
-        )
+        f"Avg is without {names.listing(sorted(map(names.benchmark, columns)))}: there, less is "
+        "better."
     ]
 
 
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
-    """The benchmarks among `benchmarks` whose mean is taken: those on which at least one of these
-    cells was evaluated, in the direction that `Comparison.average_columns` chooses."""
+    """The benchmarks over which a mean is taken for these cells: the entries of `benchmarks` on
+    which at least one of the cells was evaluated. Of benchmarks of both directions, only those in
+    which more is better are taken, see `Comparison.average_columns`."""
     was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     return comparison.average_columns(name for name in benchmarks if was_run.get(name, False))
 
@@ -89,8 +88,9 @@ def column_targets(
     """Display name -> target, for the entries of `columns` on which at least one of these cells was
     evaluated.
 
-    columns: names of benchmarks, of displayed columns or of averages in GROUPS; COMMON; or MEAN.
-    AVG stands for the mean over `overall`, whatever the name of this mean is.
+    columns: each entry is COMMON, MEAN, or the name of a benchmark, of a displayed column or of an
+    average in GROUPS. AVG stands for the mean over `overall`, even if this mean has another name
+    because it is a mean of losses.
     """
     was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
@@ -106,8 +106,11 @@ def column_targets(
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
-    """Displayed scores of `cells` (rows) on `targets` (columns) with intervals; NaN where a cell
-    lacks a benchmark of the target."""
+    """Scores of `cells` (rows) on `targets` (columns) with intervals, in the unit of tables. NaN
+    where a cell has no result on a benchmark of the target.
+
+    targets: name of a column -> its target.
+    """
     index = list(cells)
     numbers = Numbers(
         frame=pd.DataFrame(index=index),
@@ -125,8 +128,9 @@ def differences(
 ) -> pd.DataFrame:
     """Score of each cell minus the score of its reference cell, paired by seed and item.
 
-    Columns: difference, low and high (ends of the 95 % interval) in the unit of displayed scores;
-    p, two-sided and not corrected. Where outcomes are missing, low, high and p are NaN.
+    The result has a row for each cell. Columns: difference, low and high (ends of its 95 %
+    interval), in the unit of displayed scores; p, the two-sided p-value, not corrected for several
+    tests. Where outcomes are missing, low, high and p are NaN.
 
     reference_of_cell: cell -> its reference cell.
     """
@@ -135,8 +139,8 @@ def differences(
     rows = []
     for cell, reference in reference_of_cell.items():
         estimate = comparison.difference(target, cell, reference)
-        numbers = np.array([estimate.value, *estimate.interval])
-        rows.append([*quantity.displayed_difference(score[reference], numbers), estimate.p])
+        value_and_ends = np.array([estimate.value, *estimate.interval])
+        rows.append([*quantity.displayed_difference(score[reference], value_and_ends), estimate.p])
     return pd.DataFrame(
         rows, index=list(reference_of_cell), columns=["difference", "low", "high", "p"], dtype=float
     )
@@ -145,12 +149,15 @@ def differences(
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[int, Estimate]:
-    """(number of pairs, mean over pairs of the difference in score).
+    """Mean difference in score between the two cells of a pair; returns (number of pairs, estimate
+    of the mean).
 
     The difference of a pair is the score of its first cell minus the score of its second cell,
-    paired by seed and item. A pair with a missing result is left out and not counted.
+    paired by seed and item. A pair with a missing score is left out and not counted. Without pairs,
+    the mean is NaN.
 
-    groups: lists of pairs of cells; each list has the same weight in the mean.
+    groups: lists of pairs of cells. All lists have the same weight in the mean, and so have all
+    pairs of a list.
     """
     score = comparison.score(target)
     scored_groups = [
@@ -159,18 +166,18 @@ def pooled_difference(
     scored_groups = [pairs for pairs in scored_groups if pairs]
     if not scored_groups:
         return 0, Estimate(np.nan)
-    # The pooled difference is the sum of all cells' scores with these weights.
+    # cell -> weight of its score; the weighted sum of the scores is the mean difference
     weights: dict[int, float] = {}
     for pairs in scored_groups:
-        share = 1 / len(pairs) / len(scored_groups)
-        for cell, other in pairs:
-            weights[cell] = weights.get(cell, 0.0) + share
-            weights[other] = weights.get(other, 0.0) - share
+        pair_weight = 1 / len(pairs) / len(scored_groups)
+        for first, second in pairs:
+            weights[first] = weights.get(first, 0.0) + pair_weight
+            weights[second] = weights.get(second, 0.0) - pair_weight
     return sum(map(len, scored_groups)), comparison.estimate(target, weights)
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
-    """A number of cost.json, named by `column`, for each of `cells`; NaN where the cost was not
+    """The number `column` of `Study.costs` for each of `cells`; NaN for a cell whose cost was not
     counted."""
     return study.costs.set_index("cell")[column].astype(float).reindex(list(cells))
 
@@ -178,15 +185,17 @@ def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
 def rank_block(
     comparison: Comparison, panel: Panel, criteria: Sequence[str] | None = None
 ) -> Numbers:
-    """A block of Table 1: scores of the unpruned model and of a panel's methods on all displayed
-    columns, their mean, and the average rank of the methods. The columns Model, Pruned, Calibration
-    and Criterion come last.
+    """A block of Table 1 of Unified Expert Pruning, indexed by cell: rows of the unpruned model and
+    of a panel's methods.
 
-    criteria: keys of the methods in the block, by default all.
+    Columns: scores on the displayed columns, the mean of the scores, Avg Rank (NaN for the unpruned
+    model), Model, Pruned, Calibration and Criterion. criteria: keys of the methods in the block, by
+    default all.
     """
     cells = {
         name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria
     }
+    # method -> cell, with "none" for the unpruned model
     rows = {"none": comparison.unpruned, **cells} if comparison.unpruned is not None else cells
     columns = panel.columns(comparison)
     average_columns = panel.average_columns(comparison)
@@ -209,8 +218,8 @@ def rank_block(
 
 
 def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
-    """(ratio, gate) -> domain -> the first panel whose calibration set has this domain. Panels
-    whose calibration set has no domain are left out."""
+    """(ratio, gate) -> domain -> the first panel with a calibration set of this domain. Panels are
+    left out if their calibration set has no domain."""
     panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
@@ -222,32 +231,35 @@ def panels_by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str
 def task_block(
     comparison: Comparison, domains: Mapping[str, Panel], criteria: Sequence[str] | None
 ) -> Numbers:
-    """A block of Table 2, indexed by method: scores of the unpruned model, then scores and average
-    ranks of the methods that were calibrated on both code and math.
+    """A block of Table 2 of Unified Expert Pruning, indexed by method: scores of the unpruned
+    model, then scores and average ranks of the methods that were calibrated on code and on math.
 
-    Columns of code have the scores of the plan calibrated on code, columns of math those of the
-    plan calibrated on math.
+    In columns of code, the score of a method is that of its cell calibrated on code. In columns of
+    math, it is that of its cell calibrated on math.
 
-    - domains: domain -> panel; has the domains code and math
+    - domains: domain -> panel; contains the domains code and math
     - criteria: keys of the methods in the block, None for all
     """
-    code = domains["code"].cells
+    code = domains["code"].cells  # method -> cell
     math = domains["math"].cells
-    competing = [name for name in code if name in math and (criteria is None or name in criteria)]
+    methods = [name for name in code if name in math and (criteria is None or name in criteria)]
     unpruned = [] if comparison.unpruned is None else [comparison.unpruned]
+    # column -> method -> cell
     cells_of_column = dict.fromkeys(names.CODE_COLUMNS, code) | dict.fromkeys(
         names.MATH_COLUMNS, math
     )
 
     def gather(values: Callable[[str], pd.Series]) -> pd.DataFrame:
-        """A frame (methods, columns) with each method's number in `values(column)`, which is
-        indexed by cell; NaN for a column that was not run."""
+        """A frame (methods, columns) of numbers; NaN in columns that were not evaluated.
+
+        values: function that returns the numbers of a column, indexed by cell.
+        """
         frame = pd.DataFrame(
-            np.nan, (["none"] if unpruned else []) + competing, list(cells_of_column), dtype=float
+            np.nan, (["none"] if unpruned else []) + methods, list(cells_of_column), dtype=float
         )
         for column, cells in cells_of_column.items():
             if column in comparison.benchmarks_of:
-                rows = unpruned + [cells[name] for name in competing]
+                rows = unpruned + [cells[name] for name in methods]
                 frame[column] = values(column).loc[rows].to_numpy()
         return frame
 

@@ -52,14 +52,15 @@ class Chance:
         return self.mean - margin, self.mean + margin
 
     def plans_needed(self, score: float, plans: int) -> int | None:
-        """The smallest number of random plans of each model, from 2, for which `score` would be
-        outside `limits(plans)` if mean and spread stayed the same; None if the number is above
-        MOST_PLANS. `plans` is the number of further plans, as in `margin`."""
+        """How many random plans each model would need for `score` to be outside `limits(plans)`.
+
+        The smallest such number from 2 to MOST_PLANS, if mean and spread stayed the same; None if
+        there is no such number. plans: number of further plans, as in `margin`.
+        """
         for random_plans in range(2, MOST_PLANS + 1):
             degrees_of_freedom = self.models * (random_plans - 1)
-            if _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans) < abs(
-                score - self.mean
-            ):
+            margin = _margin(self.spread, random_plans, degrees_of_freedom, LEVEL / plans)
+            if margin < abs(score - self.mean):
                 return random_plans
         return None
 
@@ -71,7 +72,7 @@ def _margin(spread: float, plans: int, degrees_of_freedom: float, tail: float) -
 
 
 def chance_of(scores: np.ndarray) -> Chance:
-    """The chance of one model, from the scores of its random plans (at least two)."""
+    """The `Chance` of one model. scores: (plans,), of at least two random plans of the model."""
     return Chance(
         float(scores.mean()),
         float(scores.std(ddof=1)),
@@ -81,8 +82,8 @@ def chance_of(scores: np.ndarray) -> Chance:
 
 
 def chances(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
-    """Model -> its `Chance`. The spread is pooled over models if Bartlett's test finds no
-    difference between the models' spreads; otherwise `spreads_differ` is set for all models.
+    """Model -> its `Chance`. If Bartlett's test finds no difference between the spreads of models,
+    all models have the pooled spread. Otherwise `spreads_differ` is set for all models.
 
     scores: model -> scores of the model's random plans.
     """
@@ -107,7 +108,8 @@ def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: flo
     """Whether Bartlett's test finds no difference between `variances` (models,); the same test as
     scipy's `bartlett`.
 
-    freedoms: degrees of freedom (models,) of the variances; pooled_variance: their pooled value.
+    freedoms: degrees of freedom (models,) of the variances; pooled_variance: mean of the variances,
+    weighted by `freedoms`.
     """
     statistic = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
     correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)

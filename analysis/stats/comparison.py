@@ -92,8 +92,8 @@ class Comparison:
 
     @cached_property
     def _representatives(self) -> pd.Series:
-        """Plan -> the cell of the plan. Plans that differ only in the seed are replicates of one
-        cell, which has the number of the replicate with the lowest seed."""
+        """Plan -> cell of the plan. Plans that differ only in the seed are replicates of one cell.
+        The number of a cell is the number of its plan with the lowest seed."""
         ordered = self.all_cells.sort_values("seed", kind="stable")
         plans = pd.Series(ordered.index, ordered.index)
         replicates = plans.groupby([ordered[axis] for axis in _REPLICATE_AXES], sort=False)
@@ -101,8 +101,8 @@ class Comparison:
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """The cells that are compared, one for each group of replicates, without the column
-        seed."""
+        """The cells that are compared, without the column seed: the rows of `all_cells` whose plans
+        have the lowest seed among their replicates."""
         return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
@@ -113,16 +113,17 @@ class Comparison:
         for plan, cell, seed in zip(
             self.all_cells.index, self._representatives, self.all_cells["seed"], strict=True
         ):
-            # through str, because pandas' types allow any label in an index
             replicates[int(cell)][int(seed)] = int(str(plan))
         return replicates
 
     def have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these cells has plans of several seeds, as tests of differences need."""
+        """Whether each of these cells has plans of several seeds, without which differences between
+        the cells are not tested."""
         return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
 
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Average the rows of `frame` (plans, columns) over the plans of each cell, without NaN."""
+        """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell. NaN is
+        left out of the means."""
         return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
@@ -153,10 +154,10 @@ class Comparison:
 
     def average_columns(self, columns: Iterable[str]) -> Target:
         """The entries of `columns` in which more is better; if there are none, the entries in which
-        less is better. A mean over columns of both directions would be meaningless.
+        less is better. A mean over columns of both directions would be meaningless, so a column
+        that is itself such a mean is left out.
 
-        columns: displayed columns or benchmarks. A column that averages benchmarks of both
-        directions is left out.
+        columns: displayed columns or benchmarks.
         """
         loss_columns = []
         score_columns = []
@@ -211,21 +212,23 @@ class Comparison:
         """Function of a target that returns the low and the high ends of the 95 % intervals of all
         cells' scores.
 
-        The interval of one plan on a benchmark of right-or-wrong items is Wilson's. The interval of
-        any other cell with outcomes is that of `estimate`, over seeds and items. The interval of a
-        cell without outcomes is computed from the reported standard errors.
+        The interval of a cell with outcomes is that of `estimate`, over seeds and items. Exception:
+        on a benchmark of right-or-wrong items, the interval is Wilson's if the cell has one plan,
+        or if all outcomes of its plans are equal. The interval of a cell without outcomes is
+        computed from the reported standard errors.
         """
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        """Compute the ends that `interval` returns. If more is better, they are clipped to 0..1."""
+        """The low and the high ends that `interval` returns, each a series over cells. The ends are
+        clipped to 0..1 if more is better."""
         cells = list(self.plans_by_seed)
         from_items = [self._interval_from_items(target, cell) for cell in cells]
         ends = pd.DataFrame(from_items, cells, dtype=float)  # columns 0 (low) and 1 (high)
         score = self.score(target)
         weights = pd.Series(self.weights(target))
-        # for cells without outcomes: benchmarks count as independent samples, and the standard
-        # error of a cell on a benchmark is the mean over the cell's seeds
+        # For cells without outcomes: benchmarks count as independent samples. The standard error of
+        # a cell on a benchmark is the mean over the cell's seeds.
         errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
         half_width = _NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
         low = ends[0].fillna(score - half_width)
@@ -242,19 +245,21 @@ class Comparison:
             return self.estimate(target, {cell: 1.0}).interval
         plans = self.plans_by_seed[cell].values()
         answers_by_plan = [answers[self._row_numbers[plan]] for plan in plans]
-        answered = [row for row in answers_by_plan if np.isfinite(row).any()]
-        # where seeds and items all agree, the standard error is 0 and gives no interval
-        if not answered or (len(plans) > 1 and np.nanmin(answered) != np.nanmax(answered)):
+        # rows of the plans that were evaluated on the benchmark
+        evaluated = [row for row in answers_by_plan if np.isfinite(row).any()]
+        # if all answers are equal, the standard error of several plans is 0 and gives no interval
+        if not evaluated or (len(plans) > 1 and np.nanmin(evaluated) != np.nanmax(evaluated)):
             return self.estimate(target, {cell: 1.0}).interval
-        low, high = uncertainty.wilson(np.nansum(answered[0]), np.isfinite(answered[0]).sum())
+        low, high = uncertainty.wilson(np.nansum(evaluated[0]), np.isfinite(evaluated[0]).sum())
         return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
-        """Weighted sum of cells' scores, on the items that all of these cells were asked, with the
-        sum's standard error over seeds and items.
+        """Weighted sum of the scores of cells, with the standard error of the sum over seeds and
+        items.
 
-        Plans of different cells are matched, see `_matched_rows`. Without outcomes, the weighted
-        sum is over all items, and the error is NaN.
+        The scores are on the items that all of these cells were asked. Plans of different cells are
+        matched, see `_matched_rows`. If outcomes are missing, the scores are on all items, and the
+        error is NaN.
 
         weights: cell -> weight of its score, such as 1 and -1 for a difference.
         """
