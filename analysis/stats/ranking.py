@@ -36,8 +36,8 @@ ABOVE, WITHIN, BELOW = "above chance", "within chance", "below chance"
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """The plans of one model, ratio and gate, from the best to the worst, then plans without a
-    score."""
+    """The plans of one model, ratio and gate, sorted from the best to the worst. Plans without a
+    score come last."""
 
     model: str
     request: tuple[float, str]
@@ -98,25 +98,26 @@ class _Group:
 
     @property
     def quantity(self) -> Quantity:
-        """Kind of the average."""
+        """Kind of the average by which the group is ranked: score, loss or perplexity."""
         return self.comparison.quantity(self.target)
 
     @property
     def request(self) -> tuple[float, str]:
-        """(requested ratio, gate), by which groups of different models are matched."""
+        """(requested ratio, gate); groups of different models are matched if this pair is equal."""
         ratio, gate = self.cells[["ratio", "gate"]].iloc[0]
         return ratio, gate
 
     @property
     def plans_tested(self) -> int:
-        """Number of cells of the group that have a score and are not random."""
+        """Number of cells that are compared with chance: cells of the group that have a score and
+        are not random."""
         plans = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
         return int(self.comparison.score(self.target)[plans].notna().sum())
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
-    """A ranking for each model, ratio and gate, then a ranking over models for each ratio and
-    gate."""
+    """A ranking for each model, ratio and gate, then the rankings over models (see
+    `_rankings_over_models`)."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
     model_rankings = [_ranking(group, groups) for group in groups]
     return [*model_rankings, *_rankings_over_models(model_rankings)]
@@ -136,9 +137,9 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
-    """The ranking of the plans of `group`.
+    """Rank the plans of `group`.
 
-    groups: the groups of all models, for the comparison with chance (see `_chance`).
+    groups: the groups of all models, with which `_chance` can pool the spread of random plans.
     """
     comparison = group.comparison
     target = group.target
@@ -165,7 +166,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         spread=[quantity.displayed(scores).std(ddof=1) for scores in scores_of_seeds],
         share=quantity.displayed(score[order]) / unpruned,
     )
-    # the correction of a comparison with chance counts the plans of all groups of the model
+    # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
     chance = _chance(group, groups)
     rows["chance"] = [
@@ -187,8 +188,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
 
 
 def _comparable_methods(rows: pd.DataFrame) -> list[int]:
-    """Labels of the rows that can be compared with each other, in the order of `rows`: rows with
-    several seeds and a score whose plans are not random."""
+    """Labels of the rows that can be tested against each other, in the order of `rows`: rows that
+    have several seeds and a score, and are not random."""
     return list(
         rows.index[(rows["seeds"] > 1) & rows["score"].notna() & ~rows["criterion"].isin(RANDOM)]
     )
@@ -197,20 +198,20 @@ def _comparable_methods(rows: pd.DataFrame) -> list[int]:
 def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
-    """Add the columns rank, verdict, behind, behind_low, behind_high and p, and convert computed
-    scores and their intervals to displayed ones.
+    """Add the columns rank, verdict, behind, behind_low, behind_high and p, see `Ranking.rows`.
+    Convert the columns score, low and high by `Quantity.displayed`.
 
-    - methods: labels of comparable rows, best first
-    - leads: computed score of the first method minus the score of each other method; empty if
-      there are fewer than two methods
+    - methods: labels of the rows to compare, best first (see `_comparable_methods`)
+    - leads: for each method but the first, the first method's score minus this method's score,
+      before conversion; empty if there are fewer than two methods
     """
     displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
     printed_scores = displayed["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
     for method, lead in zip(methods[1:], leads, strict=True):
-        # gap_to_best is positive for a method that is worse than the best, even if less is better;
-        # a lead that is 0 up to rounding counts as 0.
+        # A gap is positive for a method that is worse than the best, even if less is better.
+        # A gap that is 0 up to rounding counts as 0.
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
@@ -218,7 +219,7 @@ def _add_verdicts(
             rows.loc[methods[0], "score"], np.array([gap_to_best.value, *gap_to_best.interval])
         )
         tests[method] = [*value_and_interval, gap_to_best.p]
-        verdicts[methods[0]] = BEST  # only if there is another method to compare with
+        verdicts[methods[0]] = BEST  # in the loop: no verdict if there is no second method
         verdicts[method] = _verdict(
             gap_to_best, printed_scores[method] == printed_scores[methods[0]]
         )
@@ -232,10 +233,10 @@ def _add_verdicts(
 
 
 def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
-    """Verdict on a method, one of BEST, UNTESTED, SEPARATED and TIED, from its gap to the best
-    method.
+    """Verdict on a method: BEST, UNTESTED, SEPARATED or TIED.
 
-    is_printed_equal: whether the scores of the two methods are equal when printed.
+    - gap_to_best: difference between the scores of the method and the best method
+    - is_printed_equal: whether these two scores are equal when printed
     """
     if is_printed_equal:
         return BEST
@@ -245,8 +246,9 @@ def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
 
 
 def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the column status: `random plans` for random plans; for other plans the comparison with
-    chance, if there is one, and the verdict, which is left out within and below chance."""
+    """Add the column status. It is `random plans` for random plans. For other plans, it joins the
+    texts of the columns chance and verdict, without the verdict for plans within or below chance.
+    """
     statuses = []
     for row in records(rows):
         parts = [row["chance"]]
@@ -259,15 +261,15 @@ def _add_status(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
-    """Kind of plan -> the chance of this kind in this group, for kinds with random plans (see
-    `random_scores`).
+    """Kind of plan -> `Chance` from the random plans of this kind in `group`. Kinds without such
+    plans are left out (see `random_scores`).
 
-    The spread of random plans can be pooled with other models' groups that have the same ratio,
-    gate and average (see `chances`).
+    The spread of random plans can be pooled over all models with a group of the same ratio, gate
+    and average (see `chances`).
     """
     scores_by_kind: dict[Kind, dict[str, np.ndarray]] = {}
     request_and_average = (group.request, group.target, group.quantity)
-    for other in groups:
+    for other in groups:  # `group` itself is among them
         if (other.request, other.target, other.quantity) == request_and_average:
             for kind, scores in random_scores(other.comparison, other.cells, other.target).items():
                 scores_by_kind.setdefault(kind, {})[other.comparison.model] = scores
@@ -280,10 +282,11 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _compare_with_chance(
     row: Mapping[str, object], chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> str:
-    """Compare a plan with the random plans of its kind.
+    """Compare a plan with the random plans of its kind. Returns ABOVE, WITHIN or BELOW. Returns ""
+    if the plan is random or has no score, or if its kind is not in `chance`.
 
-    Returns ABOVE, WITHIN or BELOW, but "" for a random plan, for a plan without a score, and for a
-    plan of a kind without random plans.
+    - row: the plan's row of `Ranking.rows`, with the score before conversion for display
+    - plans_tested: number of comparisons with chance for which the limits are corrected
     """
     chance_of_kind = chance.get((str(row["granularity"]), str(row["recovery"])))
     score = float(str(row["score"]))  # through str, because a row has values of any type
@@ -297,11 +300,11 @@ def _compare_with_chance(
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Yield a ranking by the mean over models, with models as random effects, for each ratio and
-    gate that several models have.
+    """Yield a ranking by the mean over models for each ratio and gate that several models have.
+    Models are random effects.
 
-    The ranking contains the plans for which all these models have a score. There is no ranking of a
-    ratio and gate if the models have different quantities, or fewer than two plans in common.
+    The ranking contains the plans for which all these models have a score. A ratio and gate have no
+    ranking if the models have different quantities, or fewer than two such plans.
 
     rankings: the rankings of single models.
     """
@@ -318,7 +321,7 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         seeds = pd.concat([rows["seeds"] for rows in frames], axis=1, join="inner")
         if len(scores) > 1:
             label = ALL_MODELS
-            # some models lack this ratio and gate
+            # if some models lack this ratio and gate, the label names the models that have them
             if len(model_rankings) < len(models):
                 label = names.listing(ranking.model for ranking in model_rankings)
             computed = model_rankings[0].quantity.computed(scores)
@@ -328,12 +331,12 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
 def _ranking_over_models(
     model_rankings: Sequence[Ranking], table: pd.DataFrame, seeds: pd.Series, label: str
 ) -> Ranking:
-    """The ranking of plans by the mean of their scores over models.
+    """Rank plans by the mean of their scores over models.
 
     - model_rankings: one ranking per model
-    - table: computed scores (plans, models)
-    - seeds: for each plan, the smallest number of seeds in a model
-    - label: name of the models together
+    - table: scores (plans, models) before conversion for display (see `Quantity.computed`)
+    - seeds: for each plan, its number of seeds on the model with the fewest
+    - label: text for the models, such as `all models`
     """
     quantity = model_rankings[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
@@ -360,7 +363,7 @@ def _ranking_over_models(
     pairs = [
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
-    # (1, methods, models): the scores of each model are one block, without replicates
+    # (1, methods, models): one replicate of each method; each model is a block
     leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
     rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in model_rankings))
@@ -368,7 +371,7 @@ def _ranking_over_models(
 
 
 def plan_name(row: Mapping[str, object]) -> str:
-    """Name of a plan: `REAP on Code`, or `Magnitude` for a method that reads no text."""
+    """Name of a plan: `REAP on Code`, or `Magnitude` for a method without calibration data."""
     method = names.method(str(row["method"]))
     if row["calibration"] == "none":
         return method
@@ -391,9 +394,9 @@ def headlines(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """At most two sentences on all rankings together. If there are random plans, a sentence states
-    on how many models at least one plan is above chance. If there are methods with one seed, a
-    sentence states that they get no verdict."""
+    """At most two sentences on all rankings together. If there are random plans, the first states
+    on how many models at least one plan is above chance. If there are methods with one seed, the
+    second states that they get no verdict."""
     models = {ranking.model for ranking in rankings if ranking.chance}
     models_above_chance = {
         ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE).any()
@@ -440,26 +443,27 @@ def headline(ranking: Ranking) -> str:
 
 
 def _plan_names(plans: Sequence[dict[str, object]]) -> str:
-    """The names of the first PLANS_IN_SENTENCE plans, and the number of the other plans."""
+    """Text with the names of the first PLANS_IN_SENTENCE plans and the number of further plans."""
     unnamed_count = len(plans) - PLANS_IN_SENTENCE
     more = [f"{unnamed_count} more"] if unnamed_count > 0 else []
     return names.listing([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *more])
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences that compare the plans of a ranking with chance, and one sentence that compares the
-    methods with several seeds with each other."""
+    """For each kind of plan, sentences that compare the plans of a ranking with chance. Then one
+    sentence that compares the methods with several seeds with each other."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
     return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """Text with the numbers of plans of a kind that are above and below chance, the limit of
-    chance, and the number, mean and spread of the random plans.
+    """Sentence with the numbers of plans of a kind that are above and below chance, the score above
+    which a plan is above chance, and the number, mean and spread of the random plans. It is "" if
+    all plans of this kind are random.
 
-    If no plan is above chance, and the best plan is better than the mean of the random plans, a
-    second sentence says with how many random plans the best plan would be above chance. The text is
-    "" if the ranking has no plans of this kind besides random ones.
+    A second sentence says how many random plans would put the best plan above chance. The second
+    sentence is only added if no plan is above chance, but the best plan is better than the mean of
+    the random plans.
     """
     granularity, recovery = kind
     rows = ranking.competing
@@ -494,28 +498,28 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
     if needed_plans is None:
         return f"{sentence} No number of random plans would put the first one above chance."
-    plans = names.count(needed_plans, "random plan") + (
+    plans_text = names.count(needed_plans, "random plan") + (
         " of each model" if chance.models > 1 else ""
     )
-    return f"{sentence} With {plans} like these, the first one would be above chance."
+    return f"{sentence} With {plans_text} like these, the first one would be above chance."
 
 
 def _verdict_sentence(ranking: Ranking) -> str:
-    """A sentence with the verdicts on the methods with several seeds, except those within or below
-    chance; "" if fewer than two methods have several seeds."""
+    """A sentence that names the best methods and the methods that are not separated from them; ""
+    if fewer than two methods can be compared. Methods within or below chance are not named."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
     plans_with_stated_verdict = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
-    groups = {
+    plans = {
         verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
     }
-    if BEST not in groups:  # the best methods are within or below chance
+    if BEST not in plans:  # the best methods are within or below chance
         return "The best of the methods with several seeds is not above chance."
-    verb = "are" if len(groups[BEST]) > 1 else "is"
-    sentence = f"Of the methods with several seeds, {_plan_names(groups[BEST])} {verb} best"
-    if TIED in groups:
-        return f"{sentence}, not separated from {_plan_names(groups[TIED])}."
-    return f"{sentence}, separated from all others." if SEPARATED in groups else f"{sentence}."
+    verb = "are" if len(plans[BEST]) > 1 else "is"
+    sentence = f"Of the methods with several seeds, {_plan_names(plans[BEST])} {verb} best"
+    if TIED in plans:
+        return f"{sentence}, not separated from {_plan_names(plans[TIED])}."
+    return f"{sentence}, separated from all others." if SEPARATED in plans else f"{sentence}."
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:

@@ -40,11 +40,13 @@ def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -
     """Mean over layers of Spearman's correlation of the columns `measure` and `truth` within a
     layer.
 
-    Layers where the correlation is NaN are left out (see `_correlation`); NaN if no layer is left.
+    Layers with a correlation of NaN are left out (see `_correlation`). NaN if no layer is left.
     """
     pairs = experts[["layer", measure, truth]].dropna().astype(float)
-    ranked = pairs.groupby("layer").rank().groupby(pairs["layer"], sort=False)
-    layer_correlations = [_correlation(layer) for _, layer in ranked]
+    ranks = pairs.groupby("layer").rank()  # within each layer
+    layer_correlations = [
+        _correlation(layer_ranks) for _, layer_ranks in ranks.groupby(pairs["layer"], sort=False)
+    ]
     numbers = [value for value in layer_correlations if not np.isnan(value)]
     return float(np.mean(numbers)) if numbers else np.nan
 
@@ -54,10 +56,10 @@ PRINTED_DECIMALS = 3
 
 
 def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Displayed column -> the column's benchmarks among `available`, the benchmarks that were run.
-    A benchmark that is in no column of `names.COLUMNS` is a column itself.
+    """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
+    column of `names.COLUMNS` is a column of its own.
 
-    `missing_benchmarks` lists the columns of which benchmarks are missing.
+    available: the benchmarks that were run. For the others, see `missing_benchmarks`.
     """
     columns = {}
     remaining_benchmarks = dict.fromkeys(available)
@@ -71,8 +73,8 @@ def displayed_columns(available: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def missing_benchmarks(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Displayed column -> number of benchmarks in the column's published definition
-    (`names.COLUMNS`) that the column lacks. Columns that lack none are left out.
+    """Displayed column -> number of the column's published benchmarks (`names.COLUMNS`) that were
+    not run. Columns with the number 0 are left out.
 
     columns: displayed column -> the column's benchmarks that were run.
     """
@@ -90,8 +92,10 @@ def component_columns(
     """Average `scores` (rows, benchmarks) over the benchmarks of each displayed column; returns
     (rows, displayed columns).
 
-    A row that lacks a benchmark of a column has NaN in this column, never a mean over the other
-    benchmarks. columns: see `displayed_columns`, which gives the default.
+    A row with NaN for one benchmark of a column has NaN in this column, never a mean over the other
+    benchmarks.
+
+    columns: displayed column -> benchmarks, by default the result of `displayed_columns`.
     """
     if columns is None:
         columns = displayed_columns([str(name) for name in scores.columns])

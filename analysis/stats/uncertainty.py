@@ -43,6 +43,8 @@ class Estimate:
         """Low and high end of the 95 % interval. With more than two `methods`, the intervals hold
         simultaneously for all pairs of methods."""
         if self.methods > 2:
+            # The range is in standard errors of one mean. `error` is the standard error of a
+            # difference of two means, and therefore sqrt(2) times as large.
             half_width = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
         else:
             half_width = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
@@ -50,14 +52,16 @@ class Estimate:
 
     @property
     def p(self) -> float:
-        """Two-sided p-value of the hypothesis that the true value is 0; with more than two
-        `methods`, of the hypothesis that all methods are equal. `exact` is p if it is not NaN."""
+        """Two-sided p-value of the hypothesis that the true value is 0. With more than two
+        `methods`, the hypothesis is that all methods are equal. If `exact` is not NaN, p is
+        `exact`."""
         if not np.isnan(self.exact):
             return self.exact
         if self.error <= 1e-9:  # 0 up to rounding: all replicates and items agree
             return float(abs(self.value) <= 1e-9)  # 1 for the value 0, otherwise 0
         ratio = abs(self.value) / self.error
         if self.methods > 2:
+            # sqrt(2): see `interval`
             return float(
                 studentized_range(np.array(ratio * np.sqrt(2)), self.methods, self.freedom)
             )
@@ -65,8 +69,8 @@ class Estimate:
 
     @property
     def detectable(self) -> float:
-        """The true value that a study with this standard error finds to differ significantly from 0
-        with probability POWER."""
+        """Smallest true value for which a study with this standard error finds a significant
+        difference from 0 with probability POWER."""
         quantiles = stdtrit(self.freedom, (1 + CONFIDENCE) / 2) + stdtrit(self.freedom, POWER)
         return float(quantiles * self.error)
 
@@ -83,16 +87,16 @@ class Stratum:
 
 
 def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
-    """Mean score of the replicates, with the standard error of crossed random effects of seeds and
-    items.
+    """Mean score of the replicates. The standard error is from a model with crossed random effects
+    of seeds and items; it is NaN if a stratum has only one item.
 
     The variance of the mean is V(seeds) + V(items) - V(seed x item), where each term is estimated
-    from its mean square. With one replicate, the variance is V(items), which holds for this plan
-    rather than for its method. The degrees of freedom are Satterthwaite's, but at least 1. Items
-    are weighted by their shares, as in a ratio estimator. The error is NaN if a stratum has only
-    one item.
+    from its mean square. With one replicate, the variance is V(items) alone, without the variance
+    between seeds of the method. The degrees of freedom are Satterthwaite's, but at least 1. Items
+    are weighted by their shares, as in a ratio estimator.
     """
-    totals = [stratum.contributions.sum(axis=1) for stratum in strata]  # each (replicates,)
+    # for each stratum: its part of each replicate's score (replicates,)
+    totals = [stratum.contributions.sum(axis=1) for stratum in strata]
     scores = np.sum(totals, axis=0)
     seeds = len(scores)
     value = float(np.mean(scores))
@@ -124,7 +128,7 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """Mean of n independent values, such as differences of several models, with the mean's standard
-    error and n - 1 degrees of freedom. The error is NaN for n < 2, and so is the mean for n = 0."""
+    error and n - 1 degrees of freedom. The error is NaN for n < 2. The mean is NaN for n = 0."""
     numbers = np.asarray(values, float)
     if len(numbers) < 2:
         return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
@@ -136,18 +140,17 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
 def best_of_many(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:
-    """Lead of the best method over each other method, where the same data decided which method is
-    the best.
+    """Score of the best method minus the score of each other method, called a lead. The best method
+    was chosen by the same data. p accounts for this choice, because it is from the studentised
+    range (Tukey's procedure for all pairs).
 
-    The error of a lead is the larger of the error in `pairs` and an error from variances that are
-    pooled over all methods. Pooled variances have the degrees of freedom that the range of many
-    means needs. p is from the studentised range (Tukey's procedure for all pairs), which accounts
-    for choosing the best method by the data. Error and p are NaN without strata, or if a stratum
-    has only one item.
+    The error of a lead is the error of the pair or an error from variances pooled over all methods,
+    whichever is larger. The studentised range uses the degrees of freedom of pooled variances.
+    Error and p are NaN without strata, or if a stratum has only one item.
 
     - pairs: for each other method, the lead as estimated from the plans of the two methods alone
-    - strata: outcomes of the plans of all methods, one replicate for each plan
-    - methods: the number of each plan's method (replicates,); 0 is the best method
+    - strata: outcomes of the plans of all methods; each plan is one replicate
+    - methods: for each replicate, the number of its method; 0 is the best method
     """
     if not strata or any(len(stratum.shares) < 2 for stratum in strata):
         return [Estimate(pair.value) for pair in pairs]
@@ -166,10 +169,10 @@ def best_of_many(
 
 
 def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """Lead of the first method, which is the best one, over each other method, see `best_of_many`.
+    """The leads of `best_of_many`, from a table of numbers. The first method must be the best.
 
-    table: numbers (seeds, methods, blocks), whose mean over blocks is the score; pairs: see
-    `best_of_many`.
+    - table: numbers (seeds, methods, blocks); a plan's score is the mean of its numbers over blocks
+    - pairs: see `best_of_many`
     """
     seeds, methods, blocks = table.shape
     # (methods x seeds, blocks): a row per plan, the plans of the first method first
@@ -181,13 +184,13 @@ def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
 def _pooled_variances(
     strata: Sequence[Stratum], methods: np.ndarray, plan_weights: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """(variances, degrees of freedom) of the methods' mean scores, from terms that are pooled over
-    all methods.
+    """(variances (methods,), degrees of freedom) of the methods' mean scores. Each variance
+    component is estimated from the plans of all methods together.
 
-    As in `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item), but at
-    least each of the first two terms. The returned variances have shape (methods,).
+    As in `crossed_estimate`, a variance is V(seeds) + V(method x item) - V(seed x item), but not
+    less than V(seeds) and not less than V(method x item).
 
-    - methods: the number of each plan's method (plans,)
+    - methods: for each plan, the number of its method
     - plan_weights: weights of plans in the mean score of each method (methods, plans)
     """
     method_freedom = len(plan_weights) - 1
@@ -251,7 +254,7 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
     its derivatives vanish at both ends.
     """
     if np.isinf(freedom):
-        # For each deviate: probability that another deviate is lower by at most `values`.
+        # The range is at most v if, for the largest deviate z, all others are between z - v and z.
         probabilities = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
         return np.asarray(1 - methods * (_WEIGHTS * probabilities ** (methods - 1)).sum(axis=-1))
     half_freedom = freedom / 2
@@ -261,7 +264,7 @@ def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf)
     # density of these logarithms, up to a constant factor
     density = np.exp(freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
     scaled = np.asarray(values, float)[..., None] * np.exp(logs)
-    # for a given standard deviation, the degrees of freedom are infinite
+    # mean over standard deviations; for a known one, the degrees of freedom are infinite
     p_values = (studentized_range(scaled, methods) * density).sum(axis=-1) / density.sum()
     return np.asarray(np.maximum(p_values, 0))
 
@@ -278,7 +281,7 @@ def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.nda
     half_width = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
     low = (centre - half_width) / (1 + z**2 / items)
     high = (centre + half_width) / (1 + z**2 / items)
-    # The ends of these intervals are exactly 0 and 1, without rounding errors.
+    # exactly 0 and 1, as the formula gives without rounding errors
     low = np.where((items > 0) & (successes == 0), 0.0, low)
     high = np.where((items > 0) & (successes == items), 1.0, high)
     return low, high

@@ -47,17 +47,18 @@ def winner_map(
 ) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
-    criteria: keys of the methods that compete, by default all methods. Scores are displayed scores.
+    criteria: keys of the methods that compete, by default all methods.
 
-    Columns of the result:
+    Columns of the result, with scores in displayed form:
 
     - SETTINGS, calibration, column; pruned: text with the removed share
-    - winners: keys of the methods on the first place, a tuple; score: score of the first place
-    - runner_up, runner_up_score: key and score of the best other method
+    - winners: tuple with the keys of the best methods, whose scores are equal when printed
+    - score: score of the winners
+    - runner_up, runner_up_score: key and score of the best method that is not a winner
     - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
     - p: p-value of the winner (see `_p_of_winner`), NaN when several methods win
-    - p_holm: p with Holm's correction over all rows with equal SETTINGS; proved: whether p_holm is
-      below LEVEL
+    - p_holm: p with Holm's correction over all rows with equal SETTINGS
+    - proved: whether p_holm is below LEVEL
     """
     rows = [
         {
@@ -82,59 +83,61 @@ def winner_map(
 
 
 def _settings(panel: Panel) -> dict[str, object]:
-    """The columns SETTINGS, pruned and calibration for a panel."""
+    """The columns SETTINGS, pruned and calibration of `winner_map` for a panel: column -> value."""
     return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
 
 def _winner_columns(
     comparison: Comparison, panel: Panel, column: str, criteria: Sequence[str] | None
 ) -> dict[str, object]:
-    """The columns _WINNER_COLUMNS of one cell of the map: one displayed column in one panel.
-    Numbers on the runner-up are left out if all methods with a score share the first place.
+    """The columns _WINNER_COLUMNS of `winner_map` for one panel and one displayed column: name of
+    the column -> value. Columns about the runner-up and the lead can be missing if there is no
+    runner-up.
 
     criteria: keys of the methods that compete, None for all.
     """
     quantity = comparison.quantity((column,))
     scores = comparison.score((column,))
-    competing = [name for name in panel.cells if criteria is None or name in criteria]
-    cells = {name: panel.cells[name] for name in competing}
+    methods = [key for key in panel.cells if criteria is None or key in criteria]
+    cells = {key: panel.cells[key] for key in methods}
     scores_of_methods = pd.Series(cells, dtype=int).map(scores)
     displayed = quantity.best_first(quantity.displayed(scores_of_methods).dropna())
     if displayed.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
     printed = displayed.round(PRINTED_DECIMALS)
     is_best = printed == printed.iloc[0]
-    winners = tuple(name for name in competing if is_best.get(name, False))
+    winners = tuple(key for key in methods if is_best.get(key, False))
     row = {"winners": winners, "score": displayed[winners[0]], "runner_up": "", "p": np.nan}
     losers = displayed[~is_best]
     if losers.empty:
         return row
     runner_up = str(losers.index[0])
     lead = comparison.difference((column,), cells[winners[0]], cells[runner_up])
-    numbers = np.array([lead.value, *lead.interval])
-    numbers = quantity.displayed_difference(scores[cells[runner_up]], numbers)
+    displayed_lead = quantity.displayed_difference(
+        scores[cells[runner_up]], np.array([lead.value, *lead.interval])
+    )
     row |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
-    row |= dict(zip(("lead", "lead_low", "lead_high"), numbers, strict=True))
+    row |= dict(zip(("lead", "lead_low", "lead_high"), displayed_lead, strict=True))
     if len(winners) == 1:
         row["p"] = _p_of_winner(
-            comparison, column, [cells[name] for name in (*winners, *losers.index)]
+            comparison, column, [cells[key] for key in (*winners, *losers.index)]
         )
     return row
 
 
 def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> float:
-    """The largest p-value of the tests of the winner, `cells[0]`, against each other cell. Random
-    plans are left out. NaN if the winner is random, if no other cell is left, or if one of the
-    cells has fewer than two seeds with a score."""
+    """The largest p-value of the tests of the winner, `cells[0]`, against each other cell. Cells of
+    random plans are not tested. NaN if the winner is random, if there is no other cell to test, or
+    if a tested cell has fewer than two seeds with a score."""
     criteria = comparison.cells["criterion"]
     methods = [cell for cell in cells if criteria[cell] not in RANDOM]
     seeds = [len(comparison.scored_plans((column,), cell)) for cell in methods]
-    # the first comparison finds a random winner, which is not in `methods`
+    # the first condition is true for a random winner, which is not in `methods`
     if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
         return np.nan
     leads = comparison.leads((column,), methods)
-    # With methods=2, p is from Student's t and not the studentised range. The largest p is NaN if
-    # any p is NaN.
+    # With methods=2, p is from Student's t. The studentised range would correct for the choice of
+    # the winner, but the largest p needs no correction. np.max is NaN if any p is NaN.
     return float(np.max([replace(lead, methods=2).p for lead in leads]))
 
 
@@ -154,8 +157,9 @@ CAPTION = "Loss on right answers, in bits per byte of the answer: lower is bette
 
 
 def study_of_losses(study: Study) -> Study:
-    """A copy of the study whose frames `results` and `samples` have losses on right answers in
-    place of scores. Benchmarks for which no such losses were measured are left out."""
+    """A copy of the study with losses on right answers (column METRIC of `samples`) in place of
+    scores in `results`, and in place of outcomes in `samples`. Items for which this loss was not
+    measured are left out."""
     samples_with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(
         ["cell", "benchmark", "item"]
     )
