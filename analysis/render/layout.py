@@ -100,9 +100,10 @@ class _Panel:
         self.grid_cell: SubplotSpec = grid_cell
         self.room: dict[Side, float] = dict.fromkeys(_OUTWARDS, SMALLEST_MARGIN)
         """Side -> inches that texts on this side of the panel need."""
-        self.ends: list[tuple[float, float]] = []
-        """The first and the last label of the x axis, which may reach beyond the panel, as pairs of
-        the label's position (share of the panel's width) and half the label's width in inches."""
+        self.end_labels: list[tuple[float, float]] = []
+        """The first and the last tick label of the x axis, which may reach beyond the panel: pairs
+        of the label's position (share of the panel's width) and half the label's width in inches.
+        Empty without tick labels."""
         if isinstance(axes, PolarAxes):
             self._draw_polar(axes)
         else:
@@ -110,20 +111,23 @@ class _Panel:
                 if axis.get_visible():
                     self._draw_axis(axis)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_visible(False)  # otherwise matplotlib would draw them too
+            axis.set_visible(False)  # otherwise matplotlib would draw ticks and labels too
         self._move_title()
         legend = axes.get_legend()
         if legend is not None:
             distance = legend.get_bbox_to_anchor().x0 - axes.bbox.x1
-            if distance > 0:  # to the right of the panel, not inside it
+            if distance > 0:  # the legend is to the right of the panel, not inside
                 self._reserve("right", distance / figure.dpi + measure(legend)[0])
 
     def overhang(self, width: float) -> tuple[float, float]:
-        """Inches by which labels of the x axis reach beyond a panel of `width` inches, on the left
-        and on the right."""
-        left = max((half_label - share * width for share, half_label in self.ends), default=0.0)
+        """(left, right): inches by which tick labels of the x axis reach beyond the left and the
+        right end of a panel that is `width` inches wide; negative if no label does."""
+        left = max(
+            (half_label - share * width for share, half_label in self.end_labels), default=0.0
+        )
         right = max(
-            (half_label - (1 - share) * width for share, half_label in self.ends), default=0.0
+            (half_label - (1 - share) * width for share, half_label in self.end_labels),
+            default=0.0,
         )
         return left, right
 
@@ -139,26 +143,29 @@ class _Panel:
         side: Side,
         **look: Any,
     ) -> Text:
-        """Add a text to the figure at `position`, in the coordinates of `transform`. Its alignment
-        is that of texts on the side `side` of the panel, unless `look` has another.
+        """Add a text on a side of the panel. The text is added to the figure, because texts of the
+        axes count as content of the panel.
 
-        The text is not added to the axes, because texts of the axes count as content of the
-        panel."""
+        - position: (x, y) in the coordinates of `transform`
+        - look: properties of the text, which may replace the alignment of texts on this side
+        """
         text = Text(*position, content, transform=transform, **{**_ALIGNMENT[side], **look})
         self.figure.add_artist(text)
         return text
 
     def _shift(self, transform: Transform, right: float, up: float) -> Transform:
-        """`transform`, followed by a shift to the right and up, in inches."""
+        """`transform`, followed by a shift of `right` inches to the right and `up` inches up."""
         return transform + ScaledTranslation(right, up, self.figure.dpi_scale_trans)
 
     def _shift_outwards(self, transform: Transform, side: Side, inches: float) -> Transform:
-        """`transform`, followed by a shift in inches, away from the side `side` of the panel."""
+        """`transform`, followed by a shift of `inches` from the side `side` of the panel to the
+        outside."""
         right, up = _OUTWARDS[side]
         return self._shift(transform, inches * right, inches * up)
 
     def _draw_grid(self, lines: Sequence[Any], transform: Transform) -> None:
-        """Draw grid lines, each a sequence of points in the coordinates of `transform`."""
+        """Draw grid lines. Each line is a sequence of points (x, y) in the coordinates of
+        `transform`."""
         look = {
             "color": matplotlib.rcParams["grid.color"],
             "linewidth": matplotlib.rcParams["grid.linewidth"],
@@ -166,9 +173,11 @@ class _Panel:
         self.axes.add_artist(LineCollection(lines, transform=transform, zorder=0.5, **look))
 
     def _draw_axis(self, axis: Axis) -> None:
-        """Draw the grid lines, tick labels, power of ten and label of an axis."""
+        """Draw the grid lines, tick labels, power of ten (see `_draw_power`) and label of an
+        axis."""
         is_x = isinstance(axis, XAxis)
         parameters = axis.get_tick_params()
+        # coordinates: data along the axis, shares of the panel (0 to 1) across the axis
         along_axis = self.axes.get_xaxis_transform() if is_x else self.axes.get_yaxis_transform()
         ticks = _ticks(axis)
         if parameters["gridOn"]:
@@ -182,24 +191,25 @@ class _Panel:
         if labelled_sides and labelled_ticks:
             side = labelled_sides[0]
             look = {
-                key: parameters[name]
-                for key, name in _TEXT_PARAMETERS.items()
-                if name in parameters
+                text_parameter: parameters[tick_parameter]
+                for text_parameter, tick_parameter in _TEXT_PARAMETERS.items()
+                if tick_parameter in parameters
             }
             transform = self._shift_outwards(along_axis, side, TICK_PAD)
-            end = sides.index(side)  # 0 or 1: the end of the other axis at which labels are
+            across = sides.index(side)  # 0: left or lower side of the panel, 1: right or upper side
             texts = [
                 self._add_text(
-                    tick.label, _point(is_x, tick.position, end), transform, side, **look
+                    tick.label, _point(is_x, tick.position, across), transform, side, **look
                 )
                 for tick in labelled_ticks
             ]
-            # measure()[is_x]: the height for an x axis, the width for a y axis
+            # measure gives (width, height): [is_x] is the height for an x axis, the width for a y
+            # axis
             self._reserve(
                 side, TICK_PAD + max(self.measure(text)[is_x] for text in _largest_texts(texts))
             )
             if is_x:
-                self.ends = [
+                self.end_labels = [
                     (labelled_ticks[index].share, self.measure(texts[index])[0] / 2)
                     for index in (0, -1)
                 ]
@@ -207,8 +217,11 @@ class _Panel:
         self._draw_label(axis)
 
     def _draw_power(self, axis: Axis, side: Side) -> None:
-        """Write the axis's power of ten, if the formatter gives one, above a y axis or below the
-        right end of an x axis. side: the side of the panel on which tick labels are."""
+        """Write the power of ten by which the tick labels are divided, if the formatter has one.
+        It is written above a y axis, or below the right end of an x axis.
+
+        side: the side of the panel on which the tick labels are.
+        """
         power = axis.get_major_formatter().get_offset()
         look = {"fontsize": axis.get_offset_text().get_fontsize()}
         if not power:
@@ -233,12 +246,13 @@ class _Panel:
             position = _point(is_x, 0.5, float(side in ("right", "top")))
             transform = self._shift_outwards(self.axes.transAxes, side, distance)
             text = self._add_text(label, position, transform, side, **look)
-            # the height of the text for an x axis, its width for a y axis
+            # the height of the text for an x axis, the width of the text for a y axis
             self.room[side] = distance + self.measure(text)[is_x]
 
     def _move_title(self) -> None:
         """Move the title, if there is one, above all other texts at the top of the panel."""
-        # axes return only the content of the left title; the title is the child with this content
+        # `get_title` returns only the title's content. The title itself is the child of the axes
+        # with this content that was not added by `Axes.text`.
         content = self.axes.get_title("left")
         for title in self.axes.get_children():
             if (
@@ -268,24 +282,28 @@ class _Panel:
         texts = []
         labels = axes.xaxis.get_major_formatter().format_ticks(angles)
         for angle, label in zip(angles, labels, strict=True):
-            direction = axes.get_theta_offset() + axes.get_theta_direction() * angle
-            # rounded, so that a label straight above or below is on no other side
-            right = round(float(np.cos(direction)), 6)
-            up = round(float(np.sin(direction)), 6)
+            # angle on the page, anticlockwise from the right
+            page_angle = axes.get_theta_offset() + axes.get_theta_direction() * angle
+            # rounded, so that a label straight above or below has right == 0
+            right = round(float(np.cos(page_angle)), 6)
+            up = round(float(np.sin(page_angle)), 6)
             side: Side = "top" if up > 0 else "bottom"
             if right:
                 side = "right" if right > 0 else "left"
             transform = self._shift(axes.transData, TICK_PAD * right, TICK_PAD * up)
             size = axes.xaxis.get_tick_params().get("labelsize")
             texts.append(self._add_text(label, (angle, rim), transform, side, fontsize=size))
+        # largest width and largest height of the labels
         width, height = map(max, *(self.measure(text) for text in _largest_texts(texts)))
         self.room |= {"left": TICK_PAD + width, "right": TICK_PAD + width}
         self.room |= {"bottom": TICK_PAD + height, "top": TICK_PAD + height}
 
 
 def _point(is_x: bool, along: float, across: float) -> tuple[float, float]:
-    """The point (x, y) with the coordinate `along` on one axis, which is x if `is_x`, else y, and
-    the coordinate `across` on the other axis."""
+    """(x, y) of a point from its coordinate `along` an axis and its coordinate `across` this axis.
+
+    is_x: whether this axis is the x axis.
+    """
     return (along, across) if is_x else (across, along)
 
 
@@ -313,8 +331,8 @@ def _ticks(axis: Axis) -> list[_Tick]:
 
 
 def _largest_texts(texts: Sequence[Text]) -> list[Text]:
-    """The text with the widest line, and the text with the most lines; only these two must be
-    measured to find the largest width and height."""
+    """The text with the widest line, and the text with the most lines. The largest width and height
+    of all texts are found by measuring only these two."""
     widest_text = max(texts, key=lambda text: max(map(_line_width, text.get_text().split("\n"))))
     highest_text = max(texts, key=lambda text: text.get_text().count("\n"))
     return [widest_text, highest_text]
@@ -329,8 +347,9 @@ def _line_width(line: str) -> float:
 
 
 def _position_below(figure: Figure, measure: Measure) -> float:
-    """Move legends and texts of the figure below its panels, the first one lowest; returns the
-    height in inches that they take at the bottom of the figure."""
+    """Move the legends and texts of the figure below the panels. They are stacked from the bottom
+    of the figure to the top: first the legends, then the texts. Returns the height of the stack in
+    inches."""
     height = EDGE
     for legend in figure.legends:
         legend.set_bbox_to_anchor((0.5, height / figure.get_figheight()), figure.transFigure)
@@ -345,11 +364,11 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
     """Set the positions of panels. All panels in a row of the grid get the same upper and lower
     end, and all panels in a column the same left and right end.
 
-    height_below: inches at the bottom of the figure that legends and texts take.
+    height_below: inches at the bottom of the figure that its legends and texts take.
     """
     width, height = figure.get_size_inches()
     grid = panels[0].grid_cell.get_gridspec()
-    # Inches that texts need on each side of each column and row of the grid.
+    # inches that texts need on each side of each column and row of the grid
     left, right = np.zeros((2, grid.ncols))
     top, bottom = np.zeros((2, grid.nrows))
     for panel in panels:
@@ -359,7 +378,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         right[columns.stop - 1] = max(right[columns.stop - 1], panel.room["right"])
         top[rows.start] = max(top[rows.start], panel.room["top"])
         bottom[rows.stop - 1] = max(bottom[rows.stop - 1], panel.room["bottom"])
-    # first without overhangs, which depend on the widths of the panels
+    # A first division without overhangs gives the panels' widths, on which overhangs depend.
     _, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     for panel in panels:
         first = panel.grid_cell.colspan.start
@@ -367,6 +386,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         left_overhang, right_overhang = panel.overhang(widths[first : last + 1].sum())
         left[first] = max(left[first], left_overhang)
         right[last] = max(right[last], right_overhang)
+    # inches from the left (starts) and the upper edge (uppers) of the space inside the margin EDGE
     starts, widths = _divide(width - 2 * EDGE, left, right, grid.get_width_ratios())
     uppers, heights = _divide(height - EDGE - height_below, top, bottom, grid.get_height_ratios())
     for panel in panels:
@@ -374,6 +394,7 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
         last = panel.grid_cell.colspan.stop - 1
         upper = panel.grid_cell.rowspan.start
         lower = panel.grid_cell.rowspan.stop - 1
+        # left and right end, lower and upper end: inches from the figure's lower left corner
         x = np.array([starts[first], starts[last] + widths[last]]) + EDGE
         y = height - EDGE - np.array([uppers[lower] + heights[lower], uppers[upper]])
         panel.axes.set_position(Bbox(np.stack([x / width, y / height], axis=1)))
@@ -382,14 +403,16 @@ def _position_panels(figure: Figure, panels: Sequence[_Panel], height_below: flo
 def _divide(
     total: float, room_before: np.ndarray, room_after: np.ndarray, ratios: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of adjacent panels, in inches. Panels and their texts together fill `total`
-    inches.
+    """(starts, lengths) of the panels of a row or a column, in inches. The panels, their texts and
+    the gaps between neighbours fill `total` inches.
 
-    room_before, room_after: inches of the texts before and after each panel; ratios: proportions of
-    the lengths.
+    - room_before: inches of the texts to the left of each panel, or above each panel
+    - room_after: inches of the texts to the right of each panel, or below each panel
+    - ratios: proportions of the panels' lengths
     """
     free = total - room_before.sum() - room_after.sum() - GAP * (len(room_before) - 1)
     assert free > 0, "texts leave no room for the panels"
     lengths = free * np.asarray(ratios, float) / np.sum(ratios)
+    # an end is after the gap that follows the panel's texts
     ends = np.cumsum(room_before + lengths + room_after + GAP)
     return ends - GAP - room_after - lengths, lengths

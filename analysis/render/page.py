@@ -42,6 +42,7 @@ class Section:
 
     @property
     def empty(self) -> bool:
+        """Whether the chapter has neither text nor outputs nor facts."""
         return not (self.text or self.outputs or self.facts)
 
 
@@ -51,9 +52,11 @@ class Page:
 
     title: str
     kicker: str
+    """Short line above the title."""
     lead: str
+    """Introductory paragraph below the title."""
     tiles: Sequence[tuple[int, str]]
-    """Pairs of a number and its label."""
+    """Pairs of a number and its label, displayed side by side below the introduction."""
     chapters: Sequence[Section]
     footer: str
     figure_format: str = names.FIGURE_FORMATS[0]
@@ -61,7 +64,8 @@ class Page:
 
 
 def html(page: Page) -> str:
-    """Render the page as self-contained HTML; figures also link to their files in figures/."""
+    """Render the page as self-contained HTML. Each figure is part of the page, and additionally has
+    a link to the figure's file in figures/."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -82,18 +86,19 @@ def html(page: Page) -> str:
 
 
 def _bind_percent_signs(sentence: str) -> str:
-    """The sentence with a non-breaking space before each per cent sign, which keeps the sign on the
-    line of its number."""
+    """The sentence with a non-breaking space before each per cent sign, so that a number and its
+    sign are on the same line."""
     return sentence.replace(" %", "\u00a0%")
 
 
 def _read_raw(file: str) -> Markup:
-    """The content of a file in the folder of templates, marked as HTML that is not escaped."""
+    """The content of the file `file` in the folder of templates, marked as text that the template
+    engine inserts without escaping."""
     return Markup((_TEMPLATES / file).read_text(encoding="utf-8"))
 
 
 def _section_variables(section: Section) -> dict[str, Any]:
-    """Template variables of a chapter."""
+    """Variables of the page's template for one chapter."""
     return {
         "anchor": section.anchor,
         "short": section.short,
@@ -114,7 +119,7 @@ def _section_variables(section: Section) -> dict[str, Any]:
 
 
 def _figure_variables(figure: Figure) -> dict[str, Any]:
-    """Template variables of a figure."""
+    """Variables of the page's template for one figure."""
     return {
         "name": figure.name,
         "title": figure.title,
@@ -124,9 +129,10 @@ def _figure_variables(figure: Figure) -> dict[str, Any]:
 
 
 def _table_variables(table: Table, filters: str) -> dict[str, Any]:
-    """Template variables of a table.
+    """Variables of the page's template for one table.
 
-    filters: the value of `Section.filters` for this table.
+    filters: the value of `Section.filters` for this table: columns separated by |, after a star if
+    the page first shows only the first block.
     """
     files = [
         {
@@ -148,17 +154,17 @@ def _table_variables(table: Table, filters: str) -> dict[str, Any]:
         "footnotes": tables.footnotes(table),
         "html": Markup(_table_html(table)),
         "intervals": table.low is not None,
-        # tables of many columns have no room for intervals at first
+        # whether the page shows intervals at first; tables of many columns have no room for them
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
         "filter": filters.lstrip("*"),
-        "first": filters.startswith("*"),  # whether only the first block is shown at first
+        "first": filters.startswith("*"),
     }
 
 
 def _table_html(table: Table) -> str:
-    """The table as HTML. If all rows are about one model, the column Model is left out, because the
-    top of the page names the model."""
+    """The table as HTML. The column Model is left out if all rows are about one model, because the
+    top of the page names this model."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
         return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
@@ -173,8 +179,11 @@ def _data_url(text: str, media: str) -> str:
 def write_files(
     items: Iterable[Table | Figure], out: Path, figure_format: str = names.FIGURE_FORMATS[0]
 ) -> list[Path]:
-    """Write the tables of `items` into the folder tables of `out`, and the figures into its folder
-    figures; returns the paths of the files. figure_format: one of `names.FIGURE_FORMATS`."""
+    """Write tables into the folder `out`/tables and figures into the folder `out`/figures. Returns
+    the paths of the files.
+
+    figure_format: one of `names.FIGURE_FORMATS`.
+    """
     paths: list[Path] = []
     for item in items:
         if isinstance(item, Figure):

@@ -116,7 +116,7 @@ class Figure:
 
 
 def colour(method: str) -> str:
-    """The colour of a method in every figure, which is the colour of its criterion."""
+    """The colour of a method in every figure: the colour of the method's criterion."""
     return CRITERIA.get(names.parts(method)[0], OTHER)
 
 
@@ -129,8 +129,8 @@ def look() -> Iterator[None]:
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        # The layout moves titles; without a position here, matplotlib computes one at every
-        # drawing.
+        # The layout shifts titles from this position, the upper end of the panel. Without a
+        # position here, matplotlib computes one at every drawing.
         "axes.titley": 1.0,
         "axes.edgecolor": RULE,
         "axes.labelcolor": INK,
@@ -141,7 +141,7 @@ def look() -> Iterator[None]:
         "axes.axisbelow": True,
         "axes.linewidth": 0.8,
         "text.color": INK,
-        # Without hinting, letters are placed as in vector formats.
+        # without hinting, letters are placed as in vector formats
         "text.hinting": "none",
         "xtick.color": MUTED,
         "ytick.color": MUTED,
@@ -165,16 +165,16 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing with this width and height in inches. Its layout prevents overlaps of panels
-    and texts."""
+    """An empty drawing with this width and height in inches. The drawing's layout engine prevents
+    overlaps of panels and texts."""
     return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
-    """Lay out the drawing once, for files in all formats, and remove its layout engine.
+    """Run the drawing's layout engine and remove the engine. A second call does nothing.
 
-    matplotlib renders a drawing without a layout engine once per file, and a drawing with an engine
-    twice, even if the engine does nothing.
+    The engine is removed because matplotlib renders a drawing with an engine twice for each file,
+    even if the engine does nothing, and a drawing without an engine only once.
     """
     engine = drawing.get_layout_engine()
     if engine is not None:
@@ -191,7 +191,7 @@ _SAVE_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[0]) -> list[Path]:
-    """Write the figure into `folder` as NAME.FORMAT; returns a list with the file's path.
+    """Write the figure into `folder` as NAME.FORMAT. Returns a list with the path of the file.
 
     file_format: one of `names.FIGURE_FORMATS`.
     """
@@ -207,15 +207,16 @@ def write(figure: Figure, folder: Path, file_format: str = names.FIGURE_FORMATS[
 
 
 def svg_element(figure: Figure) -> str:
-    """The figure as an SVG element for a page. The element scales to the page's width, and the four
-    colours of _THEME follow the page's theme."""
+    """The figure as an SVG element for a page. The element scales with the page's width. The four
+    colours in _THEME become CSS variables, and so follow the page's light or dark theme."""
     view_box = re.search(r'viewBox="(?P<box>0 0 (?P<width>[\d.]+) [\d.]+)"', figure.svg)
     assert view_box is not None
     start = figure.svg.index(">", figure.svg.index("<svg")) + 1
     content = re.sub(r"<metadata>.*?</metadata>", "", figure.svg[start:], flags=re.DOTALL)
     for colour, css_variable in _THEME.items():
         content = content.replace(colour, css_variable)
-    prefix = re.sub(r"\W", "_", figure.name)  # ids must be unique on the page
+    # ids must be unique on a page with several figures, and so start with the figure's name
+    prefix = re.sub(r"\W", "_", figure.name)
     content = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", content)
     namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     label = escape(figure.title)
@@ -226,16 +227,18 @@ def svg_element(figure: Figure) -> str:
 
 
 def remove_spines(axes: Axes) -> None:
-    """Remove the spines of axes that contain a grid of squares, and keep the labels."""
+    """Hide the border lines of axes that contain a grid of squares."""
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
 def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], **look: Any) -> None:
-    """Label these positions of an axis without changing its limits.
+    """Label these positions of an axis without changing the axis's limits.
 
-    look: tick parameters such as `labelsize` and `labelrotation`. This function is faster than
-    Axes.set_xticks, which makes five artists per tick that `analysis.render.layout` never draws.
+    The function is faster than Axes.set_xticks, because Axes.set_xticks makes five artists per
+    tick, which `analysis.render.layout` never draws.
+
+    look: tick parameters such as `labelsize` and `labelrotation`.
     """
     axis.set_major_locator(FixedLocator(list(positions)))
     axis.set_major_formatter(FixedFormatter(list(labels)))
@@ -245,13 +248,15 @@ def label_ticks(axis: Axis, positions: Iterable[float], labels: Iterable[str], *
 def panels(
     count: int, columns: int, height: float, below: float = 0.5, **options: Any
 ) -> tuple[Drawing, list[Axes]]:
-    """A drawing with `count` empty panels, at most `columns` in a row; returns (drawing, panels).
+    """(drawing, panels): a drawing with `count` empty panels, at most `columns` in a row. The
+    drawing is as wide as the page, or 0.6 times as wide if each row has only one panel.
 
-    height: height of a row in inches; below: height for the legend in inches; options: arguments
-    of `subplots`. A drawing with one panel per row is narrower than the page.
+    - height: height of a row of panels in inches
+    - below: height of the space for the legend in inches
+    - options: arguments of `subplots`
     """
     columns = min(columns, count)
-    rows = -(-count // columns)
+    rows = -(-count // columns)  # rounded up
     empty_drawing = drawing(PAGE if columns > 1 else PAGE * 0.6, height * rows + below)
     grid = empty_drawing.subplots(rows, columns, squeeze=False, **options)
     for axes in grid.flat[count:]:
@@ -260,16 +265,21 @@ def panels(
 
 
 def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
-    """Add a legend of `handles` below the panels, with at most `most` entries side by side, or
-    fewer when labels are long. title: text above the entries; "" for none.
+    """Add a legend below the panels. Long labels reduce the number of entries side by side.
 
-    The drawing must have room for three rows of entries; more rows make the drawing higher.
+    The drawing must have space for three rows of entries. For each further row, the drawing is
+    made higher.
+
+    - handles: entries of the legend
+    - most: largest number of entries side by side
+    - title: text above the entries; "" for none
     """
     entries = list(handles)
     label_length = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters, 14.5 per inch
-    columns = max(1, min(most, len(entries), width // (label_length + 8)))  # 8 for line and gap
-    rows = -(-len(entries) // columns)
+    # an entry is 8 characters wider than the label, for the line and the gap
+    columns = max(1, min(most, len(entries), width // (label_length + 8)))
+    rows = -(-len(entries) // columns)  # rounded up
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
     figure.legend(
         handles=entries,
@@ -282,35 +292,41 @@ def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str
 
 
 def key(label: str, **look: Any) -> Line2D:
-    """A legend entry with this label, whose line has the style `look`."""
+    """A legend entry: a label, and a line in the style `look` (properties of Line2D)."""
     return Line2D([], [], label=label, **look)
 
 
 def draw_line(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
-    """Draw a line through these points in the style of its legend entry `look`."""
+    """Draw a line through the points with the coordinates `x` and `y`.
+
+    look: the legend entry of the line, which has the same style.
+    """
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
     axes.add_line(line)
-    # None: limits are computed when the figure is drawn. Computed for every line, they take
-    # quadratic time in panels that share an axis.
+    # None postpones the computation of limits until the figure is drawn. If limits were computed
+    # after every line, panels that share an axis would take quadratic time.
     axes.autoscale(None)  # type: ignore[arg-type]
 
 
 def line_look(number: int) -> dict[str, Any]:
-    """Colour and marker of line number `number`, among lines that do not stand for criteria."""
+    """Colour and marker of the line with this number (from 0) in a figure in which lines do not
+    stand for criteria. Colours and markers repeat in figures of many lines."""
     return {"color": SHADES[number % len(SHADES)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def depth_colour(layer: int, layers: Sequence[int]) -> str:
-    """The colour of `layer`, darker for a later position in `layers`: from 0.1 of the colour
-    map for the first to 0.95 for the last."""
+    """The colour of `layer` in a figure of `layers`, from light for the first layer to dark for the
+    last layer."""
+    # from 0.1 to 0.95: the lightest and the darkest colours of the map are left out
     return to_hex(
         colormaps["viridis_r"](0.1 + 0.85 * layers.index(layer) / max(1, len(layers) - 1))
     )
 
 
 def depth_keys(layers: Sequence[int]) -> list[Line2D]:
-    """Legend entries for the first and the last layer of `layers`."""
+    """Legend entries for the first and the last layer in `layers`; one entry if there is only one
+    layer."""
     ends = dict.fromkeys((layers[0], layers[-1]))
     return [key(f"layer {layer}", color=depth_colour(layer, layers), marker="o") for layer in ends]
 
@@ -322,7 +338,7 @@ def layer_axis(axes: Axes) -> None:
 
 
 def format_percent(*axes: Axis) -> None:
-    """Format the tick labels of these axes as per cent."""
+    """Format the tick labels of these axes as per cent: the share 0.5 becomes 50 %."""
     for axis in axes:
         axis.set_major_formatter(PercentFormatter(1, symbol=" %"))
 
