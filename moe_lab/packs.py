@@ -49,7 +49,7 @@ GRACE = 600.0
 class PackedStep(NamedTuple):
     """A step of a pack with its files."""
 
-    start: str
+    id_start: str
     """First digits of the step's id."""
     name: str
     """KIND/LABEL-START, the folder of the step."""
@@ -61,7 +61,7 @@ class PackedStep(NamedTuple):
 
 class Packs:
     """The packs in one folder, and an index of the steps in the packs. The folder need not exist.
-    Threads can share an object of this class. In all methods, `start` is the first digits of a
+    Threads can share an object of this class. In all methods, `id_start` is the first digits of a
     step's id."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,60 +122,62 @@ class Packs:
         """The file of a pack."""
         return self.folder / f"{name}{ENDING}"
 
-    def __contains__(self, start: str) -> bool:
+    def __contains__(self, id_start: str) -> bool:
         """Whether an undamaged step is in a pack, as of the last `refresh`."""
-        return self._pack_of(start) is not None and start not in self.damaged_steps
+        return self._pack_of(id_start) is not None and id_start not in self.damaged_steps
 
-    def _pack_of(self, start: str) -> str | None:
+    def _pack_of(self, id_start: str) -> str | None:
         """Name of the pack that has a step, as of the last `refresh`; None if no pack has it."""
         with self._lock:
-            return next((pack for pack in self._current_packs if start in self._steps[pack]), None)
+            return next(
+                (pack for pack in self._current_packs if id_start in self._steps[pack]), None
+            )
 
-    def find(self, start: str) -> str | None:
+    def find(self, id_start: str) -> str | None:
         """Name of a step, KIND/LABEL-START; None when no pack has the step, or the step is damaged.
         New packs are opened if no pack in the index has the step."""
         with self._lock:
-            if self._pack_of(start) is None:
+            if self._pack_of(id_start) is None:
                 self.refresh()
-            pack = self._pack_of(start)
-            if pack is None or start in self.damaged_steps:
+            pack = self._pack_of(id_start)
+            if pack is None or id_start in self.damaged_steps:
                 return None
-            return f"{self._steps[pack][start]}-{start}"
+            return f"{self._steps[pack][id_start]}-{id_start}"
 
-    def read(self, start: str, file: str) -> bytes:
+    def read(self, id_start: str, file: str) -> bytes:
         """Content of a file of a step. Raises FileNotFoundError when no pack has the file or the
         step is damaged, and Damaged when the file or the pack cannot be read."""
         query = "select content from file where start = ? and name = ?"
-        rows = self._rows(start, query, start, file)
+        rows = self._rows(id_start, query, id_start, file)
         if not rows:
-            raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
+            raise FileNotFoundError(f"{self.folder}: {id_start} has no {file}")
         try:
             return zlib.decompress(rows[0][0])  # there is one row, with one column
         except zlib.error:
-            raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
+            raise Damaged(f"{file} of {id_start} is damaged in {self.folder}") from None
 
-    def files(self, start: str) -> list[str]:
+    def files(self, id_start: str) -> list[str]:
         """Names of the files of a step, including step.json; [] when no pack has the step, or the
         step is damaged. Raises Damaged when the pack cannot be read."""
-        rows = self._rows(start, "select name from file where start = ?", start)
+        rows = self._rows(id_start, "select name from file where start = ?", id_start)
         return [name for (name,) in rows]
 
-    def size(self, start: str) -> int:
+    def size(self, id_start: str) -> int:
         """Bytes of a step's compressed files; 0 when no pack has the step, or the step is damaged.
         Raises Damaged when the pack cannot be read."""
-        rows = self._rows(start, "select length(content) from file where start = ?", start)
+        rows = self._rows(id_start, "select length(content) from file where start = ?", id_start)
         return sum(size for (size,) in rows)
 
-    def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """Rows that the SQL `query` selects in the pack with step `start`; [] when no pack has the
-        step, or the step is damaged. New packs are opened if no pack in the index has the step.
+    def _rows(self, id_start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """Rows that the SQL `query` selects in the pack with step `id_start`; [] when no pack has
+        the step, or the step is damaged. New packs are opened if no pack in the index has the step.
         `values`: parameters of the query. Raises Damaged when the pack cannot be read."""
         with self._lock:
             # a second time if another process has replaced and removed the pack
             for _ in range(2):
-                if self._pack_of(start) is None:
+                if self._pack_of(id_start) is None:
                     self.refresh()
-                if start in self.damaged_steps or (name := self._pack_of(start)) is None:
+                if id_start in self.damaged_steps or (name := self._pack_of(id_start)) is None:
                     return []
                 try:
                     return self._connections[name].execute(query, values).fetchall()
@@ -183,11 +185,11 @@ class Packs:
                     if self.path(name).exists():
                         break
                     self.refresh()
-        raise Damaged(f"the pack with {start} in {self.folder} is damaged")
+        raise Damaged(f"the pack with {id_start} in {self.folder} is damaged")
 
-    def starts(self) -> set[str]:
-        """Starts of all steps in packs, as of the last `refresh`. Steps in `damaged_steps` are left
-        out."""
+    def id_starts(self) -> set[str]:
+        """Starts of the ids of all steps in packs, as of the last `refresh`. Steps in
+        `damaged_steps` are left out."""
         with self._lock:
             return (
                 set().union(*(self._steps[pack] for pack in self._current_packs))
@@ -195,18 +197,18 @@ class Packs:
             )
 
     def steps(self) -> dict[str, str]:
-        """Start of a step -> its name KIND/LABEL-START, for all steps in packs, as of the last
-        `refresh`. Steps in `damaged_steps` are left out."""
+        """Start of an id -> name of the step, KIND/LABEL-START, for all steps in packs, as of the
+        last `refresh`. Steps in `damaged_steps` are left out."""
         names = {}
         with self._lock:
             for pack in self._current_packs:
-                for start, label in self._steps[pack].items():
-                    if start not in self.damaged_steps:
-                        names[start] = f"{label}-{start}"
+                for id_start, label in self._steps[pack].items():
+                    if id_start not in self.damaged_steps:
+                        names[id_start] = f"{label}-{id_start}"
         return names
 
     def inputs(self) -> dict[str, str]:
-        """Start of a step -> starts of its inputs, separated by spaces. All steps in packs are
+        """Start of a step's id -> those of its inputs, separated by spaces. All steps in packs are
         included, as of the last `refresh`. Raises Damaged when a pack cannot be read."""
         inputs: dict[str, str] = {}
         with self._lock:
@@ -221,29 +223,31 @@ class Packs:
         `publish` renames it."""
         return self._write(map(_compress, steps))
 
-    def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
-        """Write the steps of the packs `names` to one new pack, and return the path of the new
-        pack. When `publish` renames the new pack, it replaces the packs `names`. `without`: starts
-        of steps that are left out. Raises Damaged, with the name of the pack, when a pack cannot be
-        read."""
-        return self._write(self._remaining_steps(names, without), names)
+    def rewrite(self, packs: Collection[str], dropped: Collection[str] = ()) -> Path:
+        """Write the steps of the packs `packs` (names) to one new pack, and return the path of the
+        new pack. When `publish` renames the new pack, it replaces the packs `packs`. `dropped`:
+        starts of the ids of steps that are left out. Raises Damaged, with the name of the pack,
+        when a pack cannot be read."""
+        return self._write(self._remaining_steps(packs, dropped), packs)
 
     def _remaining_steps(
-        self, names: Iterable[str], without: Collection[str]
+        self, packs: Iterable[str], dropped: Collection[str]
     ) -> Iterator[PackedStep]:
-        """The steps of the packs `names`, with compressed files. `without`: starts of steps that
-        are left out. A step in several packs is yielded once. Raises Damaged, with the name of the
-        pack, when a pack cannot be read."""
-        for pack in names:
+        """The steps of the packs `packs` (names), with compressed files. `dropped`: starts of the
+        ids of steps that are left out. A step in several packs is yielded once. Raises Damaged,
+        with the name of the pack, when a pack cannot be read."""
+        for pack in packs:
             try:
                 inputs = _summary(self._connections[pack], "inputs")
-                for start, label in self._steps[pack].items():
+                for id_start, label in self._steps[pack].items():
                     # of several packs with the same step, only the first in the index yields it
-                    if start in without or self._pack_of(start) != pack:
+                    if id_start in dropped or self._pack_of(id_start) != pack:
                         continue
                     select = "select name, content from file where start = ?"
-                    files = dict(self._connections[pack].execute(select, (start,)))
-                    yield PackedStep(start, f"{label}-{start}", inputs[start].split(), files)
+                    files = dict(self._connections[pack].execute(select, (id_start,)))
+                    yield PackedStep(
+                        id_start, f"{label}-{id_start}", inputs[id_start].split(), files
+                    )
             except (sqlite3.Error, Damaged):
                 raise Damaged(pack) from None
 
@@ -259,9 +263,9 @@ class Packs:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?nolock=1", uri=True)) as database:
             database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
             for step in steps:
-                names[step.start] = step.name.removesuffix(f"-{step.start}")
-                inputs[step.start] = " ".join(step.inputs)
-                rows = [(step.start, *file) for file in step.files.items()]
+                names[step.id_start] = step.name.removesuffix(f"-{step.id_start}")
+                inputs[step.id_start] = " ".join(step.inputs)
+                rows = [(step.id_start, *file) for file in step.files.items()]
                 database.executemany("insert into file values (?, ?, ?)", rows)
             summaries = {"names": names, "inputs": inputs, "replaces": list(replaces)}
             for name, document in summaries.items():
@@ -291,9 +295,10 @@ class Packs:
                     self.path(old_name).unlink(missing_ok=True)
         self.refresh()
 
-    def packs_with(self, starts: Iterable[str]) -> set[str]:
-        """Names of the packs that have at least one step whose start is in `starts`."""
-        return {pack for start in starts if (pack := self._pack_of(start))}
+    def packs_with(self, id_starts: Iterable[str]) -> set[str]:
+        """Names of the packs that have at least one of the steps whose ids begin with
+        `id_starts`."""
+        return {pack for id_start in id_starts if (pack := self._pack_of(id_start))}
 
     def sizes(self) -> dict[str, int]:
         """Name of a pack -> bytes of its file, for all packs that no other pack replaces."""

@@ -81,25 +81,27 @@ class Packing:
         for kind, step_class in KINDS.items():
             if step_class.small:
                 folders.update(store.folders(kind))
-        for start in self.large_steps & folders.keys():
-            del folders[start]
+        for id_start in self.large_steps & folders.keys():
+            del folders[id_start]
         if not folders:
             return
-        if len(folders) < MANY and not (last and store.packs.starts()):
+        if len(folders) < MANY and not (last and store.packs.id_starts()):
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.make_folder(store.packs.folder)
             store.packs.clear()
             candidates = [
-                (start, folder) for start, folder in folders.items() if start not in store.packs
+                (id_start, folder)
+                for id_start, folder in folders.items()
+                if id_start not in store.packs
             ]
             small_steps = self._small_steps(candidates[:STEPS_PER_PACK])
             if first := next(small_steps, None):  # without a first step, no pack is written
                 _publish(store, store.packs.add(chain([first], small_steps)), claim)
             # remove folders of the steps packed now, and of steps that a killed process had packed
-            for start in folders.keys() & store.packs.starts():
+            for id_start in folders.keys() & store.packs.id_starts():
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(hide(folders[start], start), ignore_errors=True)
+                    shutil.rmtree(hide(folders[id_start], id_start), ignore_errors=True)
             small_packs = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(small_packs) > MOST_PACKS:
                 _rewrite(store, small_packs, (), claim)  # no step is left out
@@ -108,14 +110,14 @@ class Packing:
         """The steps in `folders`, read for a pack. `folders`: pairs (start of a step's id, its
         folder). Damaged steps are left out. Steps that are large or have subfolders are left out,
         too, and added to `large_steps`."""
-        for start, folder in folders:
+        for id_start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
                 entries = document["files"]
                 size = sum(entry["bytes"] for entry in entries.values())
                 # a pack stores no subfolders
                 if size > SMALL or any("/" in name for name in entries):
-                    self.large_steps.add(start)
+                    self.large_steps.add(id_start)
                     continue
                 files = {name: (folder / name).read_bytes() for name in entries}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
@@ -123,7 +125,7 @@ class Packing:
                     continue
                 files[STEP] = (folder / STEP).read_bytes()
                 name = f"{folder.parent.name}/{folder.name}"
-                yield PackedStep(start, name, _inputs(document), files)
+                yield PackedStep(id_start, name, _inputs(document), files)
 
 
 def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
@@ -148,9 +150,9 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
     left out."""
     for name in names:
         if not other.damage(name, hash_all=True):
-            start = name[-DIGITS:]
-            files = {file: other.packs.read(start, file) for file in other.packs.files(start)}
-            yield PackedStep(start, name, _inputs(other.document(name)), files)
+            id_start = name[-DIGITS:]
+            files = {file: other.packs.read(id_start, file) for file in other.packs.files(id_start)}
+            yield PackedStep(id_start, name, _inputs(other.document(name)), files)
 
 
 def _inputs(document: Mapping[str, Any]) -> list[str]:
@@ -158,22 +160,24 @@ def _inputs(document: Mapping[str, Any]) -> list[str]:
     return [name[-DIGITS:] for name in document["inputs"].values()]
 
 
-def drop(store: Store, starts: Collection[str]) -> None:
+def drop(store: Store, id_starts: Collection[str]) -> None:
     """Remove steps from packs, by writing new packs without these steps. Waits for the claim PACKS.
-    `starts`: first digits of the ids of the steps."""
+    `id_starts`: first digits of the ids of the steps."""
     with store.claims.wait_for(PACKS) as claim:
         store.packs.refresh()
-        for name in store.packs.packs_with(starts):
-            _rewrite(store, [name], starts, claim)
-        store.packs.damaged_steps -= set(starts)
+        for name in store.packs.packs_with(id_starts):
+            _rewrite(store, [name], id_starts, claim)
+        store.packs.damaged_steps -= set(id_starts)
 
 
-def _rewrite(store: Store, names: Collection[str], starts: Collection[str], claim: Claim) -> None:
+def _rewrite(
+    store: Store, names: Collection[str], id_starts: Collection[str], claim: Claim
+) -> None:
     """Replace packs by one new pack that has their steps. `names`: names of the packs to replace.
-    `starts`: first digits of the ids of the steps to leave out. If a pack is damaged, nothing is
+    `id_starts`: first digits of the ids of the steps to leave out. If a pack is damaged, nothing is
     replaced, and this pack is set aside with all its steps."""
     try:
-        _publish(store, store.packs.rewrite(names, starts), claim)
+        _publish(store, store.packs.rewrite(names, id_starts), claim)
     except Damaged as error:
         # the text of the error is the name of the damaged pack
         store.set_aside(store.packs.path(str(error)), "damaged", "its steps are computed again")

@@ -343,7 +343,7 @@ class Store:
         for path in self.packs.damaged_packs:
             if path.exists():
                 self.set_aside(path, "damaged", "its steps are computed again")
-        packed_starts = self.packs.starts()
+        packed_starts = self.packs.id_starts()
         done = set()
         for step in steps:
             start = step.id[:DIGITS]
