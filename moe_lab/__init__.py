@@ -90,11 +90,11 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     from moe_lab.config import ModelConfig
     from moe_lab.config.base import validated
     from moe_lab.models.load import load_model
-    from moe_lab.paths import PREFIX, as_name
+    from moe_lab.paths import PREFIX, valid_name
 
     # NAME in pocket:NAME, in the hub id AUTHOR/NAME, or in FOLDER/NAME
     last_part = path.rstrip("/").rpartition("/")[2]
-    name = as_name(last_part.rpartition(":")[2])
+    name = valid_name(last_part.rpartition(":")[2])
     # the shipped models are so small that one thread is fastest
     threads = 1 if path.startswith(PREFIX) else None
     defaults = {"name": name, "path": path, "threads": threads}
@@ -160,11 +160,11 @@ def _calibration(
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.config.base import validated
-    from moe_lab.paths import as_name
+    from moe_lab.paths import valid_name
 
     with _text_file(text) as path:
         defaults = {
-            "name": as_name(Path(path).stem),
+            "name": valid_name(Path(path).stem),
             "path": path,
             "packing": "chunk",
             "tokens": 32_768,

@@ -31,7 +31,7 @@ from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
-from moe_lab.paths import PREFIX, as_name
+from moe_lab.paths import PREFIX, valid_name
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ Choice = tuple[str, str]
 Point = tuple[Any, ...]
 """One value per axis, in the order of AXES."""
 
-KINDS = fields_of(CellConfig)
-AXES = tuple(KINDS)
+AXIS_TYPES = fields_of(CellConfig)
+AXES = tuple(AXIS_TYPES)
 """Keys for which a grid can list values. The product of the lists is in this order."""
-GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
+GROUPS = tuple(axis for axis in AXES if fields_of(AXIS_TYPES[axis]))
 """Axes whose values are files. Settings in the files, such as model.top_k, can have lists, too."""
-VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
+PLAIN_AXES = tuple(axis for axis in AXES if axis not in GROUPS)
 """Axes whose values are numbers or texts."""
 SHIPPED_TEXT = "pocket_general"
 """Calibration set of a shipped model if none is named."""
@@ -157,7 +157,7 @@ def _key(point: Point) -> Point:
     """A tuple that is equal for equal points, and that can be hashed. It has the `id` of a choice
     in place of the choice, because `_Axes` returns the same object for equal choices."""
     pairs = zip(AXES, point, strict=True)
-    return tuple(value if axis in VALUES else id(value) for axis, value in pairs)
+    return tuple(value if axis in PLAIN_AXES else id(value) for axis, value in pairs)
 
 
 Lists = Mapping[str, Sequence[Any]]
@@ -230,21 +230,23 @@ class _Axes:
 
     def values(self, axis: str, lists: Lists) -> list[Any]:
         """The values of an axis, checked. Raises SettingsError with all mistakes in the values."""
-        return self._plain_values(axis, lists) if axis in VALUES else self._choices_of(axis, lists)
+        return (
+            self._plain_values(axis, lists) if axis in PLAIN_AXES else self._choices_of(axis, lists)
+        )
 
     def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked values of an axis in VALUES, without repetitions. An axis without a list has
-        one value: the value in the composed configuration, or the default if there is none."""
+        """The checked values of an axis in PLAIN_AXES, without repetitions. An axis without a list
+        has one value: the value in the composed configuration, or the default if there is none."""
         values = []
         with Mistakes() as mistakes:
             if axis not in lists:
                 only_value = self.draft.composed.get(axis)
                 if only_value is None:
                     only_value = CellConfig.__dataclass_fields__[axis].default
-                values.append(validated(KINDS[axis], only_value, axis))
+                values.append(validated(AXIS_TYPES[axis], only_value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
-                    values.append(validated(KINDS[axis], value, self._field(axis)))
+                    values.append(validated(AXIS_TYPES[axis], value, self._field(axis)))
         return list(dict.fromkeys(values))
 
     def _names(self, axis: str, lists: Lists) -> list[str | None]:
@@ -313,7 +315,7 @@ class _Axes:
                 assign(content, setting.removeprefix(f"{axis}."), value)
         for setting, value in settings.items():
             assign(content, setting, value)
-        choice = validated(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
+        choice = validated(AXIS_TYPES[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
             choice = self._checked_text(choice, name)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
@@ -321,7 +323,7 @@ class _Axes:
             return choice
         # such as _rank8 for the setting rank
         endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]
-        return replace(choice, name=as_name("".join([choice.name, *endings])))
+        return replace(choice, name=valid_name("".join([choice.name, *endings])))
 
     def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
         """The calibration set `text` with the right value of `is_default`: whether the set is
@@ -481,7 +483,7 @@ def add_sources(text: CalibrationConfig, files: Files) -> CalibrationConfig:
     for source in text.sources:
         changes = {}
         if source.path is not None:
-            changes = {"name": as_name(Path(source.path).stem), "path": source.path}
+            changes = {"name": valid_name(Path(source.path).stem), "path": source.path}
         settings = _text(f"calibration={text.name}: source", source.calibration, files, changes)
         if settings.sources:
             raise UserError(

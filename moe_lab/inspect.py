@@ -22,7 +22,7 @@ USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [...]
 Whether a model is supported or why not, its layers, experts, routers and parameters by part, its
 loading memory, and which criteria and exports apply. Takes the settings of `python -m moe_lab`;
 reads no weight. A dry run prints the memory that steps need."""
-Row = tuple[str, str]
+TableRow = tuple[str, str]
 """(name, text) of a row of the printed table."""
 
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     return 0 if is_supported else 1
 
 
-def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
+def describe(model: ModelConfig) -> tuple[str, list[TableRow], bool]:
     """(title, rows, whether moe_lab supports the model) of the description of a model. If the
     model's config.json is not available, the rows are made from the setting `expected`, and the
     model counts as supported. If there is no `expected` either, the model counts as not supported.
@@ -87,7 +87,7 @@ _ABSENCE = "neither on this machine nor to be had from the hub"
 """Description of a config.json that is not available."""
 
 
-def _expected_rows(model: ModelConfig) -> Iterator[Row]:
+def _expected_rows(model: ModelConfig) -> Iterator[TableRow]:
     """Rows about a model whose config.json is not available, from `expected` in its settings."""
     expected = model.expected
     assert expected is not None
@@ -99,13 +99,13 @@ def _expected_rows(model: ModelConfig) -> Iterator[Row]:
     yield from _parameter_rows(expected.parameters)
 
 
-def _parameter_rows(count: int) -> Iterator[Row]:
+def _parameter_rows(count: int) -> Iterator[TableRow]:
     """A row with `count`, the number of parameters, and a row with the memory that they take."""
     yield "parameters, all", f"{count:,}"
     yield "loading memory", f"{2 * count / 2**30:.2f} GiB in bfloat16"  # 2 bytes per parameter
 
 
-def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
+def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[TableRow]:
     """Rows about the layers and parameters of a model. Layers with equal descriptions share a row.
     `facts`: result of `models.facts.describe`."""
     parameters = facts["parameters"]
@@ -129,7 +129,7 @@ def _architecture_rows(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield from _parameter_rows(total)
 
 
-def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[Row]:
+def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow]:
     """Rows with the criteria and the export shapes that apply to a model. `facts`: result of
     `models.facts.describe`."""
     from moe_lab import criteria

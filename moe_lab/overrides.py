@@ -131,7 +131,7 @@ def add_to_draft(text: str, override: Override, files: grid.Files, draft: grid.D
     if not override_values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         raise UserError(f"{text} names no values: expected some, separated by commas")
     # a list of values for the grid: of an axis, or of a setting in a group
-    if key in grid.VALUES or (has_several and group in grid.GROUPS):
+    if key in grid.PLAIN_AXES or (has_several and group in grid.GROUPS):
         draft.command_lists[key] = override_values
         return []
     if has_several:

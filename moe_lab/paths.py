@@ -148,15 +148,15 @@ def validate_name(text: str) -> str:
     if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
     if not NAME.fullmatch(text):
-        valid_name = as_name(text, "")
-        hint = f", such as {valid_name}" if valid_name else ""
+        suggestion = valid_name(text, "")
+        hint = f", such as {suggestion}" if suggestion else ""
         raise ValueError(
             f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}"
         )
     return text
 
 
-def as_name(text: str, default: str = "unnamed") -> str:
+def valid_name(text: str, default: str = "unnamed") -> str:
     """A valid part of a folder's name, made from `text`. Characters that are not valid become _,
     and a long text is cut. The result is `default` if nothing is left of `text`."""
     name = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")

@@ -56,7 +56,7 @@ def load(modules: Iterable[str] = ()) -> list[str]:
     return names
 
 
-def sources(modules: Iterable[str]) -> dict[Path, Path]:
+def plugin_files(modules: Iterable[str]) -> dict[Path, Path]:
     """Path relative to a folder of sys.path -> full path, for all files and folders of the plugins
     that `load` imports. These are the contents of the top package of each plugin. If the top module
     of a plugin is not a package, only the file of the module is included."""

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts", "out_features")
+COUNT_ATTRIBUTES = (
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_local_experts",
+    "num_experts",
+    "out_features",
+)
 """Attributes of modules that hold the number of experts of a layer."""
 
 
@@ -63,11 +69,13 @@ class RaggedExperts(nn.Module):
         )
         self.owners = tuple(range(self.num_experts)) if owners is None else tuple(owners)
         # experts without weights and without another owner
-        self.null = [e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]]
+        self.null_experts = [
+            e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]
+        ]
         self.constants = None
         if constants:
             self.constants = nn.Parameter(
-                down.new_empty(len(self.null), down.shape[1]), down.requires_grad
+                down.new_empty(len(self.null_experts), down.shape[1]), down.requires_grad
             )
 
     def weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +108,7 @@ class RaggedExperts(nn.Module):
             start = end
         if self.constants is not None:
             output += constant_output(
-                top_k_index, top_k_weights, self.num_experts, self.null, self.constants
+                top_k_index, top_k_weights, self.num_experts, self.null_experts, self.constants
             )
         return output
 
@@ -133,7 +141,7 @@ def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
     """Names of the attributes of `module` that hold its number of experts, `n_experts`: for
     example, `out_features` of a router. Attributes of its submodules are not included."""
-    return [name for name in COUNTS if vars(module).get(name) == n_experts]
+    return [name for name in COUNT_ATTRIBUTES if vars(module).get(name) == n_experts]
 
 
 def set_counts(modules: Iterable[nn.Module], before: int, after: int) -> None:

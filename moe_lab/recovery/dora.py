@@ -153,7 +153,7 @@ class DoraExperts(nn.Module):
                 top_k_index,
                 top_k_weights,
                 original.num_experts,
-                original.null,
+                original.null_experts,
                 original.constants,
             )
         return output

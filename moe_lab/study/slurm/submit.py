@@ -373,7 +373,9 @@ def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
     root = Path(moe_lab.__file__).parents[1]
     # path in the copy -> path of the original, for files and folders
     paths = {path.relative_to(root): path for name in FOLDERS for path in (root / name).rglob("*")}
-    paths |= {Path(start.PLUGINS) / file: path for file, path in plugins.sources(modules).items()}
+    paths |= {
+        Path(start.PLUGINS) / file: path for file, path in plugins.plugin_files(modules).items()
+    }
     originals = {
         file: path
         for file, path in paths.items()
