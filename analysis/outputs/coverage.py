@@ -177,9 +177,12 @@ def coverage_figure(study: Study, name: str) -> Figure:
 
 
 def _colour_positions(tokens: np.ndarray) -> np.ndarray:
-    """Positions (experts,) in the colour map, between 0 and 1, for the experts of a layer: 0.5 for
-    the mean of `tokens` (an even load), and 0.35 more or less for each factor of ten, at most 0.49
-    more or less."""
+    """Positions (experts,) in the colour map, from 0 to 1, for the experts of one layer.
+
+    The position is 0.5 for the mean of the layer (an even load), 0.85 for ten times the mean, and
+    0.15 for a tenth of the mean. Positions are clipped to 0.01..0.99.
+
+    tokens (experts,): number of tokens of each expert."""
     # 1e-9 stands for 0, which has no logarithm
     even_load = max(tokens.mean(), 1e-9)
     decades = np.log10(np.maximum(tokens, 1e-9) / even_load)

@@ -38,7 +38,7 @@ def formula_table(results: Results, name: str) -> Table:
     from moe_lab import criteria
 
     rows = []
-    for criterion_text in _criteria(results.study):
+    for criterion_text in _registered_criteria(results.study):
         registered_name, _ = _name_and_parameters(criterion_text)
         criterion = criteria.get(registered_name)
         # the first paragraph of the docstring is the formula
@@ -64,10 +64,13 @@ def formula_table(results: Results, name: str) -> Table:
 
 @output("aimer.table1", chapter="criteria", needs="registered criteria")
 def signal_table(results: Results, name: str) -> Table:
-    """AIMER's Table 1: the inputs that each criterion of the study reads."""
+    """AIMER's Table 1: the inputs that each criterion of the study reads.
+
+    A row per criterion, with a mark (yes or no) for each of SIGNALS.
+    """
     rows = [
-        (names.criterion(criterion), *map(MARKS.get, signals(criterion).values()))
-        for criterion in _criteria(results.study)
+        (names.criterion(criterion), *(MARKS[is_used] for is_used in signals(criterion).values()))
+        for criterion in _registered_criteria(results.study)
     ]
     return Table(
         name=name,
@@ -82,59 +85,64 @@ def signal_table(results: Results, name: str) -> Table:
 
 
 def signals(criterion: str) -> dict[str, bool]:
-    """Signal of SIGNALS -> whether the scores of a criterion depend on this signal.
+    """Each of SIGNALS -> whether the scores of a criterion depend on this signal.
 
-    The scores of an artificial layer are computed once, then again for each signal with other
-    values of this signal. The criterion depends on the signal if a score changes.
+    For Text: whether the criterion reads a calibration set. For another signal: whether a score of
+    the artificial layer changes when only the values of this signal change.
 
-    criterion: the criterion as a study's record spells it."""
+    criterion: name and parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _name_and_parameters(criterion)
-    reference = _scores(name, parameters, _inputs())
+    reference_scores = _scores(name, parameters, _artificial_statistics())
     dependence = {
-        signal: bool((_scores(name, parameters, _inputs(signal)) != reference).any())
+        signal: bool(
+            (_scores(name, parameters, _artificial_statistics(signal)) != reference_scores).any()
+        )
         for signal in SIGNALS
         if signal != "Text"
     }
     return {"Text": reads_text(name), **dependence}
 
 
-def _scores(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
-    """Scores (experts,) or (experts, channels) of the artificial layer by the criterion `name`.
+def _scores(name: str, parameters: Mapping[str, Any], statistics: Mapping[str, Array]) -> Array:
+    """Scores (experts,) or (experts, channels) that a criterion gives the artificial layer.
 
-    parameters: of the criterion; inputs: see `_inputs`."""
-    from moe_lab.criteria import Layer, get
+    name, parameters: those of the criterion; statistics: see `_artificial_statistics`."""
+    from moe_lab import criteria
 
-    # layer 0, whose gate is `model`
-    layer = Layer(get(name), 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
-    return layer.criterion.function(layer, **parameters)
+    criterion = criteria.get(name)
+    random = np.random.default_rng(0)
+    # the index of the layer is 0, and the gate is called `model`
+    layer = criteria.Layer(criterion, 0, EXPERTS, CHANNELS, statistics, "model", random)
+    return criterion.function(layer, **parameters)
 
 
-def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
-    """Name of a sum, as in statistics/sums.py -> random values of this sum for the artificial
-    layer.
+def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Array]:
+    """Statistics of the artificial layer: name of a statistic -> random values. The names and
+    shapes of statistics are listed in docs/new_criterion.md.
 
-    Every sum is computed from random draws of the signals on which it depends. The draws of
-    `signal_to_change` differ from those of `_inputs()`; the draws of other signals are equal."""
+    A statistic is computed from random numbers for each signal on which the statistic depends.
+    These numbers are the same in every call, except those for `signal_to_change`."""
     from moe_lab.config import GATES
 
-    # functions that draw the numbers of one signal each
+    # a function per signal, with the signal's seed; the signal to change has another seed
     draw_activations, draw_routing, draw_gradients, draw_weights = (
-        _draws(number + 10 * (signal == signal_to_change))  # a signal that changes: another seed
+        _draw_function(number + 10 * (signal == signal_to_change))
         for number, signal in enumerate(SIGNALS)
         if signal != "Text"
     )
-    shape = (EXPERTS, CHANNELS)  # of sums that have a number per channel
+    channel_shape = (EXPERTS, CHANNELS)  # of statistics with a number per channel
     tokens = 5 * draw_routing(EXPERTS)
-    # (experts, exponent of the gate, exponent of the norm); without gate and norm: token counts
+    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta. Gates are routing, norms
+    # of expert outputs are activations; the sum for alpha = beta = 0 is the number of tokens
     sums = draw_activations(EXPERTS, 3, 3) * np.concatenate(
         [np.ones((EXPERTS, 1, 3)), draw_routing(EXPERTS, 2, 3)], axis=1
     )
     sums[:, :, 0] = draw_routing(EXPERTS, 3)
     sums[:, 0, 0] = tokens
-    phi = draw_activations(*shape)
-    gated = phi * draw_routing(*shape)
+    ungated = draw_activations(*channel_shape)
+    gated = ungated * draw_routing(*channel_shape)
     return {
         "tokens": tokens,
         **{f"sums_{gate}": sums for gate in GATES},
@@ -144,40 +152,41 @@ def _inputs(signal_to_change: str | None = None) -> dict[str, Array]:
             for name in ("damage", "ala_first", "ala_second")
         },
         "layer_loss": draw_activations().reshape(()),
-        "channel_square": phi,
-        "channel_max": phi,
+        "channel_square": ungated,
+        "channel_max": ungated,
         "gate_channel_square": gated,
         "gate_channel_max": gated,
         "renormalized_channel_square": gated,
         "renormalized_channel_max": gated,
-        "channel_gradient_square": draw_gradients(*shape),
-        "channel_product": phi * draw_gradients(*shape),
-        "channel_product_abs": phi * draw_gradients(*shape),
+        "channel_gradient_square": draw_gradients(*channel_shape),
+        "channel_product": ungated * draw_gradients(*channel_shape),
+        "channel_product_abs": ungated * draw_gradients(*channel_shape),
         **{
-            f"snip_{part}": draw_weights(*shape) * draw_gradients(*shape)
+            f"snip_{part}": draw_weights(*channel_shape) * draw_gradients(*channel_shape)
             for part in ("down", "gate", "up")
         },
         "abs_sum": draw_weights(EXPERTS),
         "square_sum": draw_weights(EXPERTS),
         "count": np.asarray(9.0),
         **{
-            f"channel_{part}": draw_weights(*shape)
+            f"channel_{part}": draw_weights(*channel_shape)
             for part in ("down_square", "down_abs", "gate_square", "up_square")
         },
         "shift_weighted": draw_activations(EXPERTS) * draw_routing(EXPERTS),
     }
 
 
-def _draws(seed: int) -> Callable[..., Array]:
-    """A function of a shape that returns random numbers from [1, 2); every call draws new
-    numbers. Functions with the same `seed` return the same numbers, call by call."""
+def _draw_function(seed: int) -> Callable[..., Array]:
+    """A function that takes the sizes of an array and returns an array of random numbers from
+    [1, 2). Every call of the function draws new numbers. Two functions with the same `seed` draw
+    the same numbers, in the same order."""
     generator = np.random.default_rng(seed)
     return lambda *shape: np.asarray(generator.uniform(1, 2, shape))
 
 
-def _criteria(study: Study) -> list[str]:
-    """The registered criteria among the criteria of the study's cells, in the order of tables.
-    Criteria are spelled with their parameters, as in `s_family(alpha=0,b=1)`."""
+def _registered_criteria(study: Study) -> list[str]:
+    """The criteria of the study's cells that moe_lab registers, in the order of tables. A criterion
+    is spelled with its parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import CRITERIA
 
     ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
@@ -185,17 +194,18 @@ def _criteria(study: Study) -> list[str]:
 
 
 def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
-    """(name, parameters) of a criterion, which is spelled as in `s_family(alpha=0,b=1)`. A text of
-    another form is the name, without parameters."""
+    """Parse a criterion such as `s_family(alpha=0,b=1)`. Returns (name, parameters): here
+    `s_family` and {"alpha": 0, "b": 1}. A text of another form is returned as the name, with no
+    parameters."""
     match = _CRITERION.fullmatch(criterion)
     if match is None:
         return criterion, {}
     pairs = (part.partition("=") for part in (match["parameters"] or "").split(",") if part)
-    return match["name"], {key: _value(text) for key, _, text in pairs}
+    return match["name"], {key: _parameter_value(text) for key, _, text in pairs}
 
 
-def _value(text: str) -> Any:
-    """The value that `text` spells in JSON; `text` itself if it is not JSON."""
+def _parameter_value(text: str) -> Any:
+    """`text` parsed as JSON; the text itself if `text` is not valid JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -231,8 +241,8 @@ TEXT = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"
 def scoring_table(results: Results, name: str) -> Table:
     """AIMER's Table 4: time and memory of scores, and of the passes that they need.
 
-    A row per step that computes scores. Steps are left out when the store lacks their time, or that
-    of one of their inputs.
+    A row per step that computes scores. A step is left out if the store lacks the time of this step
+    or of one of the step's inputs.
     """
     study = results.study
     cells = study.cells[study.cells["scores_folder"].notna()].drop_duplicates("scores_folder")
@@ -240,11 +250,11 @@ def scoring_table(results: Results, name: str) -> Table:
     machines = []
     for cell, steps in _cells_with_times(study, cells, "scores_folder"):
         machines += list(steps["machine"])
-        inputs = sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
+        passes = sorted(kind.replace("_", " ") for kind in set(steps["kind"]) - {"scores"})
         rows.append(
             {
                 **cell,
-                "reads": names.listing(inputs),
+                "reads": names.listing(passes),
                 "Scoring time (s)": steps["seconds"].sum(),
                 "Of these, the scores (s)": steps.loc[steps["kind"] == "scores", "seconds"].sum(),
                 "Peak memory (MiB)": steps["peak"].max() / MEBIBYTE,
@@ -252,13 +262,15 @@ def scoring_table(results: Results, name: str) -> Table:
                 "Loading memory (MiB)": _parameter_count(study, cell["model"]) * BYTES / MEBIBYTE,
             }
         )
-    numbers = {
+    # {} if no step used a GPU: the table then lacks this column
+    gpu_format = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
+    formats = {
         "Scoring time (s)": SECONDS,
         "Of these, the scores (s)": SECONDS,
         "Peak memory (MiB)": "{:,.0f}",
+        **gpu_format,
+        "Loading memory (MiB)": "{:,.2f}",
     }
-    gpu_peak = {GPU_PEAK: "{:,.0f}"} if any(pd.notna(row[GPU_PEAK]) for row in rows) else {}
-    formats = {**numbers, **gpu_peak, "Loading memory (MiB)": "{:,.2f}"}
     return Table(
         name=name,
         title="Time and memory of scoring",
@@ -273,7 +285,7 @@ def scoring_table(results: Results, name: str) -> Table:
         formats=formats,
         best={"Scoring time (s)": "min"},
         blocks=("Model",),
-        optional=tuple(gpu_peak),
+        optional=tuple(gpu_format),
     )
 
 
@@ -287,8 +299,8 @@ def scoring_table(results: Results, name: str) -> Table:
 def allocation_table(results: Results, name: str) -> Table:
     """MoE-Slimming's Tables 1 and 12: seconds of every step behind a plan of channels.
 
-    A row per model, calibration set, criterion, allocation, gate and seed: the plan of the first
-    ratio. The column of a step is missing where no plan reads the step.
+    A row per model, calibration set, criterion, allocation, gate and seed; the row is about the
+    plan of the first ratio. A kind of step has a column if some plan has a step of this kind.
     """
     study = results.study
     cells = study.cells[
@@ -300,13 +312,13 @@ def allocation_table(results: Results, name: str) -> Table:
     cells_of_first_ratios = cells.drop_duplicates(all_but_ratio)
     for cell, steps in _cells_with_times(study, cells_of_first_ratios, "plan_folder"):
         machines += list(steps["machine"])
-        # steps of kinds without a column are in the total only
+        # column -> seconds; steps of a kind without a column count in the total only
         seconds = steps.groupby(steps["kind"].map(PASSES))["seconds"].sum()
         rows.append({**cell, **seconds, "Total (s)": steps["seconds"].sum()})
-    columns = [
+    step_columns = [
         column for column in dict.fromkeys(PASSES.values()) if any(column in row for row in rows)
     ]
-    formats = dict.fromkeys([*columns, "Total (s)"], SECONDS)
+    formats = dict.fromkeys([*step_columns, "Total (s)"], SECONDS)
     return Table(
         name=name,
         title="Time of channel allocations",
@@ -320,19 +332,19 @@ def allocation_table(results: Results, name: str) -> Table:
         ),
         formats=formats,
         blocks=("Model", "Calibration"),
-        optional=tuple(columns),
+        optional=tuple(step_columns),
     )
 
 
 def _cells_with_times(
     study: Study, cells: pd.DataFrame, column: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (row of `cells` as a dictionary, `time_and_memory` of steps) for each cell, sorted by
-    model and criterion.
+    """Yield (row of the cell as a dictionary, `time_and_memory` of the cell's steps) for each of
+    `cells`, sorted by model and criterion.
 
-    The steps of a cell: the step whose folder is in the column `column`, and all direct and
-    indirect inputs of this step, without steps of the kinds TIMELESS. A cell is left out when it
-    has no steps, or when the store lacks the time of one of them."""
+    The steps of a cell are the step in the column `column`, such as plan_folder, and all direct and
+    indirect inputs of this step. Steps of the kinds TIMELESS do not count. A cell without steps is
+    left out, and so is a cell if the store lacks the time of one of the cell's steps."""
     for cell in records(sorted_by_criterion(cells, "model")):
         folders = [
             folder

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from analysis import names
 from analysis.load import passes, settings
-from analysis.load.reader import records
+from analysis.load.reader import records, stacked
 from analysis.load.study import Study
 from analysis.outputs.captions import pass_setup
 from analysis.outputs.score_rows import (
@@ -36,12 +36,16 @@ LAYERS = 8
 def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
     """Retained share of channels (allocations, layers): the mean over the experts of a layer.
 
-    Allocations whose shares are equal, to a thousandth, form one row; the label of the row has a
-    line for each of these allocations. Cells without a plan are left out. Columns of `retained`:
-    cell, layer, expert, share.
+    Allocations whose shares are equal, when rounded to three decimals, form one row; the index of
+    this row has the names of these allocations, one per line. Cells without a plan are left out.
+
+    retained: columns cell, layer, expert and share, as in `Study.retained`.
     """
-    plan_shares = retained[retained["cell"].isin(cells.index)]
-    shares = plan_shares.pivot_table(index="cell", columns="layer", values="share", aggfunc="mean")
+    expert_shares = retained[retained["cell"].isin(cells.index)]
+    shares = expert_shares.pivot_table(
+        index="cell", columns="layer", values="share", aggfunc="mean"
+    )
+    # in the order of `cells`
     shares = shares.reindex([cell for cell in cells.index if cell in shares.index])
     cells_by_shares: dict[tuple[float, ...], list[int]] = {}
     for cell, row in shares.round(3).iterrows():
@@ -63,7 +67,8 @@ def layer_shares(cells: pd.DataFrame, retained: pd.DataFrame) -> pd.DataFrame:
 def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Retained share of each layer, by allocation.
 
-    A panel per ratio, a line per allocation. None without plans of several allocations.
+    A panel per ratio, a line per allocation. None without plans, or if no criterion with coverage
+    budgets was run with a second allocation.
     """
     retained = results.study.retained
     panels = []
@@ -78,11 +83,12 @@ def layer_figure(results: Results, comparison: Comparison, name: str) -> Figure 
         np.atleast_1d(drawing.subplots(len(panels), 1)), panels, strict=True
     ):
         for number, (label, row) in enumerate(shares.iterrows()):
-            # other dashes when all colours are in use
+            # after as many lines as there are colours, the dashes change
             dashes = _DASHES[number // len(style.SHADES) % len(_DASHES)]
             look = {**style.line_look(number), "markersize": 4.5, "linewidth": 1.2}
             axes.plot(range(len(row)), row * 100, label=label, linestyle=dashes, **look)
-        step = -(-shares.shape[1] // LAYERS)  # at most LAYERS labels
+        # every step-th layer has a label; rounded up, so that at most LAYERS have one
+        step = -(-shares.shape[1] // LAYERS)
         labels = [f"layer {layer}" for layer in shares.columns[::step]]
         style.label_ticks(axes.xaxis, range(0, shares.shape[1], step), labels)
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
@@ -101,22 +107,24 @@ _DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def _cells_with_most_allocations(comparison: Comparison) -> list[tuple[float, pd.DataFrame]]:
-    """(ratio, cells) for each ratio. The cells are of one channel criterion, one cell for each
-    allocation, without recovery.
+    """(ratio, cells) for each ratio: the cells of one criterion of channels without recovery, one
+    cell for each allocation.
 
-    The criterion is the one with most allocations, among the channel criteria that were run with
-    coverage budgets. [] if it has only one allocation, or if no such criterion was run."""
+    Among the criteria that were run with coverage budgets, the criterion with the most allocations
+    is chosen. [] if no criterion was run with coverage budgets, or if the chosen criterion has only
+    one allocation."""
     cells = cells_without_recovery(comparison, "channel").drop_duplicates(
         ["criterion", "allocation", "ratio"]
     )
     is_coverage = cells["allocation"].map(
         lambda allocation: settings.allocation(allocation)[0] == "coverage"
     )
-    counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
-    counts = counts[list(dict.fromkeys(cells.loc[is_coverage, "criterion"]))]
-    if counts.empty or counts.max() < 2:
+    allocation_counts = cells.groupby("criterion", sort=False)["allocation"].nunique()
+    # only the criteria that were run with coverage budgets
+    allocation_counts = allocation_counts[list(dict.fromkeys(cells.loc[is_coverage, "criterion"]))]
+    if allocation_counts.empty or allocation_counts.max() < 2:
         return []
-    return list(by_ratio(cells[cells["criterion"] == counts.idxmax()]))
+    return list(by_ratio(cells[cells["criterion"] == allocation_counts.idxmax()]))
 
 
 PLANS = 4
@@ -133,16 +141,15 @@ NUMBERS = 24
 
 
 def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Coverage budgets of the first PLANS plans of `coverage_cells`; a row per plan and layer.
+    """Coverage budgets in the plans of the first PLANS rows of `coverage_cells`; a row per plan and
+    layer. Plans without budgets in the store are left out.
 
-    Columns: cell, label (of the method), smoothing (of layer losses), calibration, layer, coverage
-    (retained share of the layer's score), kept (retained share of the layer's channels). Plans
-    without budgets in the store are left out.
+    Columns: layer, coverage (retained share of the layer's score), kept (retained share of the
+    layer's channels), cell, calibration, label (of the method), smoothing (of layer losses).
     """
     plans = coverage_cells(comparison)
     labels = settings.method_labels(plans)
-    # the first frame has no rows; its columns are for a study without budgets
-    frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
+    frames = []
     # strict=False, because only the first PLANS plans are drawn
     for cell, plan in zip(plans.index[:PLANS].map(int), records(plans), strict=False):
         folder = study.reader.find(str(plan["plan_folder"]))
@@ -156,20 +163,21 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
                     smoothing=_smoothing(study, plan),
                 )
             )
-    return pd.concat(frames[1:] or frames, ignore_index=True)
+    return stacked(frames, [*BUDGETS, "cell", "calibration", "label", "smoothing"])
 
 
 def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
-    """Smoothing of layer losses in the plan of `cell`, a row of `Study.cells`.
+    """Name of the smoothing that the plan of `cell`, a row of `Study.cells`, applies to layer
+    losses.
 
-    It is the parameter in plan.json, or else the parameter in the cell's allocation, or else
-    DEFAULT_SMOOTHING."""
+    The smoothing is one of the parameters in plan.json. If plan.json lacks the parameter, it is
+    taken from the cell's allocation. If both lack the parameter, it is DEFAULT_SMOOTHING."""
     folder = study.reader.find(str(cell["plan_folder"]))
     plan = study.reader.json(folder, "plan.json") or {}
     allocation = (plan.get("provenance") or {}).get("allocation") or {}
     _, parameters = settings.allocation(str(cell["allocation"]))
     parameters |= allocation.get("parameters") or {}
-    for setting in SMOOTHING:
+    for setting in SMOOTHING:  # its name differs between allocations
         if setting in parameters:
             return str(parameters[setting])
     return DEFAULT_SMOOTHING
@@ -177,10 +185,12 @@ def _smoothing(study: Study, cell: Mapping[str, Any]) -> str:
 
 def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
     """`budgets` with two more columns: loss (the layer's loss on the plan's calibration set) and
-    smoothed (this loss after the plan's smoothing).
+    smoothed (the loss after the plan's smoothing).
 
-    Both columns are scaled to mean 1 over the layers of a plan; they are NaN in a plan with a layer
-    without loss. budgets: see `layer_budgets`; columns of `losses`: calibration, layer, loss."""
+    Both columns are scaled to mean 1 over the layers of a plan. If one layer has no loss, both
+    columns are NaN in all layers of the plan.
+
+    budgets: see `layer_budgets`; losses: columns calibration, layer and loss."""
     from moe_lab.allocation.shapes import smooth
 
     rows = budgets.merge(
@@ -241,10 +251,13 @@ def strip_figure(
     title: str,
     caption: str,
 ) -> Figure | None:
-    """A figure of `budget_strips` with a panel per plan. A panel has a row of squares, one per
-    layer, for each column in `strips` that has numbers. None without budgets.
+    """A figure of `budget_strips` with a panel per plan; None without budgets.
 
-    title: text before the model's name; caption: the first sentences of the caption."""
+    A panel has a row of squares, one square per layer, for each column in `strips`. Columns without
+    numbers are left out.
+
+    strips: keys of STRIPS; title: text before the model's name; caption: the first sentences of the
+    caption."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
     budgets = budget_strips(layer_budgets(study, comparison), losses)
@@ -252,18 +265,20 @@ def strip_figure(
         return None
     plans = [plan.sort_values("layer") for _, plan in budgets.groupby("cell", sort=False)]
     columns = [column for column in strips if budgets[column].notna().any()]
+    # height in inches: 0.3 per row of squares, 0.5 for title and labels of a panel
     drawing = style.drawing(style.PAGE, len(plans) * (0.3 * len(columns) + 0.5) + 0.35)
     grid = drawing.subplots(len(plans), 1, squeeze=False)[:, 0]
     for axes, plan in zip(grid, plans, strict=True):
-        for row, strip in enumerate(columns):
-            form = "{:.0%}" if strip in ("coverage", "kept") else "{:.2f}"
-            _draw_strip(axes, row, plan[strip].to_numpy(float), form)
-        step = -(-len(plan) // NUMBERS)  # at most NUMBERS labels
+        for row, column in enumerate(columns):
+            form = "{:.0%}" if column in ("coverage", "kept") else "{:.2f}"
+            _draw_strip(axes, row, plan[column].to_numpy(float), form)
+        # every step-th layer has a label; rounded up, so that at most NUMBERS have one
+        step = -(-len(plan) // NUMBERS)
         layer_labels = [
             str(layer) if position % step == 0 else ""
             for position, layer in enumerate(plan["layer"])
         ]
-        style.label_squares(axes, layer_labels, [STRIPS[strip] for strip in columns], above=False)
+        style.label_squares(axes, layer_labels, [STRIPS[column] for column in columns], above=False)
         axes.set_title(plan["label"].iloc[0], fontsize=7.5)
     grid[-1].set_xlabel("decoder layer")
     return Figure(
@@ -274,15 +289,15 @@ def strip_figure(
 def _draw_strip(
     axes: Axes, row: int, values: np.ndarray[Any, np.dtype[np.float64]], form: str
 ) -> None:
-    """Draw a row of squares, one for each of `values` (layers,), in panel row `row`. Squares are
-    shaded from the smallest (0) to the largest value (1), equal values by 0.5; NaN has no square.
+    """Draw row number `row` of a panel: a square for each of `values` (layers,), none for NaN.
 
-    form: format of the numbers in the squares. With more than NUMBERS layers, squares have no
-    numbers."""
+    The shade of a square is 0 for the smallest value, 1 for the largest value, and 0.5 if all
+    values are equal. A square shows its value in the format `form`, unless there are more than
+    NUMBERS layers."""
     low = np.nanmin(values)
     high = np.nanmax(values)
     for position, value in enumerate(values):
         if not np.isnan(value):
-            share = (value - low) / (high - low) if high > low else 0.5
+            shade = (value - low) / (high - low) if high > low else 0.5
             text = form.format(value).replace("%", " %") if len(values) <= NUMBERS else ""
-            style.draw_square(axes, position, row, share, text, size=6)
+            style.draw_square(axes, position, row, shade, text, size=6)

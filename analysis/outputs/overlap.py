@@ -21,11 +21,14 @@ from analysis.stats import overlap
 
 
 def overlap_table(results: Results, name: str) -> Table:
-    """Overlap of every S(b, alpha, beta) across calibration sets, by three definitions, each with
-    its expectation for random sets."""
+    """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
+    row per model, ratio and (b, alpha, beta).
+
+    Overlap has three definitions, see `overlap.agreement`. The expectation for random sets is shown
+    for each of them."""
     overlaps = results.overlaps
     variants = [
-        overlap.variant_name(*variant) for variant in overlaps[list(overlap.VARIANT)].to_numpy(int)
+        overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
     ]
     text_columns = {
         "Model": "model",
@@ -35,9 +38,10 @@ def overlap_table(results: Results, name: str) -> Table:
         "α": "alpha",
         "β": "beta",
     }
-    shares = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
-    chances = {f"{column}, by chance": f"chance_{share}" for column, share in shares.items()}
-    number_columns = shares | chances
+    # displayed column -> column of `overlaps`
+    measures = {"Triple": "triple", "Pairwise": "pairwise", "Jaccard": "jaccard"}
+    expectations = {f"{label}, by chance": f"chance_{name}" for label, name in measures.items()}
+    number_columns = measures | expectations
     return Table(
         name=name,
         title="Overlap of the experts to prune across calibration sets",
@@ -46,14 +50,14 @@ def overlap_table(results: Results, name: str) -> Table:
         f"experts alike. Based on {pass_setup(results.study)}",
         frame=display_frame(overlaps.assign(variant=variants), text_columns | number_columns),
         formats=dict.fromkeys(("b", "α", "β"), "{:.0f}") | dict.fromkeys(number_columns, SCORE),
-        best=dict.fromkeys(shares, "max"),
+        best=dict.fromkeys(measures, "max"),
         blocks=("Model", "Pruned"),
     )
 
 
 def proxy_table(results: Results, name: str) -> Table:
-    """The numbers of Fig. 3: overlap of the experts with the lowest exact damage and the experts
-    with the lowest proxy S(0,1,1). A row per model, calibration set and ratio."""
+    """The numbers of `proxy_figure`: share of the experts with the lowest exact damage that also
+    have the lowest proxy score S(0,1,1). A row per model, calibration set and ratio."""
     text_columns = {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"}
     shares = {"Overlap": "overlap", "Lowest layer": "lowest", "By chance": "chance"}
     return Table(
@@ -78,17 +82,20 @@ _LETTERS = {"b": "b", "alpha": "α", "beta": "β"}
 
 
 def proxy_figure(results: Results, name: str) -> Figure:
-    """Fig. 3: overlap of proxy and exact damage, a row per model and calibration set and a colour
-    per ratio. Points are means over layers, lines end at the lowest layer, and ticks mark the
-    expectation for random sets."""
+    """Overlap of proxy and exact damage (Unified Expert Pruning, Fig. 3). A row per model and
+    calibration set, a colour per ratio.
+
+    A point is the mean overlap over layers. The line from the point ends at the lowest overlap of a
+    layer. A tick marks the expectation for random sets."""
     overlaps = results.proxy_overlaps
+    # (model, calibration set) of each row of the figure
     passes = list(dict.fromkeys(zip(overlaps["model"], overlaps["calibration"], strict=True)))
     drawing = style.drawing(style.PAGE * 0.75, 0.34 * len(passes) + 0.95)
     axes = drawing.add_subplot()
     ratio_groups = groups(overlaps.sort_values("ratio", kind="stable"), ["ratio"])
     for number, (key, group) in enumerate(ratio_groups):
         passes_of_ratio = zip(group["model"], group["calibration"], strict=True)
-        # points of different ratios are drawn next to each other
+        # the ratios of a pass are drawn below each other, 0.22 rows apart
         y = np.array([passes.index(pair) for pair in passes_of_ratio]) + 0.22 * (number - 0.5)
         look = style.line_look(number)
         axes.hlines(
@@ -117,7 +124,8 @@ def proxy_figure(results: Results, name: str) -> Figure:
 
 
 def pooled_figure(results: Results, name: str) -> Figure:
-    """Fig. 4: overlap across calibration sets, the mean over models; two panels per ratio.
+    """Overlap across calibration sets, the mean over models (Unified Expert Pruning, Fig. 4). Two
+    panels per ratio.
 
     Left: a bar for each value of b, alpha and beta. Right: a heat map over (b, alpha, beta)."""
     overlaps = overlap.mean_over_models(results.overlaps)
@@ -139,13 +147,13 @@ def pooled_figure(results: Results, name: str) -> Figure:
 
 
 def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a bar for each value of b, alpha and beta: the mean overlap of variants with this value.
-    A dashed line marks the expectation for random sets.
+    """Draw a bar for each value of b, alpha and beta: the mean overlap of the variants with this
+    value. A dashed line marks the expectation for random sets.
 
-    overlaps: rows of `overlap.mean_over_models` of one ratio."""
+    overlaps: the rows of one ratio in `overlap.mean_over_models`."""
     effects = overlap.component_effects(overlaps)
     position = 0.0
-    ticks: list[tuple[float, str]] = []
+    ticks: list[tuple[float, str]] = []  # (position, label) of each bar
     for component in overlap.VARIANT:
         for row in records(effects[effects["component"] == component]):
             axes.bar(position, row["overlap"], width=0.8, color=_SHADES[component], alpha=0.8)
@@ -167,10 +175,11 @@ def _draw_effects(axes: Axes, overlaps: pd.DataFrame) -> None:
 
 
 def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
-    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap; hatched
-    where the variant has no overlap or is `overlap.DEGENERATE`.
+    """Draw a square for each variant (b, alpha, beta), shaded by the variant's overlap. A row has
+    one (b, alpha), a column has one beta. A variant without an overlap has a hatched square, and so
+    has the variant `overlap.DEGENERATE`.
 
-    overlaps: rows of one ratio, with the columns b, alpha, beta and triple."""
+    overlaps: a row per variant, with the columns b, alpha, beta and triple (the overlap)."""
     overlap_of_variant = {
         (row["b"], row["alpha"], row["beta"]): row["triple"] for row in records(overlaps)
     }
@@ -178,13 +187,13 @@ def _draw_heat_map(axes: Axes, overlaps: pd.DataFrame) -> None:
         for x, beta in enumerate(BETAS):
             share = overlap_of_variant.get((b, alpha, beta), np.nan)
             if (b, alpha, beta) == overlap.DEGENERATE or np.isnan(share):
-                box: Any = {
+                hatching: Any = {
                     "facecolor": "none",
                     "edgecolor": style.RULE,
                     "hatch": "///",
                     "linewidth": 0,
                 }
-                axes.add_patch(Rectangle((x, y), 1, 1, **box))
+                axes.add_patch(Rectangle((x, y), 1, 1, **hatching))
                 axes.text(x + 0.5, y + 0.5, "N/A", ha="center", va="center", color=style.MUTED)
             else:
                 style.draw_square(
@@ -221,8 +230,8 @@ def pooled_overlap(results: Results, name: str) -> list[Item]:
 def overlap_figure(results: Results, name: str) -> Figure | None:
     """Overlap of the experts to prune across calibration sets, model by model.
 
-    Fig. 5: a heat map per model and ratio. None with fewer than two models, because Fig. 4 shows
-    the heat map of a single model.
+    Fig. 5: a heat map per model and ratio. None with fewer than two models, because Fig. 4 has the
+    heat map of a single model.
     """
     overlaps = results.overlaps
     if overlaps.empty or overlaps["model"].nunique() < 2:

@@ -62,20 +62,20 @@ SHAPES = {"expert": "o", "constant": "D", "merged": "s", "channel": "^", "none":
 
 
 def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Avg and costs of one model's cells; a row per cell with a cost in the store, the unpruned
-    model included.
+    """Avg and costs of one model's cells, including the unpruned model; a row per cell with a cost
+    in the store.
 
     Columns:
 
     - cell, method, calibration, ratio, recovery
     - kind: a key of KINDS; NaN where the plan cannot be read
     - pruned: text with the removed share
-    - avg, low, high (95 %): NaN for a cell without a result in a column of Avg
-    - merit: avg, with a minus where lower is better
+    - avg, low, high: Avg and its 95 % interval; NaN if the cell lacks a result in a column of Avg
+    - merit: avg, negated if lower is better, so that a higher merit is always better
     - bits, parameters_kept, routed_kept, flops_ratio, storage_bytes: see `plans.COSTS`
-    - storage_share: bytes as a share of the unpruned model's bytes
-    - front_<axis> for each of AXES: whether the cell is on the Pareto front of all pruned cells by
-      this cost and merit, see `front`
+    - storage_share: storage_bytes as a share of the unpruned model's bytes in bfloat16
+    - front_<cost>, for each column <cost> in AXES: whether the cell is on the Pareto front of this
+      cost and merit among the pruned cells, see `front`; False for the unpruned model
     """
     target = comparison.average
     average, low, high = comparison.displayed(target)
@@ -88,20 +88,21 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
         ["bits", "parameters_kept", "routed_kept", "flops_ratio", "storage_bytes"]
     ]
     rows = cells.join(scores).join(costs, how="inner").rename_axis("cell").reset_index()
-    parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
-    rows["storage_share"] = rows["storage_bytes"] / (BYTES * parameters.to_numpy(float))
+    unpruned_parameters = study.costs.set_index("cell")["parameters_unpruned"].reindex(rows["cell"])
+    rows["storage_share"] = rows["storage_bytes"] / (BYTES * unpruned_parameters.to_numpy(float))
     rows["merit"] = comparison.quantity(target).sign * rows["avg"]
     is_pruned = rows["criterion"] != "none"
     pruned = rows[is_pruned]
-    for axis in AXES:
-        rows[f"front_{axis}"] = False
-        rows.loc[is_pruned, f"front_{axis}"] = front(pruned[axis], pruned["merit"])
+    for cost in AXES:
+        rows[f"front_{cost}"] = False
+        rows.loc[is_pruned, f"front_{cost}"] = front(pruned[cost], pruned["merit"])
     return rows.drop(columns="criterion")
 
 
 def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The kind of each cell (a key of KINDS): the granularity, unless the plan replaces experts by
-    constants or merges experts. NaN where the plan cannot be read."""
+    """The kind of each cell, a key of KINDS. The kind is the granularity of the cell, or `constant`
+    or `merged` if the plan replaces experts by constants or merges experts. NaN where the plan
+    cannot be read."""
     # an unpruned model has no plan
     is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
     kinds = cells["granularity"].where(is_known)
@@ -119,7 +120,7 @@ def front(costs: Sequence[float] | pd.Series, merits: Sequence[float] | pd.Serie
     Entries with NaN are not on the front."""
     cost_values = np.asarray(costs, float)
     merit_values = np.asarray(merits, float)
-    # (entries B, entries A): comparisons of A with B
+    # element [b, a] compares entry A = a with entry B = b
     is_as_cheap = cost_values[None, :] <= cost_values[:, None]
     is_as_good = merit_values[None, :] >= merit_values[:, None]
     is_better = (cost_values[None, :] < cost_values[:, None]) | (
@@ -175,13 +176,15 @@ def pareto_table(results: Results, name: str) -> Table:
         "Removes": "kind",
     }
     averages = list(means(results.comparisons))
-    # a column for each kind of average (Avg, a mean loss); a row has a number in one of them
+    # A frame for each of avg, low and high. It has a column for each kind of average (Avg, a mean
+    # loss); a row has its number in the column of its model's average, and NaN in the others.
     values, low, high = (
-        pd.DataFrame({name: rows[column].where(rows["mean"] == name) for name in averages})
+        pd.DataFrame({average: rows[column].where(rows["mean"] == average) for average in averages})
         for column in ("avg", "low", "high")
     )
+    # displayed column -> (column of `rows` or `values`, format)
     number_columns = {
-        **{name: (name, SCORE) for name in averages},
+        **{average: (average, SCORE) for average in averages},
         "Parameters kept": ("parameters_kept", "{:.1%}"),
         "Routed kept": ("routed_kept", "{:.1%}"),
         "FLOPs": ("flops_ratio", "{:.1%}"),
@@ -209,12 +212,12 @@ def pareto_table(results: Results, name: str) -> Table:
 
 
 def _fronts_in_words(rows: pd.DataFrame) -> list[str]:
-    """For each row of `against_cost`, the names of the costs by which the cell is on a Pareto
-    front; `all` for a cell on all fronts."""
+    """For each row of `against_cost`, a text that names the costs by which the cell is on a Pareto
+    front: `Parameters, Storage`, or `all` for a cell on all fronts."""
     texts = []
     for row in records(rows):
-        # `FLOPs` for `FLOPs per token`
-        costs = [name.split(" ")[0] for axis, name in AXES.items() if row[f"front_{axis}"]]
+        # the first word of the name of a cost: `FLOPs` of `FLOPs per token`
+        costs = [name.split(" ")[0] for cost, name in AXES.items() if row[f"front_{cost}"]]
         texts.append("all" if len(costs) == len(AXES) else ", ".join(costs))
     return texts
 
@@ -229,54 +232,54 @@ _NUMBER_STYLE: Any = {"color": style.INK, "markeredgewidth": 0.3}
 
 
 def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
-    """Figure of `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
+    """Figure of `against_cost` of one model: Avg against each cost in AXES, a panel per cost.
 
-    The shape of a mark shows the kind of a pruned cell, the colour shows the recovery. Cells on a
-    front have numbers, which the legend explains. A cell whose plan cannot be read has no mark.
-    None if the costs of all pruned cells are equal when rounded to per cent.
+    A mark is a pruned cell; its shape shows the kind of the cell, its colour the recovery. Cells on
+    a front have numbers, which the legend explains. A cell whose plan cannot be read has no mark.
+    None if all pruned cells have the same costs, rounded to per cent.
     """
     cells = against_cost(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
     if (pruned[list(AXES)].round(2).nunique() < 2).all():
         return None
     quantity = comparison.quantity(comparison.average)
-    in_words = partial(names.recovery_name, none="not recovered")
-    pruned = pruned.assign(recovery=pruned["recovery"].map(in_words))
-    recoveries = names.in_order(pruned["recovery"], map(in_words, names.RECOVERIES))
+    display_name = partial(names.recovery_name, none="not recovered")
+    pruned = pruned.assign(recovery=pruned["recovery"].map(display_name))
+    recoveries = names.in_order(pruned["recovery"], map(display_name, names.RECOVERIES))
     shades = {
         recovery: style.SHADES[number % len(style.SHADES)]
         for number, recovery in enumerate(recoveries)
     }
-    is_on_front = pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)
+    is_on_front = pruned[[f"front_{cost}" for cost in AXES]].any(axis=1)
     cells_on_fronts = pruned[is_on_front].sort_values("merit", kind="stable")
-    numbers = {cell: number for number, cell in enumerate(cells_on_fronts["cell"], start=1)}
+    number_of_cell = {cell: number for number, cell in enumerate(cells_on_fronts["cell"], start=1)}
     drawing = style.drawing(style.PAGE, 3.2)
     grid = drawing.subplots(1, len(AXES), sharey=True, gridspec_kw={"wspace": 0.09})
-    for axes, (axis, title) in zip(grid, AXES.items(), strict=True):
-        unpruned_key = draw_unpruned(axes, comparison, comparison.average)
-        _draw_marks(axes, pruned, axis, shades)
-        front_cells = pruned[pruned[f"front_{axis}"]].sort_values(axis, kind="stable")
-        axes.step(front_cells[axis], front_cells["avg"], where="post", zorder=1, **_FRONT_STYLE)
-        _draw_numbers(axes, front_cells, axis, numbers)
+    for axes, (cost, title) in zip(grid, AXES.items(), strict=True):
+        unpruned_entry = draw_unpruned(axes, comparison, comparison.average)
+        _draw_marks(axes, pruned, cost, shades)
+        front_cells = pruned[pruned[f"front_{cost}"]].sort_values(cost, kind="stable")
+        axes.step(front_cells[cost], front_cells["avg"], where="post", zorder=1, **_FRONT_STYLE)
+        _draw_numbers(axes, front_cells, cost, number_of_cell)
         axes.set_title(title, fontsize=8)
         _format_share_axis(axes)
     grid[0].set_ylabel(f"{quantity.mean_name} ({quantity.direction})")
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
-    keys = [style.key(KINDS[kind], **_mark(kind, style.MUTED)) for kind in kinds]
+    legend_entries = [style.key(KINDS[kind], **_mark_style(kind, style.MUTED)) for kind in kinds]
     if len(shades) > 1:
-        keys += [
+        legend_entries += [
             style.key(recovery, color=shade, linewidth=5) for recovery, shade in shades.items()
         ]
-    keys += [style.key("front", **_FRONT_STYLE), unpruned_key]
+    legend_entries += [style.key("front", **_FRONT_STYLE), unpruned_entry]
     labels = settings.method_labels(comparison.cells)
     for row in records(cells_on_fronts):
-        number = numbers[row["cell"]]
+        number = number_of_cell[row["cell"]]
         label = f"{labels[row['cell']]}, {row['pruned']}"
-        keys.append(
+        legend_entries.append(
             style.key(label, linestyle="none", marker=f"${number}$", markersize=5, **_NUMBER_STYLE)
         )
-    style.legend(drawing, keys, most=3)
+    style.legend(drawing, legend_entries, most=3)
     colour_sentence = " Its colour says how the model was recovered." if len(shades) > 1 else ""
     caption = (
         "Each mark is a pruned model. Its shape says what was removed and what takes its place."
@@ -288,8 +291,8 @@ def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | N
 
 
 def _format_share_axis(axes: Axes) -> None:
-    """Label the horizontal axis in per cent, and widen it to at least NARROWEST, because a narrower
-    axis would exaggerate small differences."""
+    """Label the horizontal axis in per cent, and widen its range to at least NARROWEST, because a
+    narrower range would exaggerate small differences."""
     axes.xaxis.set_major_formatter(lambda share, _: f"{share * 100:.4g} %")
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
@@ -299,23 +302,24 @@ def _format_share_axis(axes: Axes) -> None:
     axes.grid(axis="both")
 
 
-def _mark(kind: str, shade: str) -> dict[str, Any]:
-    """Style of the marks of cells of one kind (a key of KINDS) in the colour `shade`; marks of the
-    kind `expert` are hollow."""
+def _mark_style(kind: str, shade: str) -> dict[str, Any]:
+    """Style of the marks of cells of the kind `kind`, a key of KINDS, in the colour `shade`. Marks
+    of the kind `expert` are hollow."""
     face = style.SURFACE if kind == "expert" else shade
     look = {"linestyle": "none", "markersize": 4.6, "markeredgewidth": 1.0}
     return {**look, "marker": SHAPES[kind], "color": shade, "markerfacecolor": face}
 
 
-def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str, str]) -> None:
-    """Draw Avg with intervals against the cost `axis`: a mark for each row of `pruned`, and a line
-    through the ratios of a method, in the colour of the first row's recovery.
+def _draw_marks(axes: Axes, pruned: pd.DataFrame, cost: str, shades: Mapping[str, str]) -> None:
+    """Draw Avg against the cost `cost`: a mark and an interval for each of `pruned`, rows of
+    `against_cost`, in the colour of the recovery. A thin line joins the ratios of a method with one
+    calibration set, in the colour of the row with the lowest cost.
 
-    shades: display name of a recovery -> colour."""
-    ordered = pruned.sort_values(axis, kind="stable")
+    cost: a key of AXES; shades: display name of a recovery -> colour."""
+    ordered = pruned.sort_values(cost, kind="stable")
     colours = list(ordered["recovery"].map(shades))
     axes.vlines(
-        ordered[axis],
+        ordered[cost],
         ordered["low"],
         ordered["high"],
         color=colours,
@@ -326,23 +330,23 @@ def _draw_marks(axes: Axes, pruned: pd.DataFrame, axis: str, shades: Mapping[str
     for _, cells in groups(ordered, ["method", "calibration"]):
         if len(cells) > 1:
             shade = shades[cells["recovery"].iloc[0]]
-            axes.plot(cells[axis], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
+            axes.plot(cells[cost], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
     for key, cells in groups(ordered, ["kind", "recovery"]):
-        mark = style.key("", **_mark(key["kind"], shades[key["recovery"]]))
-        style.draw_line(axes, mark, cells[axis], cells["avg"])
+        mark = style.key("", **_mark_style(key["kind"], shades[key["recovery"]]))
+        style.draw_line(axes, mark, cells[cost], cells["avg"])
 
 
 def _draw_numbers(
-    axes: Axes, front_cells: pd.DataFrame, axis: str, numbers: Mapping[int, int]
+    axes: Axes, front_cells: pd.DataFrame, cost: str, number_of_cell: Mapping[int, int]
 ) -> None:
-    """Write the numbers of the cells on a front to the upper left of the cells' marks, because the
-    steps of the front do not pass there.
+    """Write the numbers of the cells on a front next to the cells' marks. A number is at the upper
+    left of its mark, where the steps of the front do not pass. Cells at the same point share one
+    text.
 
-    front_cells: rows of `against_cost`; axis: the cost; numbers: cell -> number. Cells at one point
-    have one text."""
-    for _, point_cells in groups(front_cells, [axis, "avg"]):
-        text = ", ".join(str(numbers[cell]) for cell in point_cells["cell"])
-        point = point_cells[axis].iloc[0], point_cells["avg"].iloc[0]
+    front_cells: rows of `against_cost`; cost: a key of AXES."""
+    for _, point_cells in groups(front_cells, [cost, "avg"]):
+        text = ", ".join(str(number_of_cell[cell]) for cell in point_cells["cell"])
+        point = point_cells[cost].iloc[0], point_cells["avg"].iloc[0]
         offset: Any = {
             "textcoords": "offset points",
             "xytext": (-3, 2),
@@ -359,8 +363,8 @@ BOTH = (
 
 
 def cells_of_both_granularities(comparison: Comparison) -> pd.DataFrame:
-    """The pruned cells with a ratio above 0 and without recovery, sorted by ratio. Without rows
-    unless there are cells of channels and cells of whole experts."""
+    """The pruned cells with a ratio above 0 and without recovery, sorted by ratio. A frame without
+    rows if these cells are all of channels, or all of whole experts."""
     cells = comparison.cells[
         (comparison.cells["criterion"] != "none") & (comparison.cells["recovery"] == "none")
     ]
@@ -382,10 +386,9 @@ def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[B
 
 
 def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """`storage_points` of `cells_of_both_granularities` on `names.COMMON_SENSE`.
-
-    More columns: label (the method), granularity, and front (whether the cell is on the Pareto
-    front of storage and merit)."""
+    """`storage_points` of `cells_of_both_granularities`, with scores on `names.COMMON_SENSE` and
+    three more columns: label (of the method), granularity, and front (whether the cell is on the
+    Pareto front of storage and merit)."""
     cells = cells_of_both_granularities(comparison)
     points = storage_points(study, comparison, cells, names.COMMON_SENSE)
     points = points.assign(label=settings.method_labels(cells), granularity=cells["granularity"])
@@ -397,9 +400,9 @@ def storage_frontier(study: Study, comparison: Comparison) -> pd.DataFrame:
 def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """MoE-Slimming's Figure 9: accuracy against storage, with the Pareto front.
 
-    A line per method over its ratios, with hollow marks for methods that remove whole experts. None
-    unless plans of at least two ratios were scored, and both plans that remove channels and plans
-    that remove whole experts.
+    A line per method over the method's ratios; hollow marks for methods that remove whole experts.
+    None unless the cells with a score and a storage have at least two ratios and both
+    granularities.
     """
     points = storage_frontier(results.study, comparison).dropna(subset=["storage", "score"])
     if points["ratio"].nunique() < 2 or points["granularity"].nunique() < 2:
@@ -411,8 +414,10 @@ def frontier_figure(results: Results, comparison: Comparison, name: str) -> Figu
         look = style.line_look(number)
         face = style.SURFACE if key["granularity"] == "expert" else look["color"]
         draw_storage(axes, ordered, label=key["label"], markerfacecolor=face, **look)
-    steps = points[points["front"]].sort_values("storage", kind="stable")
-    axes.step(steps["storage"], steps["score"], where="post", zorder=1, **_FRONT_STYLE)
+    front_points = points[points["front"]].sort_values("storage", kind="stable")
+    axes.step(
+        front_points["storage"], front_points["score"], where="post", zorder=1, **_FRONT_STYLE
+    )
     axes.set_ylabel("mean of six benchmarks")
     axes.grid()
     style.legend(drawing, axes.get_legend_handles_labels()[0], most=3)

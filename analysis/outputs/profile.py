@@ -32,8 +32,8 @@ def token_variance(results: Results, name: str) -> list[Item]:
 
 @per_model("pruned")
 def variance_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
-    """The token variance by layer: a panel per ratio and calibration set, a line per method. None
-    without profiles of pruned cells."""
+    """Token variance of hidden states against layers: a panel per ratio and calibration set, a line
+    per method and a line for the unpruned model. None without profiles of pruned cells."""
     profiles = results.study.profiles.dropna(subset=["variance"])
     profile_of_cell = {
         # through str, because pandas' types allow any label in an index
@@ -72,12 +72,11 @@ def variance_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
 
 def profile_table(results: Results, name: str) -> Table:
-    """Variance of hidden states and entropies of routing: a row per layer of each cell that has a
-    profile.
-
-    The column `Of the unpruned` is the variance as a share of the unpruned model's variance."""
+    """Token variance of hidden states and entropies of routing: a row per layer of each cell that
+    has a profile. The column `Of the unpruned` is the variance as a share of the unpruned model's
+    variance."""
     study = results.study
-    # the first frame has no rows; its columns are for a study without profiles
+    # The first frame has no rows. It is used only if no cell has a profile, for its columns.
     frames = [pd.DataFrame(columns=["model", "pruned", "calibration", "method"])]
     for comparison in results.pruned:
         profiles = study.profiles[study.profiles["cell"].isin(comparison.cells.index)]
@@ -97,6 +96,7 @@ def profile_table(results: Results, name: str) -> Table:
         "Criterion": "method",
         "Layer": "layer",
     }
+    # displayed column -> (column of `rows`, format)
     number_columns = {
         "Token variance": ("variance", "{:.3f}"),
         "Of the unpruned": ("unpruned_share", "{:.0%}"),
@@ -108,7 +108,6 @@ def profile_table(results: Results, name: str) -> Table:
     frame = display_frame(
         rows, text_columns | {column: source for column, (source, _) in number_columns.items()}
     )
-    # a layer without experts has a gap in the column Experts, not 0
     return Table(
         name=name,
         title="Layer by layer: hidden states and routing",
@@ -117,6 +116,7 @@ def profile_table(results: Results, name: str) -> Table:
         "softmax over the experts it chooses from, and of the gates of the chosen ones; load: of "
         "the distribution of tokens over experts. Layers without experts have none. Based on "
         f"{run_setup(study)}",
+        # a layer without experts has a gap in the column Experts, not 0
         frame=frame.assign(
             Layer=frame["Layer"].astype(str), Experts=frame["Experts"].where(frame["Experts"] > 0)
         ),
@@ -132,14 +132,14 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
     """Quantiles of router entropy over the tokens of each layer. Columns: model, calibration, layer
-    and each of QUANTILES.
+    and each of QUANTILES. Layers without tokens are left out.
 
-    entropies: histograms, see `passes.router_entropies`; the column entropy is the upper end of a
-    bin. Inside a bin, tokens are assumed to have evenly spread entropies. Layers without tokens are
-    left out."""
+    entropies: histograms, see `passes.router_entropies`. Inside a bin of a histogram, the entropies
+    of tokens are assumed to be evenly spread."""
     rows = []
     for key, histogram in groups(entropies, ["model", "calibration", "layer"]):
         bins = histogram.sort_values("entropy")
+        # number of tokens below each end of a bin; the lower end of the first bin is 0
         cumulated_tokens = np.concatenate([[0.0], np.cumsum(bins["tokens"].to_numpy(float))])
         if cumulated_tokens[-1] > 0:
             bin_ends = np.concatenate([[0.0], bins["entropy"].to_numpy(float)])
@@ -154,7 +154,8 @@ def quantiles(entropies: pd.DataFrame) -> pd.DataFrame:
 def entropy_figure(results: Results, name: str) -> Figure | None:
     """Router entropy over tokens, by calibration set, layer and model.
 
-    A row of panels per model, a panel per calibration set, a box per layer. None without tokens.
+    A row of panels per model, a panel per calibration set, a box per layer. None if no layer has
+    tokens.
     """
     entropies = quantiles(results.study.router_entropies)
     if entropies.empty:
@@ -182,8 +183,8 @@ def entropy_figure(results: Results, name: str) -> Figure | None:
 
 
 def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
-    """Draw a box with whiskers for each of `layers`, which are rows of `quantiles` of one panel. A
-    thick line in the box is the median."""
+    """Draw a box with whiskers for each of `layers`, the rows of `quantiles` for one model and
+    calibration set. A thick line in the box is the median."""
     low, first_quartile, median, third_quartile, high = (
         layers[quantile].to_numpy(float) for quantile in QUANTILES
     )
@@ -199,7 +200,8 @@ def _draw_boxes(axes: Axes, layers: pd.DataFrame) -> None:
         linewidth=0.6,
     )
     axes.hlines(median, positions - 0.3, positions + 0.3, color=style.INK, linewidth=1.6)
-    step = max(1, -(-len(layers) // 12))  # at most 12 labels
+    # every step-th layer has a label; rounded up, so that at most 12 have one
+    step = max(1, -(-len(layers) // 12))
     labels = layers["layer"].iloc[::step].map(str)
     style.label_ticks(axes.xaxis, positions[::step], labels, labelsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))

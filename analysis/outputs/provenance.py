@@ -13,7 +13,9 @@ from analysis.render.table import Table, display_frame
 def artefact_table(results: Results, name: str) -> Table:
     """Folders of the store from which each cell's numbers come."""
     study = results.study
+    # cell -> folders
     evaluation_folders = study.results.groupby("cell")["folder"].unique()
+    # a cell that lacks one of these steps has an empty text in the table
     cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
     cells = cells.assign(
         pruned=pruned_in_words(cells),
@@ -42,10 +44,14 @@ def artefact_table(results: Results, name: str) -> Table:
 @output("gaps", chapter="gaps")
 def gap_table(results: Results, name: str) -> Table:
     """Missing results: a row per reason, with all folders and cells to which it applies."""
-    places_by_reason: dict[str, list[str]] = {}
+    # reason -> folders, and labels of cells
+    locations_by_reason: dict[str, list[str]] = {}
     for gap in results.study.gaps:
-        places_by_reason.setdefault(gap.reason, []).append(gap.where)
-    rows = [(reason, len(places), "; ".join(places)) for reason, places in places_by_reason.items()]
+        locations_by_reason.setdefault(gap.reason, []).append(gap.where)
+    rows = [
+        (reason, len(locations), "; ".join(locations))
+        for reason, locations in locations_by_reason.items()
+    ]
     return Table(
         name=name,
         title="Gaps",
