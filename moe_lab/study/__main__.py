@@ -42,7 +42,9 @@ def main() -> int:
     parsed = parser.parse_args()
     is_gc = parsed.command == "gc"
     try:
-        names, settings = split(parsed.arguments, ["store", "apply"] if is_gc else ["store"])
+        names, settings = names_and_settings(
+            parsed.arguments, ["store", "apply"] if is_gc else ["store"]
+        )
         name_count = 0 if is_gc else 1
         if len(names) != name_count:
             raise UserError(
@@ -65,7 +67,9 @@ def main() -> int:
         return 2
 
 
-def split(arguments: Sequence[str], keys: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def names_and_settings(
+    arguments: Sequence[str], keys: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
     """(names, key of a setting -> its value) from the arguments of a command. An argument KEY=VALUE
     is a setting, any other argument is a name. `keys`: the keys that the command knows. Raises
     UserError for any other key, and for a value of `apply` other than true and false."""

@@ -85,7 +85,7 @@ def machine() -> list[str]:
     return [socket.gethostname(), uuid.uuid4().hex]
 
 
-def start_of(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """Time at which the process `pid` started, in clock ticks since boot. None if there is no such
     process, or if it has ended. "?" if the process exists, but /proc is missing or hides the
     process from this user."""
@@ -124,9 +124,9 @@ class Claim(AbstractContextManager["Claim"]):
             "host": socket.gethostname(),
             "machine": machine(),
             "pid": os.getpid(),
-            "started": start_of(os.getpid()),
+            "started": start_time(os.getpid()),
             "job": own_job(),
-            "restarts": restarts(),
+            "restarts": restart_count(),
             "limit": claims.limit,
         }
         self.descriptor = _create_file(self.path)
@@ -317,7 +317,7 @@ class Claims:
         if beat_ns == 0 or (owner and _has_ended(owner, status)):  # 0 marks a released claim
             return True
         is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
-        if owner and is_own_job and owner["restarts"] < restarts():
+        if owner and is_own_job and owner["restarts"] < restart_count():
             return True  # the owner ended when this job was requeued, perhaps from another node
         state = (beat_ns, owner["token"] if owner else "")
         last_state, watch_start = self._watched.get(path, (None, 0.0))
@@ -390,7 +390,7 @@ def _has_ended(owner: dict[str, Any], status: os.stat_result) -> bool:
     # each mount of a network file system has a device number of its own.
     is_copy = owner["device"] == status.st_dev and owner["inode"] != status.st_ino
     # a process with the same pid and another start is not the owner; "?": unknown
-    return is_copy or start_of(owner["pid"]) not in (owner["started"], "?")
+    return is_copy or start_time(owner["pid"]) not in (owner["started"], "?")
 
 
 def own_job() -> str | None:
@@ -402,7 +402,7 @@ def own_job() -> str | None:
     )
 
 
-def restarts() -> int:
+def restart_count() -> int:
     """How often the job of this process was requeued; 0 outside of jobs."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 

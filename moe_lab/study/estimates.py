@@ -84,9 +84,9 @@ def _gpus_for_weights(size: Size, config: Config) -> int:
 
 
 def resolved_engine(
-    text: CalibrationConfig, model: ModelConfig, config: Config
+    calibration: CalibrationConfig, model: ModelConfig, config: Config
 ) -> CalibrationConfig:
-    """The settings `text` with engine=auto and parts=null resolved. Other values stay.
+    """The settings `calibration` with engine=auto and parts=null resolved. Other values stay.
 
     engine=auto becomes "streamed" (layer by layer) for a model on GPUs whose weights need more than
     one GPU: if such a model were split among GPUs, only one GPU at a time would work. In all other
@@ -95,15 +95,19 @@ def resolved_engine(
     If engine=auto becomes "streamed", parts=null becomes the number of GPUs, but at most the number
     of batches. Otherwise parts=null becomes 1.
     """
-    if text.engine != "auto":
-        return replace(text, parts=text.parts or 1)
+    if calibration.engine != "auto":
+        return replace(calibration, parts=calibration.parts or 1)
     size = size_of(model) if model.device != "cpu" else None
     gpus_needed = _gpus_for_weights(size, config) if size else 1
     if gpus_needed <= 1 or not config_json.config_of(model) or quantization(model):
-        return replace(text, engine="resident", parts=text.parts or 1)
+        return replace(calibration, engine="resident", parts=calibration.parts or 1)
     # GPUs by launcher: as many as the weights need, all of this machine, or one for "inline"
     gpus = {"slurm": gpus_needed, "local": len(visible_gpus())}.get(config.launcher.name, 1)
-    return replace(text, engine="streamed", parts=text.parts or max(1, min(gpus, text.batches)))
+    return replace(
+        calibration,
+        engine="streamed",
+        parts=calibration.parts or max(1, min(gpus, calibration.batches)),
+    )
 
 
 def check_device(name: str) -> None:
@@ -112,10 +116,10 @@ def check_device(name: str) -> None:
     cpu are always valid."""
     # a name without a number, such as cuda or balanced, needs the first device
     if name not in ("auto", "cpu") and int(name.partition(":")[2] or 0) >= len(visible_gpus()):
-        device_here(name)  # raises UserError
+        hardware_name(name)  # raises UserError
 
 
-def device_here(device: str) -> str:
+def hardware_name(device: str) -> str:
     """Hardware name, such as "NVIDIA A100", of the GPU or processor of this machine that `device`,
     a value of model.device, selects. Raises UserError when this machine has no such device. The
     name is read in a subprocess, as torch takes seconds to import."""
@@ -161,11 +165,11 @@ def seconds_estimator(store: Store) -> Seconds:
     The estimate is the units of work of the step times a rate. The rate is the median seconds per
     unit over the finished steps of the same kind and pace (see `Resources.pace`). If there are no
     such steps, the function returns None. For a step that only merges results of other steps
-    (`Step.merges`), it returns 0."""
+    (`Step.merged_steps`), it returns 0."""
     rates_of = cache(partial(_rates, store))
 
     def seconds(step: Step) -> float | None:
-        if step.merges:
+        if step.merged_steps:
             return 0.0  # merging takes little time
         resources = step.resources()
         rates = rates_of(step.kind).get(canonical(resources.pace))
@@ -196,7 +200,7 @@ class StepTime(NamedTuple):
 
     step: Step
     seconds: float
-    share: float
+    progress: float
     """Share of the step's work that was done in this time; 0 if it is unknown."""
 
 
@@ -217,7 +221,7 @@ def time_left(
     seconds_by_kind = defaultdict[str, float](float)
     work_by_kind = defaultdict[str, float](float)
     for step, spent, progress in (*ended, *running):
-        if progress and not step.merges:
+        if progress and not step.merged_steps:
             seconds_by_kind[step.kind] += spent
             work_by_kind[step.kind] += _work(step) * progress
     remaining = [0.0]  # seconds of each step; the first entry is for a run without steps
@@ -250,7 +254,7 @@ def _work(step: Step) -> float:
     """Amount of work of a step, comparable between steps of one kind: units of work times number of
     parameters of the model. A model counts as having at least MINIMUM_PARAMETERS parameters. The
     result is 0 for a step that only merges results of other steps."""
-    if step.merges:
+    if step.merged_steps:
         return 0.0
     resources = step.resources()
     size = size_of(resources.model) if resources.model else None
@@ -259,7 +263,9 @@ def _work(step: Step) -> float:
     return resources.units * parameters
 
 
-def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
+def forecast_table(
+    steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds
+) -> Table:
     """Table for a dry run with one row for each kind of step. A row has the numbers of distinct,
     cached and missing steps; the largest memory that a missing step needs; and the hours and
     GPU-hours of all missing steps together. `done`: ids of finished steps. `gpu_memory`: GiB of

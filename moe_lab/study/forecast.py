@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from moe_lab.errors import user_errors
-from moe_lab.study.estimates import forecast, seconds_estimator
+from moe_lab.study.estimates import forecast_table, seconds_estimator
 from moe_lab.study.other_stores import finished_in, open_other
 from moe_lab.study.preflight import capacity_problems
 from moe_lab.study.record import Study
@@ -19,10 +19,10 @@ def print_forecast(study: Study) -> list[str]:
     config = study.config
     # the stores in `also` are only read; a run would copy their finished steps
     ids_elsewhere = [finished_in(open_other(path), study.graph.steps) for path in config.also]
-    steps, done = study.in_store(set().union(*ids_elsewhere))
+    steps, done = study.steps_and_finished_ids(set().union(*ids_elsewhere))
     print_notices(study.store)
     seconds = seconds_estimator(study.store)
-    console.print(forecast(steps, done, config.resources.gpu_memory, seconds))
+    console.print(forecast_table(steps, done, config.resources.gpu_memory, seconds))
     missing = [step for step in steps if step.id not in done]
     problems = capacity_problems(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:

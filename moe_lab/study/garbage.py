@@ -19,7 +19,7 @@ from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS, finished_steps, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.integrity import read_step
-from moe_lab.study.packing import PACKS, drop
+from moe_lab.study.packing import PACKS, remove_from_packs
 from moe_lab.study.runs import GC_CLAIM, runs, steps_of_active_runs, studies
 from moe_lab.study.status import console, queued_jobs
 from moe_lab.study.store import SCRATCH, Store, hide
@@ -80,7 +80,7 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
     folders. Returns the folders whose files the caller must still remove: the renamed folders, and
     the scratch folders of killed runs."""
     if packed_steps := [item.step_id for item in garbage if item.path is None]:
-        drop(store, packed_steps)
+        remove_from_packs(store, packed_steps)
     folders = []
     for item in garbage:
         if item.path is None:

@@ -48,7 +48,7 @@ NO_ALLOCATION = AllocationConfig(name="none")
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
     """A context in which Python's garbage collector is off. It would take half of the time of
     building the graph of a large study."""
     was_enabled = gc.isenabled()
@@ -103,7 +103,7 @@ class Graph:
     """Name in FIGURES -> steps that only the figures and remarks of the report need."""
 
     @cached_property
-    @uncollected()
+    @garbage_collection_off()
     def steps(self) -> list[Step]:
         """The distinct steps of figures, then those of cells. Each step comes after its inputs."""
         ordered: dict[str, Step] = {}  # id -> step
@@ -127,7 +127,7 @@ class Graph:
         return list(ordered.values())
 
 
-def unresolved(steps: Iterable[Step]) -> list[str]:
+def unresolved_names(steps: Iterable[Step]) -> list[str]:
     """Distinct hub names of the models and texts in `steps` whose files have no known hash. The
     identity of a step then has the hub name in place of the hash."""
     names: dict[str, None] = {}
@@ -284,7 +284,7 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
-@uncollected()
+@garbage_collection_off()
 def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study. `requests`: pairs (cells, benchmarks of these cells). A cell in several
     requests is in the graph once, with the benchmarks of all these requests. For each cell, the

@@ -46,7 +46,7 @@ def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     return {step.id for step in steps if step.id[:DIGITS] in names_by_start}
 
 
-def take_over(store: Store, path: str, steps: Sequence[Step]) -> None:
+def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
     """Copy finished steps from the store at `path` into `store`: those of `steps` that are not
     finished in `store`."""
     other = open_other(path)

@@ -33,7 +33,7 @@ MANY = 500
 """Minimum number of loose small steps before packing."""
 STEPS_PER_PACK = 5000
 """Maximum number of steps that are written to a new pack."""
-EVERY = 60.0
+PACK_INTERVAL = 60.0
 """Minimum seconds between two packs that a process writes."""
 FULL = 1 << 26
 """Minimum bytes of a pack that is not merged with others."""
@@ -46,16 +46,16 @@ class Packing:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.large_steps: set[str] = set()
+        self.unpackable_steps: set[str] = set()
         """Starts of the ids of steps that do not go into packs: too large, or with subfolders."""
-        self.next_time = time.monotonic() + EVERY
+        self.next_time = time.monotonic() + PACK_INTERVAL
         """Monotonic time, in seconds, before which `pack_regularly` does nothing."""
 
     def pack_regularly(self) -> None:
-        """Call `pack` if EVERY seconds have passed since this method last called it, or since the
-        object was made."""
+        """Call `pack` if PACK_INTERVAL seconds have passed since this method last called it, or
+        since the object was made."""
         if time.monotonic() > self.next_time:
-            self.next_time = time.monotonic() + EVERY
+            self.next_time = time.monotonic() + PACK_INTERVAL
             self.pack()
 
     def pack(self, *, last: bool = False) -> None:
@@ -76,12 +76,12 @@ class Packing:
         merges the packs with fewer than FULL bytes if there are more than MOST_PACKS of them."""
         store = self.store
         if store.packs.damaged_steps:
-            drop(store, store.packs.damaged_steps)
+            remove_from_packs(store, store.packs.damaged_steps)
         folders: dict[str, Path] = {}
         for kind, step_class in KINDS.items():
             if step_class.small:
                 folders.update(store.folders(kind))
-        for id_start in self.large_steps & folders.keys():
+        for id_start in self.unpackable_steps & folders.keys():
             del folders[id_start]
         if not folders:
             return
@@ -109,7 +109,7 @@ class Packing:
     def _small_steps(self, folders: Iterable[tuple[str, Path]]) -> Iterator[PackedStep]:
         """The steps in `folders`, read for a pack. `folders`: pairs (start of a step's id, its
         folder). Damaged steps are left out. Steps that are large or have subfolders are left out,
-        too, and added to `large_steps`."""
+        too, and added to `unpackable_steps`."""
         for id_start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
@@ -117,7 +117,7 @@ class Packing:
                 size = sum(entry["bytes"] for entry in entries.values())
                 # a pack stores no subfolders
                 if size > SMALL or any("/" in name for name in entries):
-                    self.large_steps.add(id_start)
+                    self.unpackable_steps.add(id_start)
                     continue
                 files = {name: (folder / name).read_bytes() for name in entries}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
@@ -160,7 +160,7 @@ def _inputs(document: Mapping[str, Any]) -> list[str]:
     return [name[-DIGITS:] for name in document["inputs"].values()]
 
 
-def drop(store: Store, id_starts: Collection[str]) -> None:
+def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:
     """Remove steps from packs, by writing new packs without these steps. Waits for the claim PACKS.
     `id_starts`: first digits of the ids of the steps."""
     with store.claims.wait_for(PACKS) as claim:

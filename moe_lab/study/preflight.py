@@ -62,7 +62,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
+def remark_sentences(config: Config, requests: Iterable[Request]) -> Iterator[str]:
     """A sentence for each choice of a study that a user may not expect."""
     cells = [cell for request_cells, _ in requests for cell in request_cells]
     user_models = dict.fromkeys(cell.model.name for cell in cells if not is_shipped(cell.model))

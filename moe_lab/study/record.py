@@ -24,7 +24,7 @@ from moe_lab.grid import Cell
 from moe_lab.json_files import Damaged, Number, parse_sealed, read_json, write_text
 from moe_lab.results import DIGITS, RECORD, SCHEMA, current_records, join_records, read_record
 from moe_lab.start import command
-from moe_lab.study.graph import CellSteps, Graph, uncollected
+from moe_lab.study.graph import CellSteps, Graph, garbage_collection_off
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.runs import ENDED, Run, runs
 from moe_lab.study.schedule import Schedule, inform, print_notices, show_regularly
@@ -54,7 +54,9 @@ class Study:
     models: Models | None = None
     """The models that earlier studies of this process have loaded."""
 
-    def in_store(self, ids_elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
+    def steps_and_finished_ids(
+        self, ids_elsewhere: Set[str] = frozenset()
+    ) -> tuple[list[Step], set[str]]:
         """(steps of the study, ids of the finished steps). Steps whose results a finished step has
         merged are left out of both. Prints both numbers. `ids_elsewhere`: ids of steps that count
         as finished because they are finished in other stores and will be copied."""
@@ -101,7 +103,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     if study.config.tracker.name != "none" and not is_disk_full:
         from moe_lab.study import tracker
 
-        inform(tracker.log(study.config.tracker, store, read(store, name)))
+        inform(tracker.log(study.config.tracker, store, study_record(store, name)))
     if is_complete:
         _write_end(store, name)
     if errors:
@@ -148,7 +150,7 @@ def _print_errors(study: Study, schedule: Schedule) -> None:
     # `fingerprint` separates the names of recorded runs by spaces. Only several runs can differ,
     # and reading their records takes time.
     has_several_records = " " in fingerprint(store, name)
-    if has_several_records and (differing := read(store, name).get("differing")):
+    if has_several_records and (differing := study_record(store, name).get("differing")):
         inform(
             f"moe_lab: study={name}: another run of it has ended meanwhile; {len(differing)} of "
             "its cells have the names of cells of this run and other settings: those of the later "
@@ -281,7 +283,7 @@ def outdate_reports(store: Store) -> None:
         file.unlink(missing_ok=True)
 
 
-@uncollected()
+@garbage_collection_off()
 def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The record of a run: for every cell, the folders of its steps and the error messages of its
     failed steps. `failed`: id of a failed step -> error document.
@@ -349,7 +351,7 @@ def _cell_errors(steps: CellSteps, failed: Mapping[str, Mapping[str, Any]]) -> d
     return errors
 
 
-def read(store: Store, study: str) -> dict[str, Any]:
+def study_record(store: Store, study: str) -> dict[str, Any]:
     """The record of a study, see `results.read_record`; {} if the study has no record. Raises
     UserError for a damaged record."""
     try:

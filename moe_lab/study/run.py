@@ -13,12 +13,12 @@ from moe_lab.errors import Unavailable
 from moe_lab.grid import Request
 from moe_lab.machine import WORKERS, cores, main_memory, visible_gpus
 from moe_lab.study.claims import in_queue
-from moe_lab.study.graph import build, unresolved
+from moe_lab.study.graph import build, unresolved_names
 from moe_lab.study.preflight import (
     capacity_problems,
     missing_requirements,
     preflight,
-    remarks,
+    remark_sentences,
     visible_difference,
 )
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -68,12 +68,12 @@ def run(
     SettingsError if requirements are missing on this machine; in a dry run, after the forecast. No
     step has been run when either error is raised.
     """
-    for remark in remarks(config, requests):
+    for remark in remark_sentences(config, requests):
         inform(remark)
     graph = build(config, requests)
     store = Store(config.store, 60 * config.launcher.stale_minutes, in_queue)
     study = Study(config, graph, store, add, models)
-    unavailable = unresolved(graph.steps)
+    unavailable = unresolved_names(graph.steps)
     problems = missing_requirements(graph.steps, config.launcher)
     with store.errors_as_sentences():
         if config.dry_run or unavailable:
@@ -105,11 +105,11 @@ def _run(study: Study) -> int:
     all_steps = study.graph.steps
     with begin(store, config.study, all_steps) as new_run:
         if config.also:
-            from moe_lab.study.other_stores import take_over
+            from moe_lab.study.other_stores import copy_from
 
             for path in config.also:
-                take_over(store, path, all_steps)
-        steps, done = study.in_store()
+                copy_from(store, path, all_steps)
+        steps, done = study.steps_and_finished_ids()
         if config.tracker.name != "none" or config.objective:
             # the end of the run reads these results, so damaged ones must be computed again
             done -= _damaged_results(study, done)

@@ -28,7 +28,7 @@ from moe_lab.paths import cache_folder
 from moe_lab.results import DIGITS
 from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.claims import Claim
-from moe_lab.study.graph import uncollected
+from moe_lab.study.graph import garbage_collection_off
 from moe_lab.study.provenance import code_state
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -126,7 +126,7 @@ class Run:
         the steps of the run."""
         return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
-    @uncollected()
+    @garbage_collection_off()
     def write_plan(self, steps: Sequence[Step]) -> None:
         """Write run.json: `steps` with their inputs, and the version of the code, see `plan`."""
         indices = {step.id: index for index, step in enumerate(steps)}

@@ -21,7 +21,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, fits
 from moe_lab.results import DIGITS, current_records
 from moe_lab.results import RECORD as RECORD_FILE
-from moe_lab.study.packing import drop
+from moe_lab.study.packing import remove_from_packs
 from moe_lab.study.runs import (
     ENDED,
     RECORD,
@@ -324,7 +324,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
         for file, state in states.items():
             print(f"{state}: {store.folder(name) / file}")
     if store.packs.damaged_steps:
-        drop(store, store.packs.damaged_steps)
+        remove_from_packs(store, store.packs.damaged_steps)
     if damaged_count:
         print(f"{study.study}: {damaged_count} of {len(names)} finished steps are damaged")
         print("start the study again: they are set aside and computed again, but not later steps")

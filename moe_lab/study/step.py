@@ -111,7 +111,7 @@ class Step(StepFields):
     """Whether the result may be moved to a pack. This requires that the result is usually small,
     and that only `Files.read` reads the result."""
 
-    merges: tuple[Step, ...] = field(default=(), kw_only=True)
+    merged_steps: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
     plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
     """Locations of the plugins that `work` calls, see `plugins.module_location`."""
@@ -119,7 +119,7 @@ class Step(StepFields):
     """sha256 over kind, settings, inputs and `MEANING`."""
     needs: tuple[Step, ...] = field(init=False, repr=False)
     """The steps that have to be finished before this one starts."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merges", "plugins"})
+    runtime: ClassVar[frozenset[str]] = frozenset({"kind", "merged_steps", "plugins"})
 
     def __post_init__(self) -> None:
         """Set `id` and `needs`, by `object.__setattr__`, as the dataclass is frozen."""
@@ -128,7 +128,7 @@ class Step(StepFields):
         lines = [MEANING, self.kind, *sorted([entry.line for entry in entries])]
         object.__setattr__(self, "id", sha256("\n".join(lines).encode()).hexdigest())
         inputs = [entry.value for entry in entries if isinstance(entry.value, Step)]
-        object.__setattr__(self, "needs", (*inputs, *self.merges))
+        object.__setattr__(self, "needs", (*inputs, *self.merged_steps))
 
     def label(self) -> str:
         """The readable part of the name of the step's folder."""
@@ -147,7 +147,7 @@ class Step(StepFields):
 
     @property
     def inputs(self) -> dict[str, Step]:
-        """Role -> step whose result this step reads. The steps in `merges` are left out."""
+        """Role -> step whose result this step reads. The steps in `merged_steps` are left out."""
         values = {role: entry.value for role, entry in self.identity_entries.items()}
         return {role: value for role, value in values.items() if isinstance(value, Step)}
 
@@ -181,8 +181,8 @@ KINDS: dict[str, type[Step]] = {}
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
-    """`steps` without the shares of finished steps (see `Step.merges`): once a step has merged its
-    shares, they need not be computed. `finished`: ids of finished steps."""
+    """`steps` without the shares of finished steps (see `Step.merged_steps`): once a step has
+    merged its shares, they need not be computed. `finished`: ids of finished steps."""
     steps = list(steps)
-    merged_ids = {share.id for step in steps if step.id in finished for share in step.merges}
+    merged_ids = {share.id for step in steps if step.id in finished for share in step.merged_steps}
     return [step for step in steps if step.id not in merged_ids]

@@ -619,7 +619,7 @@ def test_device_name_is_asked_for_once(device_commands: list[list[str]]) -> None
 
 def test_missing_device_is_reported(device_commands: list[list[str]]) -> None:
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
-        estimates.device_here("cuda:7")
+        estimates.hardware_name("cuda:7")
 
 
 def test_provenance_has_the_peak_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

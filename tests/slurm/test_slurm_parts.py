@@ -325,7 +325,7 @@ def test_a_job_whose_step_is_finished_is_not_lost() -> None:
 def pass_in_parts(parts: int) -> list[Step]:
     """The parts of a pass, and the step that merges them."""
     shares = tuple(Example("statistics", "share", 10 * parts + number) for number in range(parts))
-    return [*shares, Example("statistics", "whole", merges=shares)]
+    return [*shares, Example("statistics", "whole", merged_steps=shares)]
 
 
 @pytest.fixture
@@ -418,12 +418,12 @@ def merge() -> Step:
     """A step that merges three parts of a pass."""
     model = ModelConfig(name="m", path="m")
     parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
-    return Example("statistics", "whole", 3, model=model, merges=parts)
+    return Example("statistics", "whole", 3, model=model, merged_steps=parts)
 
 
 def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
-    arrays = arrange([*merge.merges, merge], gpus, SETTINGS)
-    packs_of_parts = [[part] for part in merge.merges]
+    arrays = arrange([*merge.merged_steps, merge], gpus, SETTINGS)
+    packs_of_parts = [[part] for part in merge.merged_steps]
     assert [array.jobs for array in arrays] == [packs_of_parts, [[merge]]]
 
 
@@ -432,14 +432,14 @@ def test_a_merge_waits_for_parts_that_become_visible_late(
 ) -> None:
     """Files of other nodes become visible late on NFS."""
     store = Store(tmp_path).create()
-    unwritten = iter(merge.merges)
+    unwritten = iter(merge.merged_steps)
 
     def publish_next_part(_: float) -> None:
         with store.claim(next(unwritten)):
             pass
 
     monkeypatch.setattr(time, "sleep", publish_next_part)
-    assert store.readable(merge.merges[0])
+    assert store.readable(merge.merged_steps[0])
     assert missing_inputs(Schedule([merge]), store) == []
 
 

@@ -310,7 +310,9 @@ def test_a_job_on_a_node_without_the_store_creates_none(
 
 
 def cells(store: Path) -> list[str]:
-    return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
+    return sorted(
+        cell["cell"]["criterion"] for cell in record.study_record(Store(store), STUDY)["cells"]
+    )
 
 
 def start_during(
@@ -356,7 +358,7 @@ def test_benchmarks_of_simultaneous_runs_are_recorded_together(
     store = tmp_path / "store"
     second = study_request("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
     start_during(store, aimer_study, second, "evaluate")
-    for cell in record.read(Store(store), STUDY)["cells"]:
+    for cell in record.study_record(Store(store), STUDY)["cells"]:
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"}
         assert all(cell["evaluate"].values())
 

@@ -33,7 +33,12 @@ from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models import config_json
 from moe_lab.study import estimates
-from moe_lab.study.estimates import forecast, largest_memory, resolved_engine, seconds_estimator
+from moe_lab.study.estimates import (
+    forecast_table,
+    largest_memory,
+    resolved_engine,
+    seconds_estimator,
+)
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
@@ -149,8 +154,8 @@ def test_models_larger_than_one_gpu_are_streamed_in_parts(
     assert (divided_text.engine, divided_text.parts) == (engine, parts)
     calibration = step("statistics", about, divided_text)
     assert calibration.id == step("statistics", about, text).id
-    assert len(calibration.merges) == (parts if parts > 1 else 0)
-    assert all(part.resources().gpus(80) == 1 for part in calibration.merges)
+    assert len(calibration.merged_steps) == (parts if parts > 1 else 0)
+    assert all(part.resources().gpus(80) == 1 for part in calibration.merged_steps)
 
 
 def test_memory_of_gradients_and_of_changed_weights() -> None:
@@ -294,22 +299,22 @@ def merged(store: Store) -> Store:
 
 def test_the_time_of_a_merge_is_not_that_of_a_pass(merged: Store) -> None:
     assert seconds_estimator(merged)(reading(120)) is None
-    table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds_estimator(merged))
+    table = forecast_table([*MERGE.merged_steps, MERGE], set(), 80.0, seconds_estimator(merged))
     assert table.columns[-2].footer == "unknown"
 
 
 def test_parts_of_a_pass_take_equal_times_and_their_merge_none(merged: Store) -> None:
     finish(merged, reading(30), 30.0)
     seconds = seconds_estimator(merged)
-    assert [seconds(part) for part in MERGE.merges] == pytest.approx([40.0] * 3)
+    assert [seconds(part) for part in MERGE.merged_steps] == pytest.approx([40.0] * 3)
     assert seconds(MERGE) == 0
-    table = forecast([*MERGE.merges, MERGE], set(), 80.0, seconds)
+    table = forecast_table([*MERGE.merged_steps, MERGE], set(), 80.0, seconds)
     assert list(table.columns[1].cells) == ["4"]
     assert table.columns[-2].footer == "0.03"
 
 
 def test_a_merge_needs_no_gpu_and_little_memory() -> None:
-    assert all(part.resources().on_gpu for part in MERGE.merges)
+    assert all(part.resources().on_gpu for part in MERGE.merged_steps)
     assert not MERGE.resources().on_gpu
     assert memory(MERGE) < memory(reading(120)) / 2
 
@@ -320,7 +325,7 @@ def test_a_part_stores_hidden_states_of_its_rows() -> None:
     merge = step("statistics", text=replace(text, parts=3))
     disk = undivided.resources().disk
     assert disk > 0
-    assert merge.merges[0].resources().disk == pytest.approx(disk / 3)
+    assert merge.merged_steps[0].resources().disk == pytest.approx(disk / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
@@ -334,7 +339,7 @@ def test_a_dry_run_creates_no_store(aimer_study: StudyRequest, tmp_path: Path) -
 def test_the_forecast_adds_known_times_and_counts_unknown_ones(store: Store) -> None:
     finish(store, reading(10), 3600.0)
     steps = [reading(10), reading(20), reading(30), reading(10, kind="damage")]
-    table = forecast(steps, {steps[0].id}, 80.0, seconds_estimator(store))
+    table = forecast_table(steps, {steps[0].id}, 80.0, seconds_estimator(store))
     hours = dict(zip(table.columns[0].cells, table.columns[-2].cells, strict=True))
     assert hours == {"statistics": "5.00", "damage": "unknown"}
     assert table.columns[-2].footer == "5.00 + 1 unknown" == table.columns[-1].footer, (

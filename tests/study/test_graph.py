@@ -26,7 +26,7 @@ from moe_lab.grid import benchmarks
 from moe_lab.json_files import write_sealed
 from moe_lab.results import STEPS
 from moe_lab.study import record
-from moe_lab.study.graph import Graph, build, unresolved
+from moe_lab.study.graph import Graph, build, unresolved_names
 from moe_lab.study.runs import Run
 from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Evaluate
@@ -87,7 +87,7 @@ def test_unknown_models_and_texts_of_the_hub_are_unresolved() -> None:
     unknown = {"model": {"name": "m", "path": "owner/model"}}
     for model, names in ((unknown, {"owner/model", "owner/set"}), (OLMOE, {"owner/set"})):
         grid = cells(None, files=FILES, **on_hub, **model)
-        assert set(unresolved(build(Config(), [(grid, [])]).steps)) == names
+        assert set(unresolved_names(build(Config(), [(grid, [])]).steps)) == names
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def two_protocols(tmp_path: Path) -> tuple[list[dict[str, Any]], Mock]:
     run.folder.mkdir(parents=True)
     with patch.object(store, "name", wraps=store.name) as name_of:
         write_sealed(run.folder / "record.json", record.record_of(study, run, {}))
-    return record.read(store, "two")["cells"], name_of
+    return record.study_record(store, "two")["cells"], name_of
 
 
 def test_a_record_looks_up_each_step_once(

@@ -350,7 +350,7 @@ def test_kind_number_and_inputs_change_the_id() -> None:
 
 def test_labels_and_merges_do_not_change_the_id() -> None:
     assert Example(name="other").id == Example().id
-    assert Example(merges=(Example(number=1),)).id == Example().id
+    assert Example(merged_steps=(Example(number=1),)).id == Example().id
 
 
 def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_pack_replaces_the_folders_of_steps(stores: Stores) -> None:
 
 def test_records_of_packs_and_of_folders_are_equal(stores: Stores) -> None:
     cells, cells_of_folders = (
-        record.read(store, STUDY)["cells"] for store in (stores.packs, stores.folders)
+        record.study_record(store, STUDY)["cells"] for store in (stores.packs, stores.folders)
     )
     assert cells == cells_of_folders != []
 
@@ -391,7 +391,7 @@ def test_a_step_that_is_packed_while_it_is_listed_is_listed(
 PUBLISH_AND_PACK = f"""{BEGINNING}
 from moe_lab.study import packing
 from moe_lab.study.schedule import Schedule, work
-packing.MANY, packing.EVERY, packing.MOST_PACKS = 5, 0.0, 3
+packing.MANY, packing.PACK_INTERVAL, packing.MOST_PACKS = 5, 0.0, 3
 store = Store(sys.argv[1]).create()
 def execute(step, scratch):
     (scratch / "result.json").write_text(f"result {{step.number}}")

@@ -24,7 +24,12 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.preflight import missing_requirements, preflight, remarks, visible_difference
+from moe_lab.study.preflight import (
+    missing_requirements,
+    preflight,
+    remark_sentences,
+    visible_difference,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +81,7 @@ def test_defaults_are_those_of_shipped_models(
     assert [len(benchmarks) for _, benchmarks in requests] == suites
     errors = preflight(config, requests)
     assert [message in sentence for sentence in errors] == [True] if message else not errors
-    notices = [remark for remark in remarks(config, requests) if "suite" in remark]
+    notices = [remark for remark in remark_sentences(config, requests) if "suite" in remark]
     assert [re.split("[=,]", settings[0])[-1] in notice for notice in notices] == (
         [True] if 0 in suites else []
     )
@@ -89,7 +94,7 @@ def test_resources_of_unknown_models_are_reported() -> None:
     config, requests = request("model.top_k=1", f"resources.models={resources}")
     assert [
         remark
-        for remark in remarks(config, requests)
+        for remark in remark_sentences(config, requests)
         if remark.startswith("resources.models") and remark.endswith(" pocket_olmo")
     ]
 
@@ -138,7 +143,7 @@ def test_more_tokens_than_a_text_has_are_refused(packing: str, fits: int, tmp_pa
 def test_a_rounded_ratio_is_reported_once(settings: list[str], ratios: list[str]) -> None:
     notices = [
         remark
-        for remark in remarks(*request("calibration=pocket_code", *settings))
+        for remark in remark_sentences(*request("calibration=pocket_code", *settings))
         if "->" in remark
     ]
     assert [notice.partition("removed): ")[2].split(", ") for notice in notices] == (
@@ -166,7 +171,9 @@ def test_single_word_fields_beside_a_pair_are_reported(
     }
     (file := tmp_path / "text.jsonl").write_text(json.dumps(record))
     config, requests = request("calibration=text", f"calibration.path={file}", *changes)
-    notices = [remark for remark in remarks(config, requests) if "calibration=text" in remark]
+    notices = [
+        remark for remark in remark_sentences(config, requests) if "calibration=text" in remark
+    ]
     assert [f" {keys}:" in remark for remark in notices] == ([True] if keys else [])
 
 
@@ -375,7 +382,9 @@ def test_a_listed_plan_without_a_model_is_reported(
     provenance: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
     Plan.of_experts({0: (0,)}, {0: 2}, provenance).save(tmp_path / "plan.json")
-    notices = remarks(*request("allocation.name=list", f"allocation.path={tmp_path}/plan.json"))
+    notices = remark_sentences(
+        *request("allocation.name=list", f"allocation.path={tmp_path}/plan.json")
+    )
     assert [str(tmp_path) in notice for notice in notices if "model_sha256" in notice] == [
         True
     ] * count

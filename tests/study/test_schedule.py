@@ -60,7 +60,7 @@ def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
     first = Example("first")
     left, right = (Example(kind, needed={"in": first}) for kind in ("left", "right"))
     last = (
-        Example("last", merges=(left, right))
+        Example("last", merged_steps=(left, right))
         if merged
         else Example("last", needed={"l": left, "r": right})
     )
@@ -86,7 +86,7 @@ def test_each_step_runs_once_after_its_inputs(tmp_path: Path, threads: int, merg
     store = Store(tmp_path).create()
 
     def execute(step: Step, scratch: Path) -> None:
-        assert all(store.done(needed) for needed in (*step.inputs.values(), *step.merges))
+        assert all(store.done(needed) for needed in (*step.inputs.values(), *step.merged_steps))
         kinds.append(step.kind)
 
     run(store, execute, *[Schedule(steps)] * threads)

@@ -72,7 +72,7 @@ def do(store: Store, step: Step) -> list[Step]:
     """Execute the step and all that it needs in this process; returns the steps that were
     executed."""
     executed: list[Step] = []
-    steps = [*step.inputs.values(), *step.merges, step]
+    steps = [*step.inputs.values(), *step.merged_steps, step]
     finished = {step.id for step in steps if store.done(step)}
     with InProcessExecutor(store) as execute:
 
@@ -128,7 +128,7 @@ def test_merged_sums_are_those_of_one_pass(
         {file.name for file in path.glob("*.parquet")} for path in (folder, expected)
     )
     assert tables == expected_tables
-    merged = [store.path(part).name for part in step.merges]
+    merged = [store.path(part).name for part in step.merged_steps]
     assert read_step(folder)["provenance"]["merged"] == merged
 
 
@@ -144,9 +144,9 @@ def test_a_merge_has_the_id_of_the_undivided_pass(kind: str, parts: int, engine:
     undivided_pass = step_of(kind)
     step = step_of(kind, parts=parts, engine=engine)
     assert step.id == undivided_pass.id
-    assert not undivided_pass.merges
-    assert len(step.merges) == parts
-    assert len({part.id for part in (step, *step.merges)}) == parts + 1
+    assert not undivided_pass.merged_steps
+    assert len(step.merged_steps) == parts
+    assert len({part.id for part in (step, *step.merged_steps)}) == parts + 1
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store,
 @pytest.mark.slow
 def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Store, Step]) -> None:
     store, step = killed_pass
-    assert [store.done(part) for part in step.merges] == [True, False]
+    assert [store.done(part) for part in step.merged_steps] == [True, False]
     assert not store.done(step)
-    assert do(store, step) == [step.merges[1], step]
+    assert do(store, step) == [step.merged_steps[1], step]
 
 
 @pytest.mark.slow
@@ -174,10 +174,10 @@ def test_parts_of_a_finished_merge_are_not_needed(killed_pass: tuple[Store, Step
     """Neither by a run nor by `update_from_store`, which the last job of a submission calls."""
     store, step = killed_pass
     do(store, step)
-    for part in step.merges:
+    for part in step.merged_steps:
         shutil.rmtree(store.path(part))
     assert do(store, step) == []
-    schedule = Schedule([*step.inputs.values(), *step.merges, step])
+    schedule = Schedule([*step.inputs.values(), *step.merged_steps, step])
     update_from_store(schedule, store)
     assert not schedule.failed
     assert not schedule.skipped

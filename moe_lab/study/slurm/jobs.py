@@ -18,7 +18,7 @@ from submitit.helpers import DelayedSubmission
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.results import DIGITS
-from moe_lab.study.claims import in_queue, own_job, restarts
+from moe_lab.study.claims import in_queue, own_job, restart_count
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import (
@@ -91,7 +91,7 @@ class StepsJob:
             os.kill(os.getpid(), signal.SIGUSR2)
             return
         # Slurm requeues the job, as it has counted one more restart than when this process started
-        if int(state.get("Restarts", "0")) > restarts():
+        if int(state.get("Restarts", "0")) > restart_count():
             self.worker.end(SAVE_SECONDS)
         sys.exit(128 + signal.SIGTERM)
 

@@ -43,7 +43,11 @@ def perform(step: Step, files: Files) -> None:
     # the work, and programs that it starts, report progress to this file
     os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
-    merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
+    merged = (
+        {"merged": [Path(share.folder).name for share in step.merged_steps]}
+        if step.merged_steps
+        else {}
+    )
     resources = step.resources()
     amount = {"units": resources.units, "pace": list(resources.pace)}
     write_json(files.out / "provenance.json", {**provenance(start), **amount, **merged})

@@ -16,7 +16,7 @@ from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, Timin
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import check_plain_weights, config_of, has_packed_experts
-from moe_lab.study.estimates import device_here
+from moe_lab.study.estimates import hardware_name
 from moe_lab.study.resources import Resources, text_pass
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, read_text
@@ -29,7 +29,7 @@ def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
     of `model`'s device on this machine is set. If this machine has no such device, `timed` is
     returned unchanged, and the conditions of the timing step fail."""
     with suppress(UserError):
-        return timed if timed.device else replace(timed, device=device_here(model.device))
+        return timed if timed.device else replace(timed, device=hardware_name(model.device))
     return timed
 
 
@@ -195,7 +195,7 @@ class Timing(Step):
         # two copies: the loaded model and the deployed one
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
-            return run._replace(gpu_counts=[1], conditions=[(device_here, model.device)])
+            return run._replace(gpu_counts=[1], conditions=[(hardware_name, model.device)])
         if " x " in device:  # several GPUs, such as "8 x NVIDIA H100"
             return run
         return run._replace(gpu_counts=[1])

@@ -146,8 +146,9 @@ class Measurement:
 
 
 class Pass(Step):
-    """Sums over the tokens of a calibration set, or of a share of its rows. A step with `merges`
-    adds the sums that the steps in `merges` have computed from shares, and reads no text."""
+    """Sums over the tokens of a calibration set, or of a share of its rows. A step with
+    `merged_steps` adds the sums that the steps in `merged_steps` have computed from shares, and
+    reads no text."""
 
     kinds: ClassVar[Mapping[str, Measurement]] = {
         # one forward pass: all sums, tokens per expert, and tables for figures
@@ -206,13 +207,14 @@ class Pass(Step):
         if cls.kinds[kind].can_divide and not needs_several_gpus:
             bounds = calibrations.part_bounds(text)
             shares = tuple(cls(kind, model, text, rows=rows) for rows in bounds)
-        return cls(kind, model, text, merges=shares)
+        return cls(kind, model, text, merged_steps=shares)
 
     def resources(self) -> Resources:
-        """Resources of a pass over the text or, with `merges`, of adding the sums of shares."""
+        """Resources of a pass over the text or, with `merged_steps`, of adding the sums of
+        shares."""
         model = self.loaded.model
         pace = self.loaded.pace
-        if self.merges:
+        if self.merged_steps:
             return merged_sums(model, self.text, pace)
         measurement = self.kinds[self.kind]
         return text_pass(
@@ -227,13 +229,13 @@ class Pass(Step):
 
     def work(self, files: Files) -> None:
         """Write the sums, and the tables for figures. The sums are computed in a pass over the text
-        or, with `merges`, merged from shares."""
+        or, with `merged_steps`, merged from shares."""
         from moe_lab.statistics import Statistics, header
 
-        if self.merges:
-            shares = [files.path(step, STATISTICS) for step in self.merges]
+        if self.merged_steps:
+            shares = [files.path(step, STATISTICS) for step in self.merged_steps]
             # each share has the report on the whole text
-            copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)
+            copyfile(files.path(self.merged_steps[0], REPORT), files.out / REPORT)
             sums = Statistics(self.merge(shares), {"kind": header(shares[0])["kind"]})
         else:
             sums = self.gather(files)

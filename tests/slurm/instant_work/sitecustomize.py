@@ -80,7 +80,7 @@ if "INSTANT_BEAT" in os.environ:
     claims.BEAT = float(os.environ["INSTANT_BEAT"])
 if "INSTANT_MANY" in os.environ:
     packing.MANY = int(os.environ["INSTANT_MANY"])
-    packing.EVERY = 1.0
+    packing.PACK_INTERVAL = 1.0
     packing.MOST_PACKS = 3
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]
