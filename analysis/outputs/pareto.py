@@ -176,8 +176,8 @@ def pareto_table(results: Results, name: str) -> Table:
         "Removes": "kind",
     }
     averages = list(means(results.comparisons))
-    # A frame for each of avg, low and high. It has a column for each kind of average (Avg, a mean
-    # loss); a row has its number in the column of its model's average, and NaN in the others.
+    # A frame for each of avg, low and high, with a column for each kind of average (Avg, a mean
+    # loss). A row has a number only in the column of its model's average.
     values, low, high = (
         pd.DataFrame({average: rows[column].where(rows["mean"] == average) for average in averages})
         for column in ("avg", "low", "high")

@@ -40,7 +40,10 @@ def ranking(results: Results, name: str) -> list[Item]:
 
 @output("ranking.loss", chapter="ranks", filters="*Model|Pruned", needs=LOSSES)
 def ranking_by_loss(results: Results, name: str) -> list[Item]:
-    """All plans by their mean loss on right answers, where lower is better."""
+    """All plans by their mean loss on right answers, where lower is better.
+
+    The tables and figures of `ranking`, with losses in place of scores.
+    """
     return [
         replace(item, caption=f"{CAPTION} {item.caption}")
         for item in ranking(results.by_answer_loss, name)
@@ -48,12 +51,13 @@ def ranking_by_loss(results: Results, name: str) -> list[Item]:
 
 
 def ranking_table(results: Results, name: str) -> Table:
-    """All rankings in one table, a row per plan: rank, average, average as a share of the unpruned
-    model's average, distance to the best method, status."""
+    """All rankings in one table. A row per plan: rank, average, average as a share of the unpruned
+    model's average, difference to the best method, status."""
     rankings = results.rankings
     averages = list(dict.fromkeys(ranking.mean_name for ranking in rankings))
-    frame = pd.concat([_rows(ranking) for ranking in rankings], ignore_index=True)
+    frame = pd.concat([_displayed_rows(ranking) for ranking in rankings], ignore_index=True)
     frame = frame.dropna(axis="columns", how="all")  # without columns that no ranking has
+    # the rows of `frame`, with the ends of intervals
     rows = pd.concat(
         [ranking.rows.assign(mean=ranking.mean_name) for ranking in rankings], ignore_index=True
     )
@@ -65,19 +69,22 @@ def ranking_table(results: Results, name: str) -> Table:
         "Behind": SCORE,
         "p": "{:.4f}",
     }
-    # a column for each kind of average (Avg, a mean loss); a row has a number in one of them
+    # The low and the high ends of intervals, each with a column for each kind of average (Avg, a
+    # mean loss). A row has numbers only in the column of its ranking's average.
     low, high = (
         pd.DataFrame(
-            {name: rows[end].where(rows["mean"] == name) for name in averages}
+            {average: rows[end].where(rows["mean"] == average) for average in averages}
             | {"Behind": rows[f"behind_{end}"]}
         )
         for end in ("low", "high")
     )
-    spread = "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
+    spread_sentence = (
+        "Spread: standard deviation between seeds, or models." if "Spread" in frame else ""
+    )
     sentences = (
         means_in_words(results.comparisons),
         _SHARED_RANKS,
-        spread,
+        spread_sentence,
         _caption(rankings),
         score_setup(results.study),
     )
@@ -100,7 +107,8 @@ _SHARED_RANKS = "Scores that are equal when printed share a rank."
 
 
 def _caption(rankings: Sequence[Ranking]) -> str:
-    """Sentences that explain the statuses in `rankings`, then the overview of all rankings."""
+    """Text for a caption: sentences that explain the statuses of plans in `rankings`, then the
+    `overview` of the rankings."""
     sentences = []
     if any(ranking.chance for ranking in rankings):
         sentences.append(
@@ -108,6 +116,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
             "number of the model's other plans; below chance: none is as bad. The mean of a "
             "method's seeds counts as one plan."
         )
+    # a plan without a verdict has the empty text
     if any(ranking.rows["verdict"].any() for ranking in rankings):
         sentences.append(
             "Best, separated: of the methods with several seeds, without random plans. Behind: the "
@@ -117,8 +126,8 @@ def _caption(rankings: Sequence[Ranking]) -> str:
     return " ".join([*sentences, *overview(rankings)])
 
 
-def _rows(ranking: Ranking) -> pd.DataFrame:
-    """The columns of text and numbers of one ranking in `ranking_table`; a row per plan."""
+def _displayed_rows(ranking: Ranking) -> pd.DataFrame:
+    """The rows of one ranking in `ranking_table`, a row per plan, with all displayed columns."""
     rows = ranking.rows.assign(model=ranking.model, pruned=ranking.pruned)
     text_columns = {
         "Model": "model",
@@ -135,26 +144,30 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
 
 
 def _figures(results: Results, name: str) -> list[Figure]:
-    """A figure for each model. If a model has more than MOST_PANELS rankings, only every second
-    (third, ...) ranking is drawn, and the caption says so."""
+    """A figure for each model, with a panel per ranking. If a model has more than MOST_PANELS
+    rankings, only every second (or third, fourth, ...) ranking is drawn, and the caption says so.
+
+    name: name of the output; with several models, the name of a figure ends with its model."""
     models = list(dict.fromkeys(ranking.model for ranking in results.rankings))
     figures = []
     for model in models:
         rankings = [ranking for ranking in results.rankings if ranking.model == model]
-        sample = rankings[:: -(-len(rankings) // MOST_PANELS)]
+        # every step-th ranking; rounded up, so that at most MOST_PANELS are drawn
+        step = -(-len(rankings) // MOST_PANELS)
+        sample = rankings[::step]
         notes = notes_on_average(results.comparisons)
         if len(sample) < len(rankings):
             notes.append(f"Drawn: {len(sample)} of {len(rankings)} ratios.")
-        file_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
-        figures.append(_figure(sample, file_name, notes))
+        figure_name = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
+        figures.append(_figure(sample, figure_name, notes))
     return figures
 
 
 def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Figure:
-    """A figure with a panel for each of `rankings`, which are rankings of one model.
+    """A figure with a panel for each of `rankings`, all of one model.
 
     notes: sentences at the end of the caption."""
-    # inches for the plans of each panel
+    # height of each panel in inches
     heights = [max(0.155 * min(len(ranking.scored), MOST_PLANS), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
     grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
@@ -164,7 +177,9 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
         _draw_ranking(axes, ranking)
     first_ranking = rankings[0]
     grid[-1].set_xlabel(f"{first_ranking.mean_name} ({first_ranking.quantity.direction})")
-    keys: list[Artist] = [style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)]
+    legend_entries: list[Artist] = [
+        style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)
+    ]
     has_chance = any(ranking.chance for ranking in rankings)
     if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
         look: dict[str, Any] = {
@@ -174,16 +189,16 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
             "markersize": 4.5,
         }
         label = "above chance" if has_chance else "the best method, or not separated from it"
-        keys.append(style.key(label, **look))
-        keys.append(style.key("others", **look, markerfacecolor=style.SURFACE))
+        legend_entries.append(style.key(label, **look))
+        legend_entries.append(style.key("others", **look, markerfacecolor=style.SURFACE))
     sentences = [
         f"{first_ranking.mean_name} of every plan with its 95 % interval, best first.",
         _caption(rankings),
     ]
     if has_chance:
-        keys.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
+        legend_entries.append(Patch(facecolor=style.RULE, alpha=0.6, label="chance"))
         sentences.append("Grey: within chance.")
-    drawing.legend(handles=keys, loc="outside lower center", ncols=4, handlelength=1.8)
+    drawing.legend(handles=legend_entries, loc="outside lower center", ncols=4, handlelength=1.8)
     return Figure(
         name,
         f"Ranking: {first_ranking.model}",
@@ -193,14 +208,15 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
 
 
 def _is_filled(row: Mapping[str, Any]) -> bool:
-    """Whether the mark of a plan is filled, because the plan is above chance, is the best method,
-    or is not separated from the best method. row: a row of `Ranking.rows`."""
+    """Whether the mark of a plan is filled: the plan is above chance, is the best method, or is not
+    separated from the best method. row: the plan's row in `Ranking.rows`."""
     return str(row["status"]).startswith((ABOVE, BEST, TIED))
 
 
 def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
     """Draw a panel: a mark with an interval for each of the first MOST_PLANS plans of a ranking,
-    the unpruned model as a dashed line, and bands within the limits of chance."""
+    the unpruned model as a dashed line, and a band between the limits of chance for each kind of
+    random plans."""
     for chance in ranking.chance.values():
         low, high = chance.limits(ranking.plans_tested)
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
@@ -222,7 +238,7 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
         axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
     style.label_ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
     axes.set_ylim(len(plans) - 0.4, -0.6)
-    part = f", the best {MOST_PLANS} of {len(scored)} plans" if len(scored) > MOST_PLANS else ""
-    axes.set_title(f"{ranking.pruned} pruned{part}", fontsize=8)
+    note = f", the best {MOST_PLANS} of {len(scored)} plans" if len(scored) > MOST_PLANS else ""
+    axes.set_title(f"{ranking.pruned} pruned{note}", fontsize=8)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)

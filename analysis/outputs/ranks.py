@@ -25,9 +25,11 @@ from analysis.stats.winners import CAPTION
 def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 
-    A block per model, ratio and calibration set, with a row for the unpruned model and for each of
-    the methods `criteria` (None: all methods). Columns: displayed columns and Avg, with 95 %
-    intervals, and Avg Rank, among the pruned models of the block. None without scores.
+    A block per model, ratio and calibration set, with a row for the unpruned model and for each
+    method. Columns: the columns of `ranks.displayed_columns` and Avg, with 95 % intervals, and Avg
+    Rank, which ranks only the pruned models of the block. None without scores.
+
+    criteria: keys of the methods to list, None for all methods.
     """
     comparisons = results.comparisons
     if not comparisons:
@@ -65,11 +67,10 @@ def loss_table(results: Results, name: str) -> Table | None:
 def _table_of_panels(
     comparisons: Sequence[Comparison], criteria: Sequence[str] | None = None, **fields: Any
 ) -> Table | None:
-    """A table with a `rank_block` for each panel of each comparison: displayed columns, their mean,
-    and average rank. None without rows.
+    """A table with a `rank_block` for each panel of each comparison; None without rows.
 
-    criteria: the methods to list, or None for all methods; fields: name, title, caption etc. of
-    the table."""
+    criteria: keys of the methods to list, None for all methods; fields: name, title, caption etc.
+    of the table."""
     blocks = [
         rank_block(comparison, panel, criteria)
         for comparison in comparisons
@@ -78,37 +79,39 @@ def _table_of_panels(
     rows = stacked(blocks)
     if rows is None:
         return None
-    text = [*PANEL, "Criterion"]
+    text_columns = [*PANEL, "Criterion"]
     averages = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
-    score_columns = [str(column) for column in rows.frame if column not in (*text, *averages)]
-    columns = [*text, *score_columns, *averages]
+    other_columns = (*text_columns, *averages)
+    score_columns = [str(column) for column in rows.frame if column not in other_columns]
+    columns = [*text_columns, *score_columns, *averages]
     return numbers_table(rows, columns, {"Avg Rank": RANK}, blocks=PANEL, **fields)
 
 
 def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
-    """Sentences on the displayed columns of which some benchmarks were not run: a sentence per
-    column, or several if the benchmarks differ between models."""
-    # displayed column -> its benchmarks that were run, or () if all were run -> models
+    """Sentences on the displayed columns of which only some benchmarks were run: a sentence per
+    column, or several if not the same benchmarks were run for all models."""
+    # displayed column -> the column's benchmarks that were run -> models. The key () stands for
+    # all benchmarks of the column
     models_of_column: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for comparison in comparisons:
-        missing_by_column = ranks.missing_benchmarks(comparison.benchmarks_of)
+        partial_columns = ranks.missing_benchmarks(comparison.benchmarks_of)
         for column, benchmarks in comparison.benchmarks_of.items():
-            key = benchmarks if column in missing_by_column else ()
+            key = benchmarks if column in partial_columns else ()
             models_of_column.setdefault(column, {}).setdefault(key, []).append(comparison.model)
     sentences = []
     for column, models_by_benchmarks in models_of_column.items():
         published_benchmarks = names.COLUMNS.get(column, ())
         for benchmarks, models in models_by_benchmarks.items():
-            if benchmarks:
+            if benchmarks:  # not all of the column
                 for_models = (
                     f" for {names.listing(models)}" if len(models_by_benchmarks) > 1 else ""
                 )
-                clause = names.not_run(
+                clause_on_gaps = names.not_run(
                     name for name in published_benchmarks if name not in benchmarks
                 )
                 sentences.append(
                     f"{column} is the mean of {len(benchmarks)} of its {len(published_benchmarks)} "
-                    f"benchmarks{for_models}: {clause}."
+                    f"benchmarks{for_models}: {clause_on_gaps}."
                 )
     return sentences
 
@@ -122,19 +125,20 @@ def _notes_on_partial_columns(comparisons: Iterable[Comparison]) -> list[str]:
 def rank_test_table(results: Results, name: str) -> Table:
     """Average ranks of methods with their critical difference, over columns and over benchmarks.
 
-    A row per rank test (model, ratio, calibration set; columns or benchmarks) and method.
+    A row per method of each rank test. The rank tests are, for each model, ratio and calibration
+    set, one test over columns and one over benchmarks.
     """
     rows = []
-    exclusions = []
+    exclusions = []  # texts that name the methods that are left out of tests
     for comparison in results.comparisons:
         for block_kind in (COLUMNS, BENCHMARKS):
             for test in rank_tests(comparison, block_kind):
                 calibration = names.calibration(test.panel.calibration)
                 pruned_text = test.panel.pruned
                 for (method, rank), p in zip(test.ranks.items(), test.p_to_best, strict=True):
-                    answer = "best"  # the best method has no p
+                    differs_from_best = "best"  # the best method has no p
                     if pd.notna(p):
-                        answer = "yes" if p < LEVEL else "no"
+                        differs_from_best = "yes" if p < LEVEL else "no"
                     texts = (
                         comparison.model,
                         pruned_text,
@@ -142,8 +146,8 @@ def rank_test_table(results: Results, name: str) -> Table:
                         f"{test.blocks} {test.over}, {test.seeds} seeds",
                         names.method(str(method)),
                     )
-                    rows.append((*texts, answer, rank, p, test.difference))
-                # a method that lacks a column also lacks one of the column's benchmarks
+                    rows.append((*texts, differs_from_best, rank, p, test.difference))
+                # listed once: a method that lacks a column also lacks one of its benchmarks
                 if block_kind == BENCHMARKS:
                     exclusions += [
                         f"{names.method(method)} ({calibration}, {pruned_text})"
@@ -174,7 +178,7 @@ def rank_test_table(results: Results, name: str) -> Table:
 def published_ranks(results: Results, name: str) -> Table | None:
     """Scores, averages and ranks of the criteria that Unified Expert Pruning ranks.
 
-    None when no cell is of these criteria.
+    None if the study has none of these criteria.
     """
     methods = set(results.study.cells["method"]) & set(names.RANKED)
     return rank_table(results, name, names.RANKED) if methods else None

@@ -40,15 +40,17 @@ SOURCES = {
 
 
 def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The rows of `experts` of one model and calibration set that have an ablation loss. The set is
-    the first with ablation losses, in the papers' order."""
+    """The rows of `experts` of one model that have an ablation loss, for one calibration set: the
+    first set with ablation losses, in the order of `names.calibrations_in_order`.
+
+    experts: columns model, calibration and ablation, as in `Study.experts`."""
     rows = experts[(experts["model"] == model) & experts["ablation"].notna()]
     sets = names.calibrations_in_order(rows["calibration"])
     return rows[rows["calibration"] == sets[0]] if sets else rows
 
 
 def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """The TOP experts by `measure`, highest first."""
+    """The TOP rows of `experts` with the highest values in the column `measure`, highest first."""
     experts = experts.dropna(subset=[measure])
     return experts.sort_values(measure, ascending=False, kind="stable").head(TOP)
 
@@ -70,7 +72,7 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         highest_experts = top_experts(experts, measure)
         positions = np.arange(len(highest_experts))
         _draw_loss_bars(axes, highest_experts["ablation"])
-        labels = [f"{expert.layer}.{expert.expert}" for expert in highest_experts.itertuples()]
+        labels = [f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()]
         style.label_ticks(axes.xaxis, positions, labels, labelrotation=90, labelsize=5)
         _add_right_axis(axes, label).plot(
             positions,
@@ -84,8 +86,8 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         axes.set_title(
             f"({letter}) by {label}; rank correlation over all experts {rank:.2f}", fontsize=7.5
         )
-    axes.set_xlabel("layer.expert")
-    style.legend(drawing, _keys("router weight, tokens"))
+    axes.set_xlabel("layer.expert")  # of the last panel
+    style.legend(drawing, _bar_and_line_entries("router weight, tokens"))
     caption = (
         f"The {len(highest_experts)} experts with the highest mean router weight (a) and with the "
         "most tokens (b), highest first. Bars: rise of the model's loss without that expert's "
@@ -94,19 +96,19 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
     )
     title = (
         f"Experts that routers rank highest, and the loss without them: {comparison.model}, "
-        f"{_calibrations(experts)}"
+        f"{_calibration_names(experts)}"
     )
     return Figure(name, title, caption, drawing)
 
 
-def _calibrations(experts: pd.DataFrame) -> str:
-    """List of the display names of the calibration sets in the column calibration."""
+def _calibration_names(experts: pd.DataFrame) -> str:
+    """Text that lists the display names of the calibration sets of `experts`."""
     return names.listing(map(names.calibration, experts["calibration"].unique()))
 
 
 def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
-    """Draw a bar for each of `losses`, which are rises of the model's loss without an expert. Bars
-    below 0 have the colour HARM, other bars the colour GAIN."""
+    """Draw a bar for each of `losses`, the ablation losses of experts: by how much the model's loss
+    rises without the expert. Bars below 0 have the colour HARM, other bars the colour GAIN."""
     shades = [GAIN if loss >= 0 else HARM for loss in losses]
     axes.bar(np.arange(len(losses)), losses.to_numpy(float), width=0.75, color=shades)
     axes.axhline(0, color=style.RULE, linewidth=0.8)
@@ -116,8 +118,8 @@ def _draw_loss_bars(axes: Axes, losses: pd.Series) -> None:
 
 
 def _add_right_axis(axes: Axes, label: str = "") -> Axes:
-    """Add a second y axis, named `label`, on the right of a panel; returns the axes to draw on with
-    the second y axis."""
+    """Add a second y axis with the label `label` on the right of a panel. Returns the axes that
+    have this y axis."""
     right = axes.twinx()
     right.set_ylabel(label, fontsize=7)
     right.spines["right"].set_visible(True)
@@ -125,8 +127,9 @@ def _add_right_axis(axes: Axes, label: str = "") -> Axes:
     return right
 
 
-def _keys(line_label: str) -> list[Artist]:
-    """Legend entries of the two colours of bars, and of a line with the label `line_label`."""
+def _bar_and_line_entries(line_label: str) -> list[Artist]:
+    """Legend entries for the two colours of bars (see `_draw_loss_bars`), and for a line with the
+    label `line_label`."""
     return [
         Patch(facecolor=GAIN, label="the loss rises without it"),
         Patch(facecolor=HARM, label="the loss falls without it"),
@@ -137,16 +140,18 @@ def _keys(line_label: str) -> list[Artist]:
 def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     """Pool one raw statistic by layer; a row per layer.
 
-    Columns: layer, mean and std (over all weights or channels of the layer's experts), ablation
-    (mean over the layer's experts). statistics: an expert per row, with the columns layer, count
-    (of weights or channels), mean, std and ablation."""
-    # mean of squares = variance + square of the mean, for an expert as for a layer
+    Columns: layer; mean and std, over all weights or channels of the layer's experts; ablation, the
+    mean over the layer's experts.
+
+    statistics: a row per expert, with the columns layer, count (of weights or channels), mean, std
+    and ablation."""
+    # for an expert and for a layer: mean of squares = variance + square of the mean
     rows = []
     for key, experts in groups(statistics.sort_values("layer"), ["layer"]):
-        share = experts["count"] / experts["count"].sum()
-        mean = float((share * experts["mean"]).sum())
-        mean_square = float((share * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
-        std = max(mean_square - mean**2, 0.0) ** 0.5  # below 0 by rounding only
+        weights = experts["count"] / experts["count"].sum()
+        mean = float((weights * experts["mean"]).sum())
+        mean_square = float((weights * (experts["std"] ** 2 + experts["mean"] ** 2)).sum())
+        std = max(mean_square - mean**2, 0.0) ** 0.5  # rounding errors can give less than 0
         rows.append((key["layer"], mean, std, experts["ablation"].mean()))
     return pd.DataFrame(rows, columns=["layer", "mean", "std", "ablation"])
 
@@ -162,11 +167,13 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with ablation losses, by depth and in a layer.
 
-    A column of panels per raw statistic; above: `by_layer`, below: the experts of the middle layer.
-    None without raw statistics of experts that have an ablation loss.
+    Two panels per raw statistic: `by_layer` in the upper panel, and the experts of the middle layer
+    in the lower panel. None without raw statistics of experts that have an ablation loss.
     """
     experts = experts_of_first_set(results.study.raw_statistics, comparison.model)
-    available_statistics = [name for name in STATISTICS if (experts["statistic"] == name).any()]
+    available_statistics = [
+        statistic for statistic in STATISTICS if (experts["statistic"] == statistic).any()
+    ]
     if not available_statistics:
         return None
     layers = sorted(experts["layer"].unique())
@@ -185,7 +192,9 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
     mean_key = style.key(
         "layer's mean rise of the loss", color=GAIN, marker="o", linestyle="", markersize=4
     )
-    style.legend(drawing, [mean_key, *_keys("mean of the statistic ± standard deviation")])
+    style.legend(
+        drawing, [mean_key, *_bar_and_line_entries("mean of the statistic ± standard deviation")]
+    )
     gaps = [
         f"{label} ({SOURCES[statistic]})"
         for statistic, label in STATISTICS.items()
@@ -201,16 +210,18 @@ def statistics_figure(results: Results, comparison: Comparison, name: str) -> Fi
         f"{pass_setup(results.study)}"
     )
     title = (
-        f"Raw statistics across layers and experts: {comparison.model}, {_calibrations(experts)}"
+        f"Raw statistics across layers and experts: {comparison.model}, "
+        f"{_calibration_names(experts)}"
     )
     return Figure(name, title, caption, drawing)
 
 
 def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
-    """Draw a panel (a): `layers`, the rows of `by_layer`, from left to right. Points are ablation
-    losses; a line in a band, on the right axis, is the statistic's mean ± standard deviation.
+    """Draw the panel (a) of a statistic, with the layers from left to right. Points are the mean
+    ablation losses of layers. On the right axis, a line is the mean of the statistic, and a band
+    around the line is ± the standard deviation.
 
-    label: name of the statistic."""
+    layers: rows of `by_layer`; label: name of the statistic."""
     axes.plot(layers["layer"], layers["ablation"], "o", color=GAIN, markersize=4)
     axes.set_ylabel(LOSS, fontsize=7)
     style.format_power(axes.yaxis)
@@ -225,9 +236,11 @@ def _draw_over_depth(axes: Axes, layers: pd.DataFrame, label: str) -> None:
 
 
 def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
-    """Draw a panel (b): for each expert of a layer, a bar (ablation loss) and, on the right axis, a
-    point with an error bar (mean ± standard deviation of the statistic). The highest ablation loss
-    comes first. label: name of the statistic."""
+    """Draw the panel (b) of a statistic, with the experts of one layer from the highest to the
+    lowest ablation loss. A bar is the ablation loss of an expert. On the right axis, a point with
+    an error bar is the mean ± standard deviation of the statistic.
+
+    experts: rows of `Study.raw_statistics`; label: name of the statistic."""
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _draw_loss_bars(axes, ordered["ablation"])
     style.label_ticks(axes.xaxis, [], [])
@@ -249,7 +262,8 @@ def _draw_over_experts(axes: Axes, experts: pd.DataFrame, label: str) -> None:
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Activation magnitudes of experts in three layers, by calibration set.
 
-    A panel per layer (shallow, middle, deep), a box per calibration set. None without magnitudes.
+    A panel per layer (first, middle, last), a box per calibration set. None if no expert has an
+    activation magnitude, the column size of `Study.experts`.
     """
     experts = results.study.experts
     experts = experts[(experts["model"] == comparison.model) & experts["size"].notna()]
@@ -277,7 +291,8 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
 
 
 def magnitudes_by_set(experts: pd.DataFrame, layer: int, sets: Sequence[str]) -> list[list[float]]:
-    """For each of `sets`, a list of the activation magnitudes of the experts of one layer."""
+    """For each calibration set in `sets`, a list of the activation magnitudes of one layer's
+    experts. experts: columns layer, calibration and size (the magnitude)."""
     layer_experts = experts[experts["layer"] == layer]
     return [
         layer_experts.loc[layer_experts["calibration"] == calibration, "size"].tolist()
@@ -287,10 +302,10 @@ def magnitudes_by_set(experts: pd.DataFrame, layer: int, sets: Sequence[str]) ->
 
 def _draw_distributions(axes: Axes, magnitudes: Sequence[Sequence[float]]) -> None:
     """Draw a box for each list of activation magnitudes, and a point for each magnitude."""
-    line = {"color": style.INK, "linewidth": 0.9}
-    looks: Any = {
-        "medianprops": {**line, "linewidth": 1.6},
-        **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line),
+    line_style = {"color": style.INK, "linewidth": 0.9}
+    box_style: Any = {
+        "medianprops": {**line_style, "linewidth": 1.6},
+        **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line_style),
     }
     axes.boxplot(
         magnitudes,
@@ -298,9 +313,9 @@ def _draw_distributions(axes: Axes, magnitudes: Sequence[Sequence[float]]) -> No
         widths=0.5,
         showfliers=False,
         manage_ticks=False,
-        **looks,
+        **box_style,
     )
     for position, values in enumerate(magnitudes):
-        # points are spread at random, so that they hide each other less
+        # the points of a box are spread at random, so that they hide each other less
         x = position + np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(x, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)

@@ -43,8 +43,9 @@ SWEEP_COLUMNS = ["criterion", "allocation", "calibration", "gate"]
 
 
 def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
-    """Sweeps with several recoveries; a sweep is a frame of cells that are equal in SWEEP_COLUMNS,
-    sorted by ratio and recovery. Cells of ratio 0 are included, the unpruned model is not."""
+    """The sweeps of a model that have several recoveries. A sweep is a frame of the cells with
+    equal values in SWEEP_COLUMNS, sorted by ratio and recovery. Sweeps include cells of ratio 0
+    with a criterion, but not the unpruned model."""
     cells = comparison.cells[comparison.cells["criterion"] != "none"]
     order = names.in_order(cells["recovery"], names.RECOVERIES)
     cells = sorted_in_order(cells, "recovery", order, "ratio")
@@ -52,8 +53,8 @@ def sweeps(comparison: Comparison) -> list[pd.DataFrame]:
 
 
 def labels(comparison: Comparison) -> pd.Series:
-    """Label of each cell of `sweeps`: the display name of the recovery, preceded by the method if
-    there are several sweeps."""
+    """Label of each cell of `sweeps`, indexed by cell: the display name of the recovery. If there
+    are several sweeps, the name of the method comes first."""
     all_sweeps = sweeps(comparison)
     cells = pd.concat(all_sweeps) if all_sweeps else comparison.cells[:0]
     recoveries = cells["recovery"].map(partial(names.recovery_name, none=NO_RECOVERY))
@@ -63,7 +64,7 @@ def labels(comparison: Comparison) -> pd.Series:
 
 
 def _method_without_recovery(method: str) -> str:
-    """Display name of a method, without the recovery that `method` may include."""
+    """Display name of the method with the key `method`, without a recovery."""
     criterion, allocation, _ = names.parts(method)
     return names.method(names.key(criterion, allocation))
 
@@ -79,7 +80,7 @@ def _method_without_recovery(method: str) -> str:
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11: every ratio with every recovery.
 
-    Differences are to the cell without recovery at the same ratio.
+    Differences are to the cell of the same sweep and ratio without recovery.
     """
     label_of_cell = labels(comparison)
     for sweep in sweeps(comparison):
@@ -93,9 +94,9 @@ def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
 def storage_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Accuracy against the storage of pruned and quantised models.
 
-    Scores of `sweeps` with intervals against storage on a logarithmic axis, a line per label;
-    points are labelled with the removed share. None without scores, or if no recovery changes the
-    storage of a model.
+    Scores with intervals against storage on a logarithmic axis, for the cells of `sweeps`. Cells
+    with the same text in `labels` form a line; the removed share is written next to each point.
+    None without scores, or if no recovery changes the storage of a model.
     """
     label_of_cell = labels(comparison)
     points = storage_points(
@@ -103,12 +104,13 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
     )
     if not points[["storage", "score"]].notna().all(axis=1).any():
         return None
-    size_counts = (
+    # number of different storages of the recoveries at one ratio of a sweep
+    storage_counts = (
         points.join(comparison.cells[SWEEP_COLUMNS])
         .groupby([*SWEEP_COLUMNS, "ratio"], sort=False)["storage"]
         .nunique()
     )
-    if (size_counts < 2).all():
+    if (storage_counts < 2).all():
         return None
     drawing = style.drawing(style.PAGE * 0.75, 3.4)
     axes = drawing.add_subplot()
@@ -133,9 +135,9 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
 
 
 def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> None:
-    """Write the removed share next to each of `points`, which are rows of `storage_points`. Of
-    several points with the same ratio and nearly the same storage, only the first gets a label."""
-    # sizes whose log2 is equal to one decimal differ by at most 7 %
+    """Write the removed share next to each of `points`, rows of `storage_points`. Of several points
+    with the same ratio and nearly the same storage, only the first has a text."""
+    # storages with the same rounded log2 differ by at most 7 %
     points = points.assign(log_storage=np.log2(points["storage"]).round(1))
     points = points.dropna(subset=["storage", "score"])
     points = points.drop_duplicates(["ratio", "log_storage"])
@@ -146,13 +148,14 @@ def _label_ratios(axes: Axes, comparison: Comparison, points: pd.DataFrame) -> N
 
 
 def recovery_blocks(comparison: Comparison) -> Iterator[Block]:
-    """Yield a block per ratio with all pruned cells, sorted by method. Ratios at which no cell has
-    a recovery are left out."""
+    """Yield a block for each ratio at which a cell has a recovery. The block has all pruned cells
+    of this ratio, sorted by method."""
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"] != "none"]):
         if set(cells["recovery"]) != {"none"}:
             order = names.methods_in_order(cells["method"])
-            position = cells["method"].map(order.index).sort_values(kind="stable")
-            yield ratio_block(comparison, ratio, settings.method_labels(cells)[position.index])
+            positions = cells["method"].map(order.index)
+            sorted_cells = positions.sort_values(kind="stable").index
+            yield ratio_block(comparison, ratio, settings.method_labels(cells)[sorted_cells])
 
 
 _RECOVERY_CAPTION = (
@@ -195,8 +198,8 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
 def top_k_table(results: Results, name: str) -> Table | None:
     """Pruned models with several numbers of experts per token.
 
-    A block per model, number of experts per token and ratio. None unless a model was run with two
-    such numbers.
+    A block per model, number of experts per token, and ratio. None unless a model was run with at
+    least two numbers of experts per token.
     """
     study = results.study
     blocks = []
@@ -220,18 +223,20 @@ def top_k_table(results: Results, name: str) -> Table | None:
 def _families(
     study: Study, comparisons: Sequence[Comparison]
 ) -> list[list[tuple[Comparison, int]]]:
-    """Families of two or more models that differ only in the number of experts per token. A family
-    is a list of (comparison of a model, experts per token), the largest number first; the number is
-    0 if it is unknown."""
-    family_of_name: dict[str, list[tuple[Comparison, int]]] = {}
+    """Families of two or more models that differ only in the number of experts per token.
+
+    A family is a list of (comparison of a model, experts per token), from the most experts to the
+    fewest. An unknown number of experts per token is given as 0."""
+    # name of the trained model -> family
+    families: dict[str, list[tuple[Comparison, int]]] = {}
     for comparison in comparisons:
-        name, top_k = names.split_top_k(comparison.model)
-        if top_k is None:  # the model has the number of experts of its configuration
+        trained_model, top_k = names.split_top_k(comparison.model)
+        if top_k is None:  # the model routes as in training: its configuration has the number
             layers = study.models.get(comparison.model, {}).get("layers", {}).values()
             top_k = max((layer["top_k"] for layer in layers), default=0)
-        family_of_name.setdefault(name, []).append((comparison, top_k))
+        families.setdefault(trained_model, []).append((comparison, top_k))
     return [
         sorted(family, key=lambda member: -member[1])
-        for family in family_of_name.values()
+        for family in families.values()
         if len(family) > 1
     ]
