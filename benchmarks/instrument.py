@@ -194,7 +194,7 @@ def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:
     text = CalibrationConfig(
         skill, path, packing="chunk", length=512, tokens=tokens, gap="eos", batch_size=8, seed=42
     )
-    return batches(text, tokenizer).rows
+    return batches(text, tokenizer).batches
 
 
 if __name__ == "__main__":

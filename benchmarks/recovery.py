@@ -62,7 +62,7 @@ def main() -> int:
     model, tokenizer = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))
     general = CalibrationConfig(**_conf("calibration/pocket_general"), seed=0)
     longer = replace(general, tokens=general.tokens + 32 * general.length)
-    held_out = batches(longer, tokenizer).rows[-4:]
+    held_out = batches(longer, tokenizer).batches[-4:]
 
     def print_model(name: str, recovered_model: Any) -> None:
         print(f"{name:23} KL {_divergence(recovered_model, model, held_out):.3f}", end=", ")

@@ -143,7 +143,7 @@ def calibrate(
         check_tokenizer(model, tokenizer)
     calibration = _calibration(tokenizer, text, seed, settings, "calibrate")
     with _eval_mode(model):
-        sums = {str(need): _run_pass(need, model, calibration.rows) for need in needs}
+        sums = {str(need): _run_pass(need, model, calibration.batches) for need in needs}
     # every layer needs an entry in the result, also for criteria that need no pass
     empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
     layers = merge_passes([empty_layers, *sums.values()])
@@ -465,7 +465,7 @@ def align(
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _eval_mode(model):
         return align_by_activations(
-            plan, gather(model, alignment_hook(plan), calibration.rows).layers
+            plan, gather(model, alignment_hook(plan), calibration.batches).layers
         )
 
 

@@ -94,7 +94,7 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
 class Calibration:
     """The batches of a calibration set, and a report about them."""
 
-    rows: list[tuple[torch.Tensor, torch.Tensor]]
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
     """Batches (ids, valid): token ids (B, S) int64, and valid (B, S) bool. valid is False at gaps
     and padding, which no statistic counts. The last batch may have fewer rows."""
     report: dict[str, Any]

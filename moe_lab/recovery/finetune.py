@@ -136,7 +136,7 @@ def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of a text, which needs no answers. The model learns each valid token that follows a
     valid token. Rows without such a token are left out. UserError when no row is left."""
     marked_batches = []
-    for ids, valid in batches(text, tokenizer).rows:
+    for ids, valid in batches(text, tokenizer).batches:
         # pad the first column with any value: the first token of a row is never learnt
         follows_valid = pad(valid[:, :-1], (1, 0), value=True)
         marked_batches.append((ids, valid, valid & follows_valid))

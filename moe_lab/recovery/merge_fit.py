@@ -56,7 +56,7 @@ def fit(
     weights_by_layer = merged_weights(pruned, plan)
     # `gather` creates the hooks without arguments for these values, so the class holds the values
     hook = type("FitHook", (MergeHook,), {"plan": plan, "merged": weights_by_layer})
-    sums = gather(model, hook, batches(text, tokenizer).rows, out=partial).layers
+    sums = gather(model, hook, batches(text, tokenizer).batches, out=partial).layers
     experts = []
     for layer, weights_by_owner in weights_by_layer.items():
         for owner, weights in weights_by_owner.items():

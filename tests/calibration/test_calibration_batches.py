@@ -55,7 +55,7 @@ def word_settings(source: Settings) -> Settings:
 def test_rows_have_equal_length_and_a_mask_of_valid_tokens(
     word_settings: Settings, tokenizer: Any
 ) -> None:
-    rows = batches(word_settings(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer).rows
+    rows = batches(word_settings(length=8, tokens=31, batch_size=2, gap="eos"), tokenizer).batches
     assert [tuple(ids.shape) for ids, _ in rows] == [(2, 8), (1, 8)]
     ids, valid = rows[0]
     assert ids.dtype == torch.int64
@@ -82,14 +82,14 @@ def test_report_counts_documents_and_tokens(word_settings: Settings, tokenizer: 
 
 def test_padding_is_not_counted(word_settings: Settings, tokenizer: Any) -> None:
     padded = batches(word_settings(packing="none", length=8, tokens=16), tokenizer)
-    assert [valid.sum().item() for _, valid in padded.rows] == [6]
+    assert [valid.sum().item() for _, valid in padded.batches] == [6]
     report = padded.report
     assert report["first_row"] == "w0 w1 w2"
     assert report["valid_tokens"] == {"words": 6}
 
 
 def all_ids(settings: CalibrationConfig, tokenizer: Any) -> list[int]:
-    rows = batches(settings, tokenizer).rows
+    rows = batches(settings, tokenizer).batches
     return torch.cat([ids.flatten() for ids, _ in rows]).tolist()
 
 
@@ -115,7 +115,7 @@ def test_special_tokens_setting_applies_to_plain_texts_only(
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
     chat = source({"messages": messages}, PAIR, special_tokens=True, length=7, tokens=14)
     result = batches(chat, chat_tokenizer)
-    ((ids, _),) = result.rows
+    ((ids, _),) = result.batches
     conversation = [BOS, 3, W + 1, 4, W + 2, W + 3, EOS]
     assert ids.tolist() == [conversation] * 2, "a pair is the same conversation"
     assert result.report["rendered"] == ["chat template"]
@@ -125,7 +125,7 @@ def test_pair_without_a_chat_template_is_parted_by_a_blank_line(
     source: Settings, tokenizer: Any
 ) -> None:
     result = batches(source(PAIR, length=3, tokens=3), tokenizer)
-    assert result.rows[0][0].tolist() == [[W + 1, W + 2, W + 3]]
+    assert result.batches[0][0].tolist() == [[W + 1, W + 2, W + 3]]
     assert result.report["rendered"] == ["pair parted by a blank line"]
 
 
@@ -261,7 +261,7 @@ def test_ids_are_those_of_a_calibration_set(
 ) -> None:
     chosen = source(*PAIRS, packing=packing, gap=gap, length=5, tokens=10, order="random", seed=1)
     with_answers = answer_batches(chosen, tokenizer)
-    without = batches(chosen, tokenizer).rows
+    without = batches(chosen, tokenizer).batches
     for (ids, shown, answers), (same_ids, same_shown) in zip(with_answers, without, strict=True):
         assert torch.equal(ids, same_ids)
         assert torch.equal(shown, same_shown)
@@ -330,7 +330,7 @@ def two(source: Settings) -> Two:
 
 def counted(calibration: Calibration) -> tuple[int, int]:
     """Valid tokens below and from w10 on."""
-    tokens = torch.cat([ids[valid] for ids, valid in calibration.rows])
+    tokens = torch.cat([ids[valid] for ids, valid in calibration.batches])
     assert bool(((tokens >= W) & (tokens < W + 20)).all())
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
@@ -391,7 +391,7 @@ def test_shipped_sets_keep_shares(
     chosen = mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768)
     result = batches(chosen, pocket_tokenizer)
     counts = result.report["valid_tokens"]
-    total = sum(int(valid.sum()) for _, valid in result.rows)
+    total = sum(int(valid.sum()) for _, valid in result.batches)
     assert sum(counts.values()) == total
     for name, share in zip(POCKET, shares, strict=False):
         assert counts[name] / total == pytest.approx(share, abs=TOLERANCE)
@@ -403,7 +403,7 @@ def test_each_set_is_read_by_its_own_settings(source: Settings, tokenizer: Any) 
     settings = source(*9 * [body], stem="b", name="b", field="body", special_tokens=True)
     chosen = mixture((0.5, templated), (0.5, settings), packing="none", length=4, tokens=24)
     result = batches(chosen, tokenizer)
-    rows = {tuple(row) for ids, _ in result.rows for row in ids.tolist()}
+    rows = {tuple(row) for ids, _ in result.batches for row in ids.tolist()}
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 

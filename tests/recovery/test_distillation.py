@@ -411,7 +411,7 @@ def fitted(
     plan = plan_of(model, way) if align else unaligned(plan_of(model, way))
     report = run(model, tmp_path, plan, tokens)
     assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
-    rows = batches(text(folder, tokens=tokens), tokenizer).rows
+    rows = batches(text(folder, tokens=tokens), tokenizer).batches
     assert not all(bool(valid.all()) for _, valid in rows)
     problems = regressions(model, plan, rows)
     written = {key: fitted_rows(tmp_path, plan, *key).numpy() for key in problems}

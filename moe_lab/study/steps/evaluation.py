@@ -364,7 +364,7 @@ class Contamination(Step):
 
         model = self.facts.model
         tokenizer = load_tokenizer(local_folder(model), model)
-        for ids, valid in batches(self.text, tokenizer).rows:
+        for ids, valid in batches(self.text, tokenizer).batches:
             # a batch has one row, as batch_size is 1; the row as pairs (token id, is_valid)
             row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
             for is_valid, pairs in groupby(row, key=lambda pair: pair[1]):

@@ -221,10 +221,10 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows 
     tokenised = batches(text, tokenizer)
     write_json(files.out / REPORT, tokenised.report)
     if rows is None:
-        return tokenised.rows  # a list of batches
+        return tokenised.batches
     start, end = rows
     # numbers of rows become numbers of batches; the end is rounded up to include a short last batch
-    return tokenised.rows[start // text.batch_size : -(-end // text.batch_size)]
+    return tokenised.batches[start // text.batch_size : -(-end // text.batch_size)]
 
 
 Rows = tuple[int, int] | None
