@@ -11,7 +11,7 @@ import tempfile
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
-from moe_lab.study.integrity import damage
+from moe_lab.study.integrity import damaged_files
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -51,11 +51,11 @@ def main() -> None:
 
         def compare() -> None:
             store = Store(folder).create()
-            assert all(store.done(step) for step in steps)
+            assert all(store.is_finished(step) for step in steps)
 
         def hash_all() -> None:
             store = Store(folder).create()
-            assert not any(damage(store.path(step), hash_all=True) for step in steps)
+            assert not any(damaged_files(store.path(step), hash_all=True) for step in steps)
 
         pairs = [(wall_seconds(compare), wall_seconds(hash_all)) for _ in range(arguments.pairs)]
     ratio = median(compared / hashed for compared, hashed in pairs)

@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> Store:
     samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
     for step, document in documents.items():
         name = "result" if step in EVALUATE else step.partition("/")[0]
-        with store.receive(step, {"id": step[-DIGITS:]}) as scratch:
+        with store.claim_named(step, {"id": step[-DIGITS:]}) as scratch:
             assert scratch
             (scratch / f"{name}.json").write_text(json.dumps(document))
             samples.to_parquet(scratch / "samples.parquet")

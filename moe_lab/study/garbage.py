@@ -22,7 +22,7 @@ from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, remove_from_packs
 from moe_lab.study.runs import GC_CLAIM, runs, steps_of_active_runs, studies
 from moe_lab.study.status import console, queued_jobs
-from moe_lab.study.store import SCRATCH, Store, hide
+from moe_lab.study.store import SCRATCH, Store, rename_as_scratch
 
 LEFTOVERS = "left by killed runs"
 
@@ -90,7 +90,7 @@ def _hide_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Path]:
             continue
         # if another process is computing the step (Busy), the folder stays
         with suppress(Busy, FileNotFoundError), store.claims.take(item.step_id):
-            folders.append(hide(item.path, item.step_id))
+            folders.append(rename_as_scratch(item.path, item.step_id))
     return folders
 
 

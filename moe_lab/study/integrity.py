@@ -79,7 +79,7 @@ def read_step(folder: Path) -> dict[str, Any]:
     return document
 
 
-def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
+def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
     """Missing and damaged files of a step's folder: name of the file -> "missing" or "damaged".
 
     The size and the modification time of each file are compared with those in STEP. If only the
@@ -109,7 +109,8 @@ def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
 def _is_unchanged(path: Path, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     """Whether a file has the `expected` size and hash. `moment`: modification time of the file
     according to STEP, in seconds. Without `hash_all`, a file with this time and the expected size
-    counts as unchanged and is not hashed. Hashing a file may change its time, see `damage`."""
+    counts as unchanged and is not hashed. Hashing a file may change its time, see
+    `damaged_files`."""
     status = path.stat()
     if status.st_size != expected["bytes"]:
         return False

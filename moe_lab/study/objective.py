@@ -39,7 +39,7 @@ def objective_value(result: RunResult, requests: Iterable[Request]) -> float:
     scores: dict[str, float] = {}
     averages: list[float] = []
     for benchmark, step in pruned_cells[0].evaluate.items():
-        name = study.store.name(step)
+        name = study.store.stored_name(step)
         if name is None:
             raise UserError(
                 f"objective={objective}: {benchmark} has no result: `python -m moe_lab.study why "

@@ -42,7 +42,7 @@ def open_other(path: str) -> Store:
 def finished_in(other: Store, steps: Iterable[Step]) -> set[str]:
     """Ids of those of `steps` that are finished in `other`, another store."""
     with other.errors_as_sentences():
-        names_by_start = other.present()
+        names_by_start = other.finished_names()
     return {step.id for step in steps if step.id[:DIGITS] in names_by_start}
 
 
@@ -50,7 +50,7 @@ def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
     """Copy finished steps from the store at `path` into `store`: those of `steps` that are not
     finished in `store`."""
     other = open_other(path)
-    done = store.done_of(steps)
+    done = store.finished_ids(steps)
     ids_elsewhere = finished_in(other, steps) - done
     # steps whose results a finished step has merged are not needed, so they are not copied
     missing = [step for step in unmerged(steps, done | ids_elsewhere) if step.id in ids_elsewhere]
@@ -67,7 +67,7 @@ def copy_steps(store: Store, other: Store, steps: Iterable[Step]) -> None:
     a notice names it.
     """
     with other.errors_as_sentences():
-        names_by_start = other.present()
+        names_by_start = other.finished_names()
         starts = [step.id[:DIGITS] for step in steps]
         names = [names_by_start[start] for start in starts if start in names_by_start]
         for pack in other.packs.damaged_packs:
@@ -92,7 +92,7 @@ def _copy_step(store: Store, other: Store, name: str) -> None:
     copied, and a notice is added. A step that another process is computing is not copied."""
     try:
         document = _document(other, name)
-        with store.receive(name, document) as scratch:
+        with store.claim_named(name, document) as scratch:
             if scratch is None:  # the step is finished in `store`
                 return
             for file, expected in document["files"].items():

@@ -23,7 +23,7 @@ from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.integrity import STEP, read_step
 from moe_lab.study.step import KINDS
-from moe_lab.study.store import Store, hide
+from moe_lab.study.store import Store, rename_as_scratch
 
 PACKS = "packs"
 """Claim of the process that writes packs."""
@@ -80,7 +80,7 @@ class Packing:
         folders: dict[str, Path] = {}
         for kind, step_class in KINDS.items():
             if step_class.small:
-                folders.update(store.folders(kind))
+                folders.update(store.folders_of_kind(kind))
         for id_start in self.unpackable_steps & folders.keys():
             del folders[id_start]
         if not folders:
@@ -101,7 +101,9 @@ class Packing:
             # remove folders of the steps packed now, and of steps that a killed process had packed
             for id_start in folders.keys() & store.packs.id_starts():
                 with suppress(FileNotFoundError):
-                    shutil.rmtree(hide(folders[id_start], id_start), ignore_errors=True)
+                    shutil.rmtree(
+                        rename_as_scratch(folders[id_start], id_start), ignore_errors=True
+                    )
             small_packs = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(small_packs) > MOST_PACKS:
                 _rewrite(store, small_packs, (), claim)  # no step is left out
@@ -149,7 +151,7 @@ def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedSte
     """The steps `names` (KIND/NAME) with their files, read from packs of `other`. Damaged steps are
     left out."""
     for name in names:
-        if not other.damage(name, hash_all=True):
+        if not other.damaged_files(name, hash_all=True):
             id_start = name[-DIGITS:]
             files = {file: other.packs.read(id_start, file) for file in other.packs.files(id_start)}
             yield PackedStep(id_start, name, _inputs(other.document(name)), files)

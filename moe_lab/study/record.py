@@ -60,7 +60,7 @@ class Study:
         """(steps of the study, ids of the finished steps). Steps whose results a finished step has
         merged are left out of both. Prints both numbers. `ids_elsewhere`: ids of steps that count
         as finished because they are finished in other stores and will be copied."""
-        done = self.store.done_of(self.graph.steps) | ids_elsewhere
+        done = self.store.finished_ids(self.graph.steps) | ids_elsewhere
         steps = unmerged(self.graph.steps, done)
         done &= {step.id for step in steps}
         stores = [self.config.store]
@@ -305,7 +305,7 @@ def record_of(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -
             return None
         start = step.id[:DIGITS]
         if start not in names:
-            names[start] = store.name(step)
+            names[start] = store.stored_name(step)
         return names[start]
 
     model_names = _model_names(graph)

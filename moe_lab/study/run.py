@@ -142,7 +142,7 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
     return {
         step_id
         for step_id, step in steps_by_id.items()
-        if step_id in done and not study.store.readable(step)
+        if step_id in done and not study.store.is_readable(step)
     }
 
 

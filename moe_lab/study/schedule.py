@@ -183,7 +183,9 @@ def work(
             with store.claim(step) as scratch:
                 if scratch is not None:  # None: another process has finished the step
                     # all inputs are checked, so that every damaged input is set aside
-                    damaged_inputs = [needed for needed in step.needs if not store.readable(needed)]
+                    damaged_inputs = [
+                        needed for needed in step.needs if not store.is_readable(needed)
+                    ]
                     if damaged_inputs:
                         raise _input_error(damaged_inputs[0])
                     execute(step, scratch)
@@ -193,7 +195,9 @@ def work(
         except StepError as error:
             if not error.transient:
                 # a step may have failed only because an input was removed meanwhile
-                if lost_inputs := [needed for needed in step.needs if not store.done(needed)]:
+                if lost_inputs := [
+                    needed for needed in step.needs if not store.is_finished(needed)
+                ]:
                     error = _input_error(lost_inputs[0])
                 else:
                     store.fail(step, error.document)

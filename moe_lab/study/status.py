@@ -114,7 +114,7 @@ def _step_states(
     states apply to a step, the first in the conditions below is taken. `jobs`: id -> job, for all
     jobs of the study. `queue`: id -> job, for the jobs of the study in Slurm's queue."""
     job_of = _job_of_steps(jobs, queue)
-    finished = store.present()
+    finished = store.finished_names()
     claim_times = store.claims.active()
     active_steps = steps_of_active_runs(store)
     steps: list[StepState] = []
@@ -319,7 +319,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     names = [step.name for step in steps if step.state == "done"]
     damaged_count = 0
     for name in names:
-        states = store.damage(name, hash_all=True)
+        states = store.damaged_files(name, hash_all=True)
         damaged_count += bool(states)
         for file, state in states.items():
             print(f"{state}: {store.folder(name) / file}")

@@ -22,7 +22,7 @@ from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import is_of_group, store_folder
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import LIMIT, Claim, Claims, InQueue
-from moe_lab.study.integrity import STEP, damage, read_step, seal
+from moe_lab.study.integrity import STEP, damaged_files, read_step, seal
 from moe_lab.study.provenance import DISK_FULL_MESSAGE
 from moe_lab.study.step import Step, identity_document
 
@@ -75,7 +75,7 @@ class Store:
         self._hashed_ids: set[str] = set()
         """Ids of the steps whose files this process has hashed or published."""
         self._awaited_ids: set[str] = set()
-        """Ids of the steps that `readable` has waited for."""
+        """Ids of the steps that `is_readable` has waited for."""
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
         """Kind -> modification time of the kind's folder (ns), and its steps: start of the id ->
         folder."""
@@ -229,9 +229,9 @@ class Store:
         if folder.exists():
             return folder
         kind, _, _ = name.partition("/")
-        return self.folders(kind).get(name[-DIGITS:], folder)
+        return self.folders_of_kind(kind).get(name[-DIGITS:], folder)
 
-    def name(self, step: Step) -> str | None:
+    def stored_name(self, step: Step) -> str | None:
         """KIND/NAME of a finished step, with the label under which the step is stored. None when
         the step is not in the store."""
         start = step.id[:DIGITS]
@@ -239,7 +239,7 @@ class Store:
             # most steps are stored under their own label, which takes one system call to check
             if (self.root / step.folder).exists():
                 return step.folder
-            if folder := self.folders(step.kind).get(start):
+            if folder := self.folders_of_kind(step.kind).get(start):
                 return f"{step.kind}/{folder.name}"
         return self.packs.find(start)
 
@@ -270,7 +270,7 @@ class Store:
     def documents(self, kind: str) -> Iterator[Any]:
         """Content of STEP for finished steps of a kind: all steps in folders, then at most SAMPLE
         steps in packs. A STEP that cannot be read is left out."""
-        for folder in self.folders(kind).values():
+        for folder in self.folders_of_kind(kind).values():
             with contextlib.suppress(OSError, Damaged):
                 yield read_step(folder)
         self.packs.refresh()
@@ -281,7 +281,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError, Damaged):
                 yield parse_sealed(self.packs.read(start, STEP), {}, start)
 
-    def present(self) -> dict[str, str]:
+    def finished_names(self) -> dict[str, str]:
         """Start of the id -> KIND/NAME, for all finished steps in folders and packs. Nothing is
         checked, so damaged steps in folders are included."""
         # folders are read before packs: a step that moves to a pack meanwhile is then found there
@@ -292,7 +292,7 @@ class Store:
         self.packs.refresh()
         return {**self.packs.steps(), **folders}
 
-    def folders(self, kind: str) -> dict[str, Path]:
+    def folders_of_kind(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind that are not in packs. The
         folder KIND is only read again when its modification time has changed."""
         parent = self.root / kind
@@ -326,7 +326,7 @@ class Store:
             if path.name in starts:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def done(self, step: Step) -> bool:
+    def is_finished(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times of
         files. A damaged step is set aside, with a notice.
 
@@ -334,9 +334,10 @@ class Store:
         time, as in a copied store, is hashed. If its hash is right, it gets the time in STEP."""
         return self._is_sound(step.folder)
 
-    def done_of(self, steps: Iterable[Step]) -> set[str]:
+    def finished_ids(self, steps: Iterable[Step]) -> set[str]:
         """Ids of the finished and undamaged steps among `steps`. Steps in folders are checked by
-        `done`. Steps in packs count as undamaged, but a pack that cannot be read is set aside."""
+        `is_finished`. Steps in packs count as undamaged, but a pack that cannot be read is set
+        aside."""
         # folders are read before packs: a step that moves to a pack meanwhile is then found there
         folders = self.step_folders()
         self.packs.refresh()
@@ -347,17 +348,17 @@ class Store:
         done = set()
         for step in steps:
             start = step.id[:DIGITS]
-            if start in packed_starts or (start in folders and self.done(step)):
+            if start in packed_starts or (start in folders and self.is_finished(step)):
                 done.add(step.id)
         return done
 
-    def readable(self, step: Step) -> bool:
+    def is_readable(self, step: Step) -> bool:
         """Whether a step that is about to be read is finished and undamaged.
 
         In the first call for a step, a missing step is looked up again for VISIBLE_AFTER seconds,
         as another node may just have written it. The files of a step are hashed once in this
         process, as modification times do not reveal bits that flipped on the disk. Later calls
-        judge the step as `done` does."""
+        judge the step as `is_finished` does."""
         if step.id not in self._awaited_ids:
             for _ in retries():
                 if self.folder(step.folder).exists() or self.packs.find(step.id[:DIGITS]):
@@ -368,28 +369,28 @@ class Store:
         self._hashed_ids.add(step.id)
         return True
 
-    def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
+    def damaged_files(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
         """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged", see
-        `integrity.damage`. A step in a pack is only checked if `hash_all`. If it is damaged, the
-        start of its id is added to `packs.damaged_steps`."""
+        `integrity.damaged_files`. A step in a pack is only checked if `hash_all`. If it is damaged,
+        the start of its id is added to `packs.damaged_steps`."""
         folder = self.root / name
-        states = damage(folder, hash_all=hash_all)
+        states = damaged_files(folder, hash_all=hash_all)
         if STEP in states:
             stored_folder = self.folder(name)  # perhaps under another label
             if stored_folder != folder:
                 folder = stored_folder
-                states = damage(folder, hash_all=hash_all)
+                states = damaged_files(folder, hash_all=hash_all)
         # a step whose folder is missing may be in a pack
         if not states or folder.exists() or not self.packs.find(name[-DIGITS:]):
             return states
         if not hash_all:
             return {}
-        states = self._damage_in_pack(name)
+        states = self._damaged_files_in_pack(name)
         if states:
             self.packs.damaged_steps.add(name[-DIGITS:])
         return states
 
-    def _damage_in_pack(self, name: str) -> dict[str, str]:
+    def _damaged_files_in_pack(self, name: str) -> dict[str, str]:
         """Missing and damaged files of the step KIND/NAME in a pack: file -> "missing" or
         "damaged". All files are hashed."""
         try:
@@ -413,7 +414,7 @@ class Store:
     def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
         """Whether the step KIND/NAME is finished and undamaged. A damaged step in a folder is set
         aside. A damaged step in a pack stays there, and a notice is added."""
-        states = self.damage(name, hash_all=hash_all)
+        states = self.damaged_files(name, hash_all=hash_all)
         if not states:
             return True
         folder = self.folder(name)
@@ -478,12 +479,12 @@ class Store:
         return folders
 
     def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
-        """A context in which this process computes `step`: the context of `receive` for the step,
-        which yields a scratch folder, or None if the step is already finished."""
-        return self.receive(step.folder, identity_document(step))
+        """A context in which this process computes `step`: the context of `claim_named` for the
+        step, which yields a scratch folder, or None if the step is already finished."""
+        return self.claim_named(step.folder, identity_document(step))
 
     @contextlib.contextmanager
-    def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
+    def claim_named(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
         """A context that holds the claim of the step KIND/NAME. It yields a scratch folder for the
         step's files, or None if the step is already finished. `document`: the identity of the step,
         or the content of its STEP in another store.
@@ -501,7 +502,7 @@ class Store:
             # this, and found if the former owner has published the step already.
             for abandoned in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(hide(abandoned, start), ignore_errors=True)
+                    shutil.rmtree(rename_as_scratch(abandoned, start), ignore_errors=True)
             # the index compares modification times, which may be too coarse to show a step that
             # was just published
             self._index.clear()
@@ -557,7 +558,7 @@ def retries() -> Iterator[None]:
         yield
 
 
-def hide(folder: Path, step_id: str) -> Path:
+def rename_as_scratch(folder: Path, step_id: str) -> Path:
     """Rename a folder to a new path, which is returned. The new name is that of a scratch folder of
     the step, but with a random suffix, so that no owner of a claim uses the folder. `step_id`: the
     id or its start."""

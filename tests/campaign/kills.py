@@ -372,7 +372,9 @@ class Study:
             self.problem("other result", ", ".join(differing))
         store = Store(self.store)
         if damaged := {
-            step: what for step in self.published if (what := store.damage(step, hash_all=True))
+            step: what
+            for step in self.published
+            if (what := store.damaged_files(step, hash_all=True))
         }:
             self.problem("lost", f"damaged: {damaged}")
         if not lost and _record(self.store) != _record(reference.store):

@@ -403,7 +403,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_job_goes_on_after_a_failure(pack: SimpleNamespace) -> None:
     assert pack.job() == {"done": 2, "failed": 1, "skipped": 3}
     assert pack.executed == ["failed", "good"]
-    assert pack.store.done(pack.good)
+    assert pack.store.is_finished(pack.good)
     assert pack.store.error(pack.failed.id)
 
 
@@ -439,7 +439,7 @@ def test_a_merge_waits_for_parts_that_become_visible_late(
             pass
 
     monkeypatch.setattr(time, "sleep", publish_next_part)
-    assert store.readable(merge.merged_steps[0])
+    assert store.is_readable(merge.merged_steps[0])
     assert missing_inputs(Schedule([merge]), store) == []
 
 

@@ -211,8 +211,8 @@ def test_gc_keeps_files_of_a_step_that_is_computed(root: Path, killed_step: Step
         gc(store, apply=True)
         assert list(root.glob("plan/.*")) == [scratch]
         assert list(root.glob("partial/*")) == [store.partial(step)]
-    assert store.done(step)
-    assert not store.done(killed_step)
+    assert store.is_finished(step)
+    assert not store.is_finished(killed_step)
 
 
 def test_gc_during_a_run_frees_none_of_its_steps(

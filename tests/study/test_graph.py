@@ -315,7 +315,7 @@ def two_protocols(tmp_path: Path) -> tuple[list[dict[str, Any]], Mock]:
     study = record.Study(Config(study="two"), build(Config(), requests), store)
     run = Run(store, tmp_path / "runs/two/1")
     run.folder.mkdir(parents=True)
-    with patch.object(store, "name", wraps=store.name) as name_of:
+    with patch.object(store, "stored_name", wraps=store.stored_name) as name_of:
         write_sealed(run.folder / "record.json", record.record_of(study, run, {}))
     return record.study_record(store, "two")["cells"], name_of
 

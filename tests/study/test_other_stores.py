@@ -142,9 +142,11 @@ def test_steps_in_packs_are_copied_together(
         database.execute(f"update file set content = ? where {first}", (zlib.compress(b"{}"),))
         database.commit()
     packs_in.cache_clear()  # as in another process
-    receive = Store.receive
+    claim_named = Store.claim_named
     monkeypatch.setattr(
-        Store, "receive", lambda *arguments: received.append(arguments[1]) or receive(*arguments)
+        Store,
+        "claim_named",
+        lambda *arguments: received.append(arguments[1]) or claim_named(*arguments),
     )
     assert start(store, aimer_study, also=[other_store]) == 0
     assert study_command(store, "verify", STUDY) == 0

@@ -176,7 +176,7 @@ def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
             (scratch / name).write_bytes(b"x" * size)
     Packing(store).pack()
     assert [store.path(step).exists() for step in (small, large, deep)] == [False, True, True]
-    assert store.done_of([small, large, deep]) == {small.id, large.id, deep.id}
+    assert store.finished_ids([small, large, deep]) == {small.id, large.id, deep.id}
     Packing(store).pack()
     assert pack_of(store), "no empty pack beside it"
 
@@ -192,7 +192,7 @@ def test_a_pack_that_cannot_be_written_fails_no_run(
         monkeypatch.setattr(packs.Packs, "add", Mock(side_effect=error))
         steps = publish(store, range(3 * number, 3 * number + 3))
         work(Schedule([], {step.id for step in steps}), store, lambda step, scratch: None)
-        assert store.done_of(steps) == {step.id for step in steps}
+        assert store.finished_ids(steps) == {step.id for step in steps}
         assert str(error) in store.notices.pop()
 
 
@@ -223,16 +223,16 @@ def test_damage_in_a_pack_is_found_when_a_step_is_read(
 ) -> None:
     """Reading hashes the rows, as rows have no sizes and times to compare. The other steps stay."""
     store, steps = damaged_pack
-    assert store.done_of(steps) == {step.id for step in steps}
-    assert [step.id for step in steps if not store.readable(step)] == [steps[7].id]
-    assert store.done_of(steps) == {step.id for step in steps} - {steps[7].id}
+    assert store.finished_ids(steps) == {step.id for step in steps}
+    assert [step.id for step in steps if not store.is_readable(step)] == [steps[7].id]
+    assert store.finished_ids(steps) == {step.id for step in steps} - {steps[7].id}
 
 
 def test_a_step_that_was_damaged_in_a_pack_is_in_another_pack(
     damaged_pack: tuple[Store, list[Step]],
 ) -> None:
     store, steps = damaged_pack
-    assert not store.readable(steps[7])
+    assert not store.is_readable(steps[7])
     with store.claim(steps[7]) as scratch:
         assert scratch is not None
         (scratch / "result.json").write_text("anew")
@@ -246,7 +246,7 @@ def test_a_step_that_was_damaged_in_a_pack_is_in_another_pack(
     assert len(names) == 1, "the damaged row is gone"
     assert len(reopened.packs.sizes()) == 2, "the pack without it, and the new one"
     assert reopened.content(steps[7].folder, "result.json") == b"anew"
-    assert all(reopened.readable(step) for step in steps)
+    assert all(reopened.is_readable(step) for step in steps)
 
 
 @pytest.mark.parametrize("file", ["result.json", "step.json"])
@@ -266,7 +266,7 @@ def test_a_changed_row_of_a_pack_is_refused(store: Store, file: str, change: str
         pass
     assert study_command(store.root, "verify", STUDY) == 1
     assert study_command(store.root, "verify", STUDY) == 0
-    assert Store(store.root).done_of(steps) == {steps[0].id, steps[2].id}
+    assert Store(store.root).finished_ids(steps) == {steps[0].id, steps[2].id}
 
 
 def test_packs_of_earlier_versions_are_read(store: Store) -> None:
@@ -300,7 +300,7 @@ def test_a_pack_that_cannot_be_read_is_set_aside(
         gc(Store(store.root), apply=True)
     monkeypatch.chdir(store.root.parent)
     reopened = Store(store.root.name).create()
-    assert reopened.done_of(steps) == set()
+    assert reopened.finished_ids(steps) == set()
     assert len([*(store.root / "damaged").iterdir()]) == 1
     assert len(reopened.notices) == 1
     publish(reopened, range(40), "anew")
@@ -313,10 +313,10 @@ def test_gc_frees_steps_in_packs(store: Store) -> None:
     steps = packed(store, range(10))
     with begin(store, STUDY, steps[4:5]):
         assert gc(store) == 0
-        assert store.done_of(steps) == {step.id for step in steps}
+        assert store.finished_ids(steps) == {step.id for step in steps}
         for _ in range(2):  # the second time in the pack that replaced the first
             assert gc(store, apply=True) == 0
-    assert Store(store.root).done_of(steps) == {step.id for step in steps[:5]}
+    assert Store(store.root).finished_ids(steps) == {step.id for step in steps[:5]}
     assert store.content(steps[0].folder, "result.json") == b'{"text": "result 0"}'
 
 
@@ -327,7 +327,7 @@ def test_many_packs_are_merged(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     steps = [
         step for number in range(5) for step in packed(store, range(10 * number, 10 * number + 10))
     ]
-    assert store.done_of(steps) == {step.id for step in steps}
+    assert store.finished_ids(steps) == {step.id for step in steps}
     assert len(store.packs.sizes()) <= 4 < len([*(store.root / "packs").iterdir()])
     assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
     monkeypatch.setattr(packs, "GRACE", -1.0)
@@ -350,7 +350,7 @@ KILLED = """
 POINTS = {
     "while it writes": "packs.zlib.compress = die",
     "before the pack is there": "packs.Packs.publish = die",
-    "before folders are removed": "packing.hide = die",
+    "before folders are removed": "packing.rename_as_scratch = die",
     "while folders are removed": "packing.shutil.rmtree = die",
 }
 
@@ -363,7 +363,7 @@ def test_packing_that_is_killed_loses_nothing(store: Store, point: str) -> None:
     for _ in range(2):
         packs_in.cache_clear()
         reopened = Store(store.root).create()
-        assert reopened.done_of(steps) == contents.keys()
+        assert reopened.finished_ids(steps) == contents.keys()
         assert {step.id: reopened.content(step.folder, "result.json") for step in steps} == contents
         Packing(reopened).pack()
     reopened.packs.clear()
@@ -372,7 +372,9 @@ def test_packing_that_is_killed_loses_nothing(store: Store, point: str) -> None:
     assert not [*(store.root / "plan").glob("[!.]*")]
 
 
-@pytest.mark.parametrize("list_steps", [Store.done_of, lambda store, steps: store.present().keys()])
+@pytest.mark.parametrize(
+    "list_steps", [Store.finished_ids, lambda store, steps: store.finished_names().keys()]
+)
 def test_a_step_that_is_packed_while_it_is_listed_is_listed(
     list_steps: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +400,7 @@ def execute(step, scratch):
     (scratch / "provenance.json").write_text("{{}}")
 steps = [Example(number=number) for number in range(300)]
 work(Schedule(steps), store, execute)
-assert len(store.done_of(steps)) == 300
+assert len(store.finished_ids(steps)) == 300
 """
 
 
@@ -420,8 +422,8 @@ def test_processes_that_publish_pack_and_read_lose_nothing(store: Store, body: s
             except FileNotFoundError:
                 assert step.number not in seen, "a step has vanished"
     assert [process.returncode for process in processes] == [0, 0]
-    assert store.done_of(steps) == {step.id for step in steps}
-    assert all(store.readable(step) for step in steps)
+    assert store.finished_ids(steps) == {step.id for step in steps}
+    assert all(store.is_readable(step) for step in steps)
     assert seen
     store.packs.refresh()
     assert 0 < len(store.packs.sizes()) < 10

@@ -86,7 +86,9 @@ def test_each_step_runs_once_after_its_inputs(tmp_path: Path, threads: int, merg
     store = Store(tmp_path).create()
 
     def execute(step: Step, scratch: Path) -> None:
-        assert all(store.done(needed) for needed in (*step.inputs.values(), *step.merged_steps))
+        assert all(
+            store.is_finished(needed) for needed in (*step.inputs.values(), *step.merged_steps)
+        )
         kinds.append(step.kind)
 
     run(store, execute, *[Schedule(steps)] * threads)
@@ -112,7 +114,7 @@ def test_a_failure_skips_dependent_steps_only(
     run(store, execute, schedule)
     assert set(schedule.failed) == {left.id}
     assert set(schedule.skipped) == {last.id}
-    assert store.done(right)
+    assert store.is_finished(right)
     assert (store.error(left.id) or {}).get("message") == (None if transient else "no")
 
 
@@ -552,7 +554,7 @@ def test_a_step_that_lacked_an_import_is_retried_by_the_next_run(
     assert "example_steps" in (store.error(step.id) or {})["message"]
     recall_failures(schedule := Schedule([step]), store, retry=None)
     work(schedule, store, lambda *_: None)
-    assert store.done(step)
+    assert store.is_finished(step)
 
 
 def test_a_missing_package_is_an_error_of_the_environment(tmp_path: Path) -> None:

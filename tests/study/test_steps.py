@@ -73,7 +73,7 @@ def do(store: Store, step: Step) -> list[Step]:
     executed."""
     executed: list[Step] = []
     steps = [*step.inputs.values(), *step.merged_steps, step]
-    finished = {step.id for step in steps if store.done(step)}
+    finished = {step.id for step in steps if store.is_finished(step)}
     with InProcessExecutor(store) as execute:
 
         def count_and_execute(step: Step, scratch: Path) -> None:
@@ -164,8 +164,8 @@ def killed_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store,
 @pytest.mark.slow
 def test_only_the_killed_part_of_a_pass_is_computed_again(killed_pass: tuple[Store, Step]) -> None:
     store, step = killed_pass
-    assert [store.done(part) for part in step.merged_steps] == [True, False]
-    assert not store.done(step)
+    assert [store.is_finished(part) for part in step.merged_steps] == [True, False]
+    assert not store.is_finished(step)
     assert do(store, step) == [step.merged_steps[1], step]
 
 

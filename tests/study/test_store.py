@@ -44,10 +44,10 @@ def test_a_step_that_raises_publishes_nothing(store: Store) -> None:
 def test_the_error_of_a_failed_step_is_kept_until_it_is_published(store: Store) -> None:
     step = Example()
     store.fail(step, {"message": "broken"})
-    assert not store.done(step)
+    assert not store.is_finished(step)
     assert (Store(store.root).error(step.id) or {})["message"] == "broken"
     publish(store, step)
-    assert store.done(step)
+    assert store.is_finished(step)
     assert store.error(step.id) is None
 
 
@@ -167,7 +167,7 @@ def test_steps_under_another_label_are_found(
 ) -> None:
     other = Store(store.root).create()
     publish(store, Example(number=1))
-    assert not other.done(Example())
+    assert not other.is_finished(Example())
     mtime = (store.root / "plan").stat().st_mtime_ns
     publish(store, Example())
     os.utime(store.root / "plan", ns=(mtime, mtime))
@@ -202,7 +202,7 @@ def test_a_step_is_read_from_its_other_folder_if_one_is_damaged(
 ) -> None:
     steps, folders = two_labels
     (folders[0] / "result.txt").write_text("damage")
-    assert [store.done(steps[number]) for number in (0, 1, 0)] == [False, True, True]
+    assert [store.is_finished(steps[number]) for number in (0, 1, 0)] == [False, True, True]
 
 
 def replace_kind(file: Path) -> None:
@@ -223,11 +223,11 @@ def test_a_damaged_step_is_reported_and_set_aside(store: Store, name: str) -> No
     publish(store, Example())
     file, damage = DAMAGES[name]
     damage(store.path(Example()) / file)
-    assert not store.done(Example())
+    assert not store.is_finished(Example())
     assert f"{file} is " in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
     publish(store, Example())
-    assert store.done(Example())
+    assert store.is_finished(Example())
 
 
 def rot(file: Path) -> None:
@@ -287,10 +287,10 @@ def test_a_copied_store_is_hashed_once_at_most(
     publish(store, Example())
     copy_store(store, tmp_path / "copy", method)
     hashed.clear()
-    assert Store(tmp_path / "copy").done(Example())
+    assert Store(tmp_path / "copy").is_finished(Example())
     assert hashed == files
     hashed.clear()
-    assert Store(tmp_path / "copy").done(Example())
+    assert Store(tmp_path / "copy").is_finished(Example())
     assert hashed == []
 
 
@@ -298,7 +298,7 @@ def test_damage_before_a_store_is_copied_is_found(store: Store, tmp_path: Path) 
     publish(store, Example())
     rot(store.path(Example()) / "result.txt")
     copy_store(store, tmp_path / "copy", "cp -r")
-    assert not Store(tmp_path / "copy").done(Example())
+    assert not Store(tmp_path / "copy").is_finished(Example())
 
 
 def test_damage_within_a_tick_of_a_coarse_clock_is_noticed(
@@ -311,7 +311,7 @@ def test_damage_within_a_tick_of_a_coarse_clock_is_noticed(
     file = store.path(Example()) / "result.txt"
     file.write_text("resulT")
     os.utime(file, (1_800_000_000,) * 2)
-    assert not store.done(Example())
+    assert not store.is_finished(Example())
 
 
 def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_a_start_opens_one_file_of_a_step(store: Store, monkeypatch: pytest.Monk
         return open_path(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", note_and_open)
-    assert reopened.done_of([step]) == {step.id}
+    assert reopened.finished_ids([step]) == {step.id}
     assert opened == ["step.json"]
 
 
@@ -339,12 +339,12 @@ def test_a_damaged_input_is_not_read(store: Store, file: str) -> None:
     publish(store, plan, file=file)
     rot(store.path(plan) / file)
     reopened = Store(store.root).create()
-    assert reopened.done(plan)
+    assert reopened.is_finished(plan)
     schedule = Schedule([scores], finished={plan.id})
     work(schedule, reopened, lambda step, scratch: pytest.fail("it read a damaged file"))
     assert "plan/example" in str(schedule.failed[scores.id])
     assert reopened.error(scores.id) is None
-    assert not reopened.done(plan)
+    assert not reopened.is_finished(plan)
     assert len(list((reopened.root / "damaged").iterdir())) == 1
 
 
@@ -379,7 +379,7 @@ def test_verify_names_damaged_files(
 ) -> None:
     file = store.path(verified[1]) / "result.txt"
     rot(file)
-    assert Store(store.root).done(verified[1])
+    assert Store(store.root).is_finished(verified[1])
     assert study_command(store.root, "verify", "mine") == 1
     output = capsys.readouterr().out
     assert f"damaged: {file}" in output
@@ -390,7 +390,7 @@ def test_verify_names_damaged_files(
 def test_steps_that_verify_found_damaged_are_missing(store: Store, verified: list[Step]) -> None:
     rot(store.path(verified[1]) / "result.txt")
     assert study_command(store.root, "verify", "mine") == 1
-    reopened = [Store(store.root).create().done(step) for step in verified]
+    reopened = [Store(store.root).create().is_finished(step) for step in verified]
     assert reopened == [True, False, False]
     assert study_command(store.root, "verify", "mine") == 0
 
@@ -410,7 +410,7 @@ def killed_run(store: Store) -> None:
 
 @pytest.mark.usefixtures("killed_run")
 def test_publishing_a_step_removes_files_of_a_killed_run(store: Store) -> None:
-    assert not store.done(Example())
+    assert not store.is_finished(Example())
     publish(store, Example())
     names = {path.name for path in store.path(Example()).iterdir()}
     assert names == {"result.txt", "step.json"}
@@ -521,7 +521,7 @@ def test_people_of_a_group_share_steps(
     assert as_user(OWNER, 0o077, count_done, of_the_group, first) == 1
     assert as_user(COLLEAGUE, 0o022, count_done, of_the_group, first, second) == 1
     assert as_user(OWNER, 0o002, count_done, of_the_group, first, second) == 0
-    assert as_user(COLLEAGUE, 0o077, Store(of_the_group).readable, first)
+    assert as_user(COLLEAGUE, 0o077, Store(of_the_group).is_readable, first)
     assert all(path.stat().st_mode & 0o020 for path in of_the_group.rglob("*"))
     assert bool(list(of_the_group.glob("packs/*"))) == (min_packed == 1)
 
@@ -532,7 +532,7 @@ def test_a_store_that_only_its_owner_may_write_can_be_read(of_the_group: Path) -
     before it starts."""
     step = Example(number=1)
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 1
-    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "store").done, step)
+    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "store").is_finished, step)
     with pytest.raises(UserError, match=r"store=.*/store"):
         as_user(COLLEAGUE, 0o022, count_done, of_the_group / "store", step, Example(number=2))
     assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 0
@@ -543,7 +543,7 @@ def taken_over(root: Path, other: Path, *steps: Step) -> tuple[list[bool], list[
     notices."""
     store = Store(root).create()
     other_stores.copy_steps(store, other_stores.open_other(str(other)), steps)
-    return [store.done(step) for step in steps], store.notices
+    return [store.is_finished(step) for step in steps], store.notices
 
 
 @pytest.fixture
@@ -576,7 +576,7 @@ def test_steps_of_a_colleague_are_taken_over(
     assert steps[1].folder in notice
     assert state(theirs) == state_before
     Store(theirs).path(steps[0]).chmod(0o700)
-    assert as_user(COLLEAGUE, 0o022, Store(mine).done, steps[0]) == (large > 1)
+    assert as_user(COLLEAGUE, 0o022, Store(mine).is_finished, steps[0]) == (large > 1)
 
 
 @pytest.mark.root

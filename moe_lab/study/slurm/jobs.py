@@ -118,7 +118,7 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     ]
     missing: list[Step] = []
     for _ in retries():
-        present = store.present()
+        finished_names = store.finished_names()
         schedule.finished |= {step.id for step in inputs if step.id[:DIGITS] in present}
         missing = [step for step in inputs if step.id not in schedule.finished]
         if not missing or any(_has_failed(step, store) for step in missing):
@@ -202,7 +202,7 @@ def wait_for_jobs(schedule: Schedule, study: Study) -> None:
 def _finish_present(schedule: Schedule, store: Store) -> None:
     """Change the state of waiting steps that have a result in the store to finished. Steps that are
     in `schedule.running` count as computed by this run."""
-    present = store.present()
+    finished_names = store.finished_names()
     for step in list(schedule.waiting.values()):
-        if step.id[:DIGITS] in present:
+        if step.id[:DIGITS] in finished_names:
             schedule.finish(step, computed=step.id in schedule.running)
