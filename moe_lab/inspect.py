@@ -142,7 +142,7 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     # the reason why criteria that need plain weights do not apply
     storage = f"its weights are stored as {method}" if method else None
     # the reason why channels cannot be removed, which is the same for all layers; or None
-    reason = facts["moe_layers"][0].family.unfit
+    reason = facts["moe_layers"][0].family.channel_obstacle
     channel_obstacle = f"its experts {reason}" if reason else None
     for granularity, obstacle in (("expert", None), ("channel", channel_obstacle)):
         names = [

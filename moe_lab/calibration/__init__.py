@@ -25,7 +25,7 @@ from moe_lab.config.base import identity_fields
 from moe_lab.config.pruning import DOCUMENT_SETTINGS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
-from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
+from moe_lab.models.files import UNRESOLVED, data_file_sha256, data_set_digest, sha256_of
 from moe_lab.paths import local_path
 
 
@@ -185,10 +185,10 @@ def _content_identity(path: str) -> dict[str, Any]:
     if is_hub_file(path):
         name, file_name = hub_file(path)
         fields = {
-            "sha256": data_file(name, file_name),
+            "sha256": data_file_sha256(name, file_name),
             "format": file_format(path, Path(file_name)),
         }
     else:
-        fields = {"data": data_files(path)}
+        fields = {"data": data_set_digest(path)}
     # a hash is None if the hub cannot be reached
     return fields if all(fields.values()) else {UNRESOLVED: path}

@@ -434,7 +434,7 @@ def render(
     `_date`. UserError when the template raises an error."""
     from jinja2 import TemplateError
 
-    from moe_lab.models.transformers_private import rendered_on, template_variables
+    from moe_lab.models.transformers_private import template_variables, with_date
 
     template = _template(arguments, tokenizer)
     variables = template_variables(template)
@@ -442,7 +442,7 @@ def render(
         name: value for name, value in _flat_arguments(arguments).items() if name in variables
     }
     try:
-        with rendered_on(datetime.fromisoformat(_date(tokenizer)), template):
+        with with_date(datetime.fromisoformat(_date(tokenizer)), template):
             text: str = tokenizer.apply_chat_template(
                 list(messages), **{**values, **options, "tokenize": False}
             )

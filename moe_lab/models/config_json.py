@@ -14,7 +14,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, read_json_if_there, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
-from moe_lab.models.files import hub_config, in_cache, is_weights, stated_files
+from moe_lab.models.files import cached_folder, hub_config, is_weights, stated_files
 from moe_lab.paths import local_path
 
 LAYERS_FIELD = "pruned"
@@ -46,7 +46,7 @@ def config_of(settings: ModelConfig) -> dict[str, Any]:
     return read_json(file) if file.is_file() else hub_config(settings.path, settings.revision)
 
 
-def tensor_parallel(config: Mapping[str, Any]) -> list[int]:
+def tensor_parallel_sizes(config: Mapping[str, Any]) -> list[int]:
     """The numbers of GPUs, out of GPU_COUNTS, among which vLLM can divide each layer of a model:
     the numbers that divide the number of attention heads. Whole layers are not distributed over
     GPUs, because masks need all layers in each process."""
@@ -204,7 +204,7 @@ def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
             )
 
 
-OVERHEAD = 1.1
+WEIGHT_OVERHEAD = 1.1
 """Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: fp32, for a vocabulary of about 130,000."""
@@ -237,7 +237,7 @@ class Size:
         return self.parameters * self.bytes_per_parameter
 
     @property
-    def logits(self) -> float:
+    def logit_bytes(self) -> float:
         """Upper bound of the bytes of one token's logits in fp32: LOGITS, or less for a small
         model. Each logit takes `hidden` parameters of the vocabulary head, so a model has at most
         parameters / hidden logits."""
@@ -245,7 +245,7 @@ class Size:
 
     def layer_weights(self, layers: int = 1) -> float:
         """Estimated bytes of the weights of `layers` decoder layers, of the embeddings and of the
-        vocabulary head, times OVERHEAD."""
+        vocabulary head, times WEIGHT_OVERHEAD."""
         # all variables count parameters
         routed = self.experts * self.expert
         unrouted = self.parameters - self.moe_layers * routed
@@ -253,7 +253,7 @@ class Size:
         # because a logit takes 4 bytes
         vocabulary = min(unrouted, 2 * LOGITS // 4 * self.hidden)
         layer = routed + (unrouted - vocabulary) / self.moe_layers
-        return OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
+        return WEIGHT_OVERHEAD * self.bytes_per_parameter * (layers * layer + vocabulary)
 
     def activations(self, layers: float = 1) -> float:
         """Estimated bytes per token of the activations of `layers` decoder layers."""
@@ -261,7 +261,7 @@ class Size:
         # token 6 vectors of the expert's width
         return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
 
-    def cache(self, tokens: int) -> float:
+    def kv_cache_bytes(self, tokens: int) -> float:
         """Bytes of the KV cache: keys and values of `tokens` tokens in all MoE layers."""
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
@@ -300,7 +300,7 @@ def _numbers_from_files(path: str, revision: str | None) -> dict[str, int]:
     The headers are not known for a model that is not downloaded. Its number of parameters is the
     size of the weight files in the hub's list, divided by the bytes of a weight, and all layers
     count as MoE layers."""
-    folder = local_path(path) if local_path(path).is_dir() else in_cache(path, revision)
+    folder = local_path(path) if local_path(path).is_dir() else cached_folder(path, revision)
     config = read_json(folder / "config.json") if folder else hub_config(path, revision)
     numbers = stated_numbers(config)
     numbers["bytes"] = BYTES.get(stated_dtype(config.get("text_config", config)), 4)

@@ -16,10 +16,10 @@ from moe_lab.models.families import (
     COUNT_FIELDS,
     DISK_SHARED,
     GATE_UP,
-    REGISTRY,
     ROUTERS,
     ROUTING_VECTORS,
     UNGROUPED_METHODS,
+    UNREGISTERED_EXPERTS,
     UNSUPPORTED,
     Family,
     family_of,
@@ -194,7 +194,7 @@ def routed_layers(model: nn.Module) -> list[MoELayer]:
         counts = [getattr(config, field, None) for field in COUNT_FIELDS]
         # the configuration tells apart a model without experts and experts that were not found
         has_experts = any(isinstance(count, int) and count > 1 for count in counts)
-        reason = REGISTRY if has_experts else "has no routed experts"
+        reason = UNREGISTERED_EXPERTS if has_experts else "has no routed experts"
         raise UserError(f"model_type={kind} is not supported: it {reason}")
     layers = [_moe_layer(model, name, kind) for name in names]
     indices = [layer.index for layer in layers]
@@ -364,7 +364,7 @@ def part_of(name: str) -> str:
     return "attention" if is_attention else "rest"
 
 
-def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
+def linear_modules(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
     """(path, module) of each nn.Linear in `part`, which is shared_experts or attention. Modules
     with a single output are left out: these are gates of shared experts, and such gates count as
     routers."""

@@ -54,7 +54,7 @@ class Rows:
     end."""
 
 
-def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
+def expert_slices(ends: list[int]) -> Iterator[tuple[int, slice]]:
     """(expert id, slice of the expert's rows) for every expert that has rows. `ends`: the end of
     each expert's rows, as in `Rows`."""
     start = 0
@@ -92,7 +92,7 @@ def routed_output(
     states of these rows."""
     gates = weights[rows.token, rows.column, None]
     output = torch.zeros_like(hidden)
-    for expert, part in parts(rows.ends):
+    for expert, part in expert_slices(rows.ends):
         token = rows.token[part]
         f = compute(expert, part, hidden.index_select(0, token))  # much faster than hidden[token]
         if f is not None:
@@ -113,26 +113,28 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     is_used = order.values[:, :n].bool()
     chosen = order.indices[:, :n]
     outputs = torch.zeros(
-        *chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device
+        *chosen.shape, hidden.shape[1], dtype=at_least_fp32(hidden).dtype, device=hidden.device
     )
     # unused experts get the id n_experts, whose rows are skipped
     rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
-    for expert, part in parts(rows.ends):
+    for expert, part in expert_slices(rows.ends):
         if expert < n_experts:
             token = rows.token[part]
-            outputs[token, rows.column[part]] = wide(layer.expert_output(hidden[token], expert))
+            outputs[token, rows.column[part]] = at_least_fp32(
+                layer.expert_output(hidden[token], expert)
+            )
     chosen_gates = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
     return torch.bmm(chosen_gates.to(outputs.dtype), outputs)
 
 
-def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
+def dense_gates(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.Tensor:
     """The gates of all experts, (T, E), at least fp32: the gates `weights` (T, K) of the experts
     `index` (T, K), and 0 for all other experts."""
-    gates = wide(weights)
+    gates = at_least_fp32(weights)
     return gates.new_zeros(len(index), n_experts).scatter_(1, index, gates)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in at least fp32, so that sums and squares are not taken in half precision."""
     return tensor.float() if tensor.element_size() < 4 else tensor
 
@@ -197,7 +199,7 @@ def _batched_output(
     """The gated sum of expert outputs (T, H). Matrix products are computed for each expert, all
     other operations for all experts at once."""
     gathered = hidden.index_select(0, rows.token)
-    slices = list(parts(rows.ends))
+    slices = list(expert_slices(rows.ends))
     projected = torch.cat(
         [linear(gathered[part], module.gate_up_proj[expert]) for expert, part in slices]
     )
@@ -261,14 +263,14 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 
-def bypass(layer: nn.Module, state: Any, undo: ExitStack) -> None:
+def replace_output(layer: nn.Module, state: Any, undo: ExitStack) -> None:
     """Make a decoder `layer` return `state` without computing anything, until `undo` is closed."""
     undo.enter_context(patch.object(layer, "forward", lambda *inputs, **named: state))
 
 
 def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
     """A hook of decoder layers: raise UserError unless the layer's output is a bare tensor, which
-    `bypass` assumes."""
+    `replace_output` assumes."""
     if not isinstance(output, torch.Tensor):
         raise UserError(
             f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so "

@@ -11,7 +11,7 @@ from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.config.base import validated
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_expected
-from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
 from moe_lab.models.transformers_private import NameMapping
@@ -61,7 +61,7 @@ def architecture(model: Any) -> ExpectedConfig:
     value counts. SettingsError for a size that `model.expected` does not accept."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
-    shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
+    shared = sum(linear.weight.numel() for _, linear in linear_modules(model, "shared_experts"))
     sizes = {
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "layers": model.config.get_text_config().num_hidden_layers,

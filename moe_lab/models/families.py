@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 
 from moe_lab.errors import UserError
 
-REGISTRY = (
+UNREGISTERED_EXPERTS = (
     "does not hand its experts to transformers' experts registry, so moe_lab cannot "
     "observe or prune them"
 )
 CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
 
 UNSUPPORTED = {
-    "dbrx": REGISTRY,
+    "dbrx": UNREGISTERED_EXPERTS,
     "deepseek_v4": "routes tokens by a hash table in its first layers",
     "doge": "retrieves its experts by product keys instead of routing to them",
     "gemma4": "keeps its experts beside a dense block in one layer",
     "gemma4_text": "keeps its experts beside a dense block in one layer",
     "inkling": "has a router without one row per expert",
     "inkling_text": "has a router without one row per expert",
-    "llama4": REGISTRY,
-    "longcat_flash": "routes to identity experts, which have no weights; " + REGISTRY,
+    "llama4": UNREGISTERED_EXPERTS,
+    "longcat_flash": "routes to identity experts, which have no weights; " + UNREGISTERED_EXPERTS,
     "nllb-moe": CROSS,
-    "step3p7": REGISTRY,
+    "step3p7": UNREGISTERED_EXPERTS,
     "switch_transformers": CROSS,
     "zaya": "has a router with one class more than experts",
 }
@@ -108,7 +108,7 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 """model_type -> the port that loads it, even if the checkpoint contains code."""
 
 
-def port_of(kind: str) -> dict[str, str]:
+def port_files(kind: str) -> dict[str, str]:
     """File name -> source code of the port (see `Port`) that loads models of the model_type `kind`;
     {} if there is no port, because transformers loads such models."""
     if kind not in PORTS:
@@ -200,7 +200,7 @@ class Family:
     )
     """Tensors of the experts module, also below `experts.` on disk. Hidden states are multiplied by
     the first tensor."""
-    unfit: str | None = None
+    channel_obstacle: str | None = None
     """Why channels of its experts cannot be removed or reordered, as the end of a sentence that
     begins with "its experts"; None if they can."""
     fixed_top_k: bool = False
@@ -274,15 +274,19 @@ def _transposed_stacks(*, interleaved: bool = False) -> dict[str, Axes]:
 
 
 FAMILIES = (
-    Family(("gpt_oss",), _transposed_stacks(interleaved=True), unfit="have biases"),
-    Family(("openai_privacy_filter",), _transposed_stacks(), unfit="have biases"),
+    Family(("gpt_oss",), _transposed_stacks(interleaved=True), channel_obstacle="have biases"),
+    Family(("openai_privacy_filter",), _transposed_stacks(), channel_obstacle="have biases"),
     Family(
         ("aria", "aria_text"),
         {name: axes for name, axes in _transposed_stacks().items() if not axes.is_bias},
-        unfit="are stored transposed",
+        channel_obstacle="are stored transposed",
     ),
-    Family(("nemotron_h",), {"up_proj": _UP, "down_proj": _DOWN}, unfit="have no gate projection"),
-    Family(("muse_spark", "muse_spark_text"), unfit="are followed by a norm"),
+    Family(
+        ("nemotron_h",),
+        {"up_proj": _UP, "down_proj": _DOWN},
+        channel_obstacle="have no gate projection",
+    ),
+    Family(("muse_spark", "muse_spark_text"), channel_obstacle="are followed by a norm"),
     Family(("phimoe",), fixed_top_k=True),
 )
 """Families that differ from the default `Family()`."""
@@ -318,7 +322,7 @@ def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(prefixes))
 
 
-def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
+def prediction_prefixes_with_experts(names: Iterable[str]) -> tuple[str, ...]:
     """Prefixes of the tensors of extra prediction layers, if at least one of these layers has
     routed experts; otherwise (). `names`: names of all tensors of a checkpoint."""
     names = list(names)

@@ -66,7 +66,7 @@ def _hash_file(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Whether the hub can be reached: HF_HUB_OFFLINE is not set, and the hub answers within
     FIRST_SECONDS."""
     from huggingface_hub import constants
@@ -98,7 +98,7 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
     """Path of a file -> (bytes, digest), for all files of the repository `name` on the hub. None
     when the hub cannot be reached or has no such repository. The digest is the sha256 of files that
     are stored in git LFS, and git's blob id of all other files. `kind`: model or dataset."""
-    if not hub_answers():
+    if not is_hub_reachable():
         return None
     from httpx import HTTPError
     from huggingface_hub import HfApi
@@ -125,14 +125,14 @@ def hub_config(name: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub import hf_hub_download
 
     with suppress(OSError, ValueError, HTTPError):
-        offline = not hub_answers()
+        offline = not is_hub_reachable()
         return read_json(
             Path(hf_hub_download(name, "config.json", revision=revision, local_files_only=offline))
         )
     return {}
 
 
-def data_files(name: str) -> str | None:
+def data_set_digest(name: str) -> str | None:
     """sha256 (hex) of the names, sizes and digests of all data files of the data set `name` on the
     hub. None when the hub cannot be reached or has no such data set."""
     files = stated_files(name, None, "dataset")
@@ -141,7 +141,7 @@ def data_files(name: str) -> str | None:
     return _digest({file: files[file] for file in files if not file.endswith(NOT_DATA)})
 
 
-def data_file(name: str, file: str) -> str | None:
+def data_file_sha256(name: str, file: str) -> str | None:
     """sha256 (hex) of the file `file` of the data set `name` on the hub. If the file is not in the
     cache, this is the sha256 that the hub states. None when the hub states none or cannot be
     reached."""
@@ -171,7 +171,7 @@ ADAPTER = "adapter_config.json"
 """A file that names another model, which transformers then fetches and loads."""
 
 
-def check(settings: ModelConfig) -> None:
+def check_model_path(settings: ModelConfig) -> None:
     """Raise UserError for a model that cannot be loaded, as far as this can be known without torch
     and network. For a folder, the files config.json and *.safetensors and the model's family are
     checked. For a hub id, only the form owner/name is checked."""
@@ -229,9 +229,9 @@ def _code_fields(content: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 def local_folder(settings: ModelConfig) -> Path:
     """The folder of a model, including its weights. A hub model that is not in the cache is
-    downloaded. UserError as from `check`, or when the hub has no such model. Unavailable when the
-    hub cannot be reached."""
-    check(settings)
+    downloaded. UserError as from `check_model_path`, or when the hub has no such model. Unavailable
+    when the hub cannot be reached."""
+    check_model_path(settings)
     path = local_path(settings.path)
     if not path.is_dir():
         path = _download(settings, ["*.safetensors"])
@@ -242,11 +242,11 @@ def local_folder(settings: ModelConfig) -> Path:
 def configuration_folder(settings: ModelConfig) -> Path | None:
     """The folder of a model, with at least its configuration and tokenizer. Those of a hub model
     are downloaded if they are not in the cache. None when the hub cannot be reached or has no such
-    model. UserError as from `check`."""
+    model. UserError as from `check_model_path`."""
     path = local_path(settings.path)
     if path.is_dir():
         return path
-    check(settings)
+    check_model_path(settings)
     with suppress(UserError):  # or its subclass Unavailable
         return _download(settings, weights=[])
     return None
@@ -277,7 +277,7 @@ def fingerprint(path: str | Path) -> str:
     )
 
 
-def in_cache(path: str, revision: str | None) -> Path | None:
+def cached_folder(path: str, revision: str | None) -> Path | None:
     """The folder of the hub model `path` in the local cache; None unless the cache has all weights
     of the model."""
     with suppress(OSError, ValueError):
@@ -293,7 +293,7 @@ def is_weights(file: str) -> bool:
     return file.endswith(".safetensors") and "/" not in file
 
 
-def fingerprint_of(settings: ModelConfig) -> str | None:
+def model_fingerprint(settings: ModelConfig) -> str | None:
     """The fingerprint of a model in a folder or on the hub. None for a hub model whose weights are
     not in the cache, if the hub cannot be reached or has no such model."""
     folder = local_path(settings.path)
@@ -306,7 +306,7 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 def _hub_fingerprint(path: str, revision: str | None) -> str | None:
     """The fingerprint of the hub model `path`. If the weights are not in the cache, they are
     represented by the digests that the hub states. None if these are not known either."""
-    if (cached := in_cache(path, revision)) is not None:
+    if (cached := cached_folder(path, revision)) is not None:
         return fingerprint(cached)
     folder = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
     # the folder's name is the commit of its files; the digests must be of the same commit
@@ -350,7 +350,7 @@ class IdentifiedModel(ModelConfig):
         """Name -> identity, for the fields that change what the model computes. The identity of the
         field `path` is the sha256 of the model's files. If the sha256 is not known, it is the path
         and the revision."""
-        sha256 = fingerprint_of(self)
+        sha256 = model_fingerprint(self)
         files = {"sha256": sha256} if sha256 else {UNRESOLVED: self.path, "revision": self.revision}
         return {**identity_fields(self, "path"), "path": files}
 
@@ -379,13 +379,13 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
     try:
         return _snapshot(
-            settings.path, settings.revision, weights, local_files_only=not hub_answers()
+            settings.path, settings.revision, weights, local_files_only=not is_hub_reachable()
         )
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
         revision = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        error_type = UserError if hub_answers() else Unavailable
+        error_type = UserError if is_hub_reachable() else Unavailable
         raise error_type(
             f"model.path={settings.path} is no folder, and the hub gave no such model{revision} "
             f"({type(error).__name__}: "

@@ -18,8 +18,8 @@ from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.families import Family
-from moe_lab.models.files import fingerprint, in_cache
-from moe_lab.models.load import load_tokenizer, quiet
+from moe_lab.models.files import cached_folder, fingerprint
+from moe_lab.models.load import load_tokenizer, quiet_transformers
 from moe_lab.models.transformers_private import NameMapping
 
 SAMPLE = 1 << 24
@@ -53,7 +53,7 @@ def checkpoint_folder(model: Any) -> Path | None:
     path = getattr(model, "name_or_path", None)
     if not path:
         return None
-    return Path(path) if Path(path).is_dir() else in_cache(path, None)
+    return Path(path) if Path(path).is_dir() else cached_folder(path, None)
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
@@ -124,7 +124,7 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     if folder is None:
         return
     try:
-        with quiet():
+        with quiet_transformers():
             expected = _vocabulary(load_tokenizer(folder, ModelConfig("model", str(folder))))
     except UserError:
         return

@@ -38,8 +38,8 @@ from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.routing import StoredRouting
 from moe_lab.models.transformers_private import (
     NameMapping,
+    dequantisation_config,
     dequantised_by_stated_blocks,
-    dequantising,
 )
 
 
@@ -60,7 +60,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     folder = local_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with quiet():
+    with quiet_transformers():
         meta_model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(meta_model, settings.top_k)  # only to check top_k before weights are read
         routed_layers(meta_model)  # raises UserError for models that are not supported
@@ -92,7 +92,7 @@ def skeleton(
     transformers cannot build the model."""
     config = _configuration(folder, trust_remote_code)
     try:
-        with quiet(), torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=dtype
             )
@@ -195,7 +195,7 @@ def _load_weights(
     source = f"{folder}, stored as {method}" if method else str(folder)
     arguments: dict[str, Any] = {}
     if method in UNPACKED:
-        arguments["quantization_config"] = dequantising(method)
+        arguments["quantization_config"] = dequantisation_config(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
             # transformers warns that config.json has a quantization_config, too. But the argument
@@ -227,7 +227,7 @@ def _load_weights(
             f"{source}: {len(missing)} weights are missing that config.json asks for, the first is "
             f"{missing[0]}"
         )
-    check_used(source, report["unexpected_keys"])
+    check_unused(source, report["unexpected_keys"])
     # with a device map, weights that do not fit on the GPUs are on the CPU or on the disk
     if device != "cpu" and any(weight.device.type != "cuda" for weight in model.parameters()):
         raise UserError(
@@ -241,7 +241,7 @@ def _load_weights(
     return model
 
 
-def check_used(source: Path | str, unused: Iterable[str]) -> None:
+def check_unused(source: Path | str, unused: Iterable[str]) -> None:
     """Raise UserError if the model does not use tensors that it should use. `unused`: names of all
     tensors of the checkpoint `source` that the model does not use. Two sorts of tensors may be
     unused: those whose name NOT_LOADED matches, and those of multi-token prediction layers."""
@@ -259,7 +259,7 @@ def check_used(source: Path | str, unused: Iterable[str]) -> None:
 
 def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
     """Raise UserError unless a checkpoint has all tensors that config.json asks for, with the right
-    numbers of elements, and all experts of each layer. UserError also as from `check_used`.
+    numbers of elements, and all experts of each layer. UserError also as from `check_unused`.
     `names`: the mapping from the checkpoint to the model that config.json describes; this model may
     be on the meta device.
 
@@ -278,7 +278,7 @@ def check_sizes(checkpoint: Checkpoint, names: NameMapping) -> None:
             mismatched.append((stored_name, stored[stored_name].shape, tensor.shape))
     check_shapes(folder, mismatched)
     unused, missing = names.unmatched()
-    check_used(folder, unused)
+    check_unused(folder, unused)
     if missing:
         raise UserError(
             f"{folder}: {len(missing)} weights that config.json asks for are missing, first "
@@ -339,7 +339,7 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """A context in which transformers shows no progress bars and no warnings. moe_lab itself raises
     an error for each problem that needs the user's attention."""
     verbosity = logging.get_verbosity()
@@ -361,7 +361,7 @@ LOGITS = 1 << 30
 """Most bytes of the logits of one forward pass, unless a single row has more."""
 
 
-def tokens_with_logits(model: Any) -> int:
+def max_logit_tokens(model: Any) -> int:
     """Largest number of tokens whose logits in fp32 take at most LOGITS bytes. One forward pass of
     `model` should compute logits for no more tokens."""
     return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))

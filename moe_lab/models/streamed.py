@@ -21,7 +21,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation, quantization_method
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.experts import bypass, output_of, run
+from moe_lab.models.experts import output_of, replace_output, run
 from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
@@ -31,7 +31,7 @@ from moe_lab.models.load import (
     check_sizes,
     load_tokenizer,
     precision,
-    quiet,
+    quiet_transformers,
     resolve_device,
     set_top_k,
     skeleton,
@@ -111,11 +111,11 @@ class StreamedModel:
         names = NameMapping(self.model, self.checkpoint.tensors)
         check_sizes(self.checkpoint, names)
         self.routing = StoredRouting(self.model, self.checkpoint, names)
-        self.moe = {layer.index: layer for layer in routed_layers(self.model)}
+        self.moe_layers = {layer.index: layer for layer in routed_layers(self.model)}
         """Layer number -> MoE layer, for the decoder layers with routed experts."""
-        self.path = next(iter(self.moe.values())).stack
+        self.layers_path = next(iter(self.moe_layers.values())).stack
         """Module path of the list of decoder layers, such as model.layers."""
-        self.layers: Any = self.model.get_submodule(self.path)
+        self.layers: Any = self.model.get_submodule(self.layers_path)
         self.layer_of = dict(self._tensor_layers())
         """Name of a tensor in the checkpoint -> number of its decoder layer, or OUTSIDE."""
         self._reader = ThreadPoolExecutor(1)
@@ -158,13 +158,13 @@ class StreamedModel:
         finally:
             module.to("meta")
 
-    def each_layer(self) -> Iterator[MoELayer]:
+    def loaded_moe_layers(self) -> Iterator[MoELayer]:
         """The layers with routed experts, in order. Each layer has its weights until the iterator
         advances to the next layer."""
-        numbers = sorted(self.moe)
+        numbers = sorted(self.moe_layers)
         for number, next_number in zip(numbers, [*numbers[1:], -1], strict=True):
             with self.layer(number, next_number=next_number):
-                yield self.moe[number]
+                yield self.moe_layers[number]
 
     def run_layer(
         self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
@@ -176,7 +176,7 @@ class StreamedModel:
             # the model is run to compute attention masks and positions; lower layers return `state`
             if state is not None:
                 for lower_layer in self.layers[:number]:
-                    bypass(lower_layer, state, undo)
+                    replace_output(lower_layer, state, undo)
             return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class StreamedModel:
         with ExitStack() as undo:
             # every layer returns `state`, and only the last norm and the vocabulary head compute
             for layer in self.layers:
-                bypass(layer, state, undo)
+                replace_output(layer, state, undo)
             mask = valid.to(state.device, torch.int64)
             logits: torch.Tensor = self.model(
                 ids.to(state.device), attention_mask=mask, use_cache=False
@@ -199,7 +199,7 @@ class StreamedModel:
         # the next layer. An error of the pending read is ignored: `load_tensors` would raise it
         # again.
         wait([self._pending.pop(number)])
-        with ExitStack() as files, quiet():
+        with ExitStack() as files, quiet_transformers():
             slices = self.checkpoint.slices(self._tensor_names(number), files)
             mismatched = load_tensors(self.model, slices, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
@@ -209,13 +209,13 @@ class StreamedModel:
             # configuration asks for tying.
             missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
             self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
-        if number in self.moe:
-            self.routing.restore(self.moe[number])
+        if number in self.moe_layers:
+            self.routing.restore(self.moe_layers[number])
         module.requires_grad_(False)
         tensors = self.model.state_dict()
         # A layer has the names that begin with its path. OUTSIDE has the names that do not begin
         # with the path of the decoder layers.
-        prefix = f"{self.path}." if is_outside else f"{self.path}.{number}."
+        prefix = f"{self.layers_path}." if is_outside else f"{self.layers_path}.{number}."
         for name, tensor in tensors.items():
             is_in_module = name.startswith(prefix) != is_outside
             if is_in_module and tensor.is_meta:

@@ -42,7 +42,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 down_proj (n, I)."""
 
 
-def dequantising(method: str) -> Any:
+def dequantisation_config(method: str) -> Any:
     """The configuration of transformers for checkpoints in the quantisation `method`. It makes
     transformers dequantise weights while they are read."""
     return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
@@ -89,7 +89,7 @@ def template_variables(template: str) -> frozenset[str]:
     return variables
 
 
-def rendered_on(day: datetime, template: str) -> AbstractContextManager[Any]:
+def with_date(day: datetime, template: str) -> AbstractContextManager[Any]:
     """A context in which `template`, a chat template, writes `day` as today's date."""
     # transformers reduces the arguments of a template to plain data, so strftime_now cannot be
     # passed as an argument

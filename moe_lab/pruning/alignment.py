@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from moe_lab.models.discover import MoELayer, check_in_memory
-from moe_lab.models.experts import wide
+from moe_lab.models.experts import at_least_fp32
 from moe_lab.pruning.layer_plan import Alignment, LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
@@ -80,7 +80,9 @@ def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
     down, one after the other."""
     check_in_memory(layer)
     projections = layer.projections(expert)  # channels are rows, also in down
-    return torch.cat([wide(projections[role].detach()) for role in ("gate", "up", "down")], dim=1)
+    return torch.cat(
+        [at_least_fp32(projections[role].detach()) for role in ("gate", "up", "down")], dim=1
+    )
 
 
 class AlignmentHook(StatisticsHook):
@@ -108,10 +110,10 @@ class AlignmentHook(StatisticsHook):
         valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         for owner, group in self.plan.layers[layer.index].merged.items():
-            owner_activations = wide(layer.phi(states, layer.weights(owner)))
+            owner_activations = at_least_fp32(layer.phi(states, layer.weights(owner)))
             self.add(f"squares.{owner}", owner_activations.square().sum(0))
             for member in sorted(set(group) - {owner}):
-                activations = wide(layer.phi(states, layer.weights(member)))
+                activations = at_least_fp32(layer.phi(states, layer.weights(member)))
                 self.add(f"squares.{member}", activations.square().sum(0))
                 self.add(f"products.{member}", owner_activations.T @ activations)
         return self.unobserved(hidden, index, weights)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linear_modules, moe_layers, routed_layers
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
@@ -125,7 +125,7 @@ def _nf4_weight_counts(model: nn.Module, modules: Sequence[str]) -> Iterator[int
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
     for part in sorted(set(modules) - {"experts"}):
-        for _, module in linears(model, part):
+        for _, module in linear_modules(model, part):
             yield module.weight.numel()
 
 

@@ -382,8 +382,8 @@ def _check_shape(plan: LayerPlan, layer: MoELayer) -> None:
             "plan is for another model: experts, channels of each and hidden size of layer "
             f"{layer.index} are {plan_sizes} in the plan, and {model_sizes} in this model"
         )
-    if plan.channels is not None and layer.family.unfit:
+    if plan.channels is not None and layer.family.channel_obstacle:
         raise UserError(
             f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, "
-            f"because its experts {layer.family.unfit}: use a criterion of whole experts"
+            f"because its experts {layer.family.channel_obstacle}: use a criterion of whole experts"
         )

@@ -13,7 +13,7 @@ from torch import nn
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
-from moe_lab.models.experts import wide
+from moe_lab.models.experts import at_least_fp32
 from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
 from moe_lab.pruning import LayerForm, make_form
 from moe_lab.pruning.layer_plan import LayerPlan, StoredExpert
@@ -150,7 +150,7 @@ def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELaye
         # the weighted sum is computed in at least fp32, and rounded to the dtype of the sources
         view.copy_(
             stored.projection(
-                projections.__getitem__, wide, lambda total, tensor: total.to(tensor.dtype)
+                projections.__getitem__, at_least_fp32, lambda total, tensor: total.to(tensor.dtype)
             )
         )
 

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 
 from moe_lab.errors import check_installed
 from moe_lab.exported_code.ragged import replace_tensor
-from moe_lab.models.discover import is_ragged, linears, part_of, routed_layers
+from moe_lab.models.discover import is_ragged, linear_modules, part_of, routed_layers
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
@@ -107,7 +107,7 @@ def quantize(model: Any, modules: Iterable[str]) -> None:
         if part == "experts":
             _quantize_experts(model)
         else:
-            for name, module in list(linears(model, part)):
+            for name, module in list(linear_modules(model, part)):
                 model.set_submodule(name, FourBitLinear(module))
 
 

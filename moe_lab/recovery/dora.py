@@ -14,8 +14,14 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import constant_output, replace_tensor
-from moe_lab.models.discover import MoELayer, is_ragged, linears, post_expert_norm, routed_layers
-from moe_lab.models.experts import routed_output, sort_by_expert, wide
+from moe_lab.models.discover import (
+    MoELayer,
+    is_ragged,
+    linear_modules,
+    post_expert_norm,
+    routed_layers,
+)
+from moe_lab.models.experts import at_least_fp32, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
 
 SCALING = 4.0
@@ -38,7 +44,7 @@ class Dora(nn.Module):
         """Make the adapter of the weight W (out, in). At first W' = W, because B is 0. scaling: s;
         dropout: share of the inputs of W' - W that are set to 0 in training."""
         super().__init__()
-        matrix = wide(weight.detach())
+        matrix = at_least_fp32(weight.detach())
         self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as in peft and in nn.Linear
         self.b = nn.Parameter(matrix.new_zeros(len(matrix), rank))
@@ -188,7 +194,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> Adapted:
     """
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
-    shared_maps = list(linears(model, "shared_experts"))
+    shared_maps = list(linear_modules(model, "shared_experts"))
     adapted: Adapted = {"experts": {}, "routers": {}, "shared_experts": {}}
     with torch.random.fork_rng():
         torch.manual_seed(seed)

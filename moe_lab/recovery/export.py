@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import bits_of, open_checkpoint
-from moe_lab.models.discover import linears
+from moe_lab.models.discover import linear_modules
 from moe_lab.models.streamed import OUTSIDE, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
 from moe_lab.pruning import is_stock
@@ -144,7 +144,7 @@ class _RecoveredTensors:
         experts are left out, because their weights are stacks and not linear maps."""
         for part in self.modules:
             if part != "experts":
-                for path, module in linears(self.streamed.model, part):
+                for path, module in linear_modules(self.streamed.model, part):
                     if path.startswith(prefix):
                         yield path, module
 
@@ -156,15 +156,15 @@ class _RecoveredTensors:
         if number == OUTSIDE:
             return {}
         model: Any = self.streamed.model
-        prefix = f"{self.streamed.path}.{number}."
+        prefix = f"{self.streamed.layers_path}.{number}."
         new_tensors: dict[str, torch.Tensor] = {}  # not in 4 bits, by name in memory
         nf4_by_name = {}
         with self.streamed.layer(number):
             if self.tuned is not None:
                 names = load_tuned(model, self.tuned / TENSORS, prefix)
                 new_tensors = {name: model.get_parameter(name) for name in names}
-            if "experts" in self.modules and number in self.streamed.moe:
-                layer = self.streamed.moe[number]
+            if "experts" in self.modules and number in self.streamed.moe_layers:
+                layer = self.streamed.moe_layers[number]
                 for name, tensor in rounded_experts(layer.experts).items():
                     new_tensors[f"{layer.name}.{name}"] = tensor
             for path, module in self._maps_to_round(prefix):

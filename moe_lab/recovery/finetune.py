@@ -29,7 +29,7 @@ from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.experts import wide
+from moe_lab.models.experts import at_least_fp32
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import share_copy
@@ -432,7 +432,7 @@ class PreciseWeight(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         """Make the trained copy of `weight`."""
         super().__init__()
-        self.precise = nn.Parameter(wide(weight.detach()).clone())
+        self.precise = nn.Parameter(at_least_fp32(weight.detach()).clone())
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The trained copy, rounded to the dtype of `weight`."""

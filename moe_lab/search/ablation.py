@@ -157,7 +157,7 @@ def _is_predictor(valid: torch.Tensor) -> torch.Tensor:
 def _small_batches(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches, split into smaller batches of one or more rows. The logits of a small batch with
     several rows fit into memory."""
-    tokens = min(device.PASS_TOKENS, device.tokens_with_logits(model))
+    tokens = min(device.PASS_TOKENS, device.max_logit_tokens(model))
     parts: list[Batch] = []
     for ids, valid in batches:
         n_rows = max(1, tokens // ids.shape[1])

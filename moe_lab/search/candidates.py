@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import bypass, check_output
+from moe_lab.models.experts import check_output, replace_output
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
@@ -260,7 +260,7 @@ class Decoder:
             if start >= 0:
                 state = states[schedule[:start]].clone()  # layers may write into their input
                 for layer in self.layers[:first_layer]:
-                    bypass(layer, state, undo)
+                    replace_output(layer, state, undo)
             # later runs bypass these layers, so their outputs must be bare tensors
             for k in range(max(start, 0), n_layers):
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)

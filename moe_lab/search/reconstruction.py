@@ -20,7 +20,7 @@ import torch
 from moe_lab.allocation.shapes import MAX_SUBSETS, removals_within_limit, retained_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import spread, wide
+from moe_lab.models.experts import at_least_fp32, dense_gates
 from moe_lab.pruning.mask import sliced_router
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import StatisticsHook
@@ -114,7 +114,7 @@ class SubsetHook(StatisticsHook):
         router gives other gates."""
         n = self.layer.n_experts
         subsets = self.subsets[self.layer.index]
-        gates = spread(index, weights, n)
+        gates = dense_gates(index, weights, n)
         # a second call that retains all experts must give the gates of the first call
         if not torch.equal(route(self.layer, tuple(range(n)), *self.call), gates):
             raise UserError(
@@ -161,7 +161,11 @@ class SubsetHook(StatisticsHook):
             max(1, BUDGET // (8 * n * width))  # a token's outputs have 8 n H bytes in fp64
         ):
             f = torch.stack(
-                [wide(self.layer.expert_output(hidden[tokens], expert)) for expert in range(n)], 1
+                [
+                    at_least_fp32(self.layer.expert_output(hidden[tokens], expert))
+                    for expert in range(n)
+                ],
+                1,
             )
             if not bool(f.isfinite().all()):
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
@@ -186,7 +190,9 @@ def route(
         sliced_kwargs = {name: slices.get(id(value), value) for name, value in kwargs.items()}
         # `forward` runs no hooks, unlike a call of the module
         _, weights, chosen = layer.router.forward(*sliced_args, **sliced_kwargs)
-    return spread(torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts)
+    return dense_gates(
+        torch.tensor(retained, device=chosen.device)[chosen], weights, layer.n_experts
+    )
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,10 @@ def prune_sequentially(
                 torch.no_grad(),
                 ExitStack() as masks,
             ):
-                if number in streamed.moe:
+                if number in streamed.moe_layers:
                     sums = layer_pass.run(number, ForwardHook, keep=False)
                     plan = choose(number, sums[number])
-                    masks.enter_context(mask_layers([streamed.moe[number]], plan))
+                    masks.enter_context(mask_layers([streamed.moe_layers[number]], plan))
                 if number + 1 < len(streamed.layers):
                     layer_pass.run(number, None, keep=True)
             layer_pass.finish(sums, [number + 1])  # only the input of the next layer is kept

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moe_lab.errors import UserError
-from moe_lab.models.experts import mix_outputs, spread, wide
+from moe_lab.models.experts import at_least_fp32, dense_gates, mix_outputs
 from moe_lab.statistics.observe import StatisticsHook
 
 TOKENS = 2048
@@ -49,7 +49,7 @@ class DamageHook(StatisticsHook):
             factors = self._coefficients(tokens, index[tokens])
             # row 0 repeats the router's call without removing an expert
             if not torch.equal(
-                factors[:, 0], spread(index[tokens], weights[tokens], self.layer.n_experts)
+                factors[:, 0], dense_gates(index[tokens], weights[tokens], self.layer.n_experts)
             ):
                 raise UserError(
                     f"criterion=exact_damage cannot repeat the router of {self.layer.name}: this "
@@ -73,9 +73,11 @@ class DamageHook(StatisticsHook):
         minus the routed output without this expert."""
         t, k = index.shape
         n_experts = self.layer.n_experts
-        gates = spread(*self._reroute(tokens, None), n_experts)[:, None]
+        gates = dense_gates(*self._reroute(tokens, None), n_experts)[:, None]
         # K rows for each token: row k has the token's gates without its k-th expert
-        remaining = spread(*self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts)
+        remaining = dense_gates(
+            *self._reroute(tokens.repeat_interleave(k), index.flatten()), n_experts
+        )
         return torch.cat((gates, gates - remaining.view(t, k, n_experts)), 1)
 
     def _reroute(
@@ -183,7 +185,7 @@ class SimilarityHook(StatisticsHook):
         output_sums = []
         gated_sums = []
         for expert in range(self.layer.n_experts):
-            outputs = wide(self.layer.expert_output(states, expert)).double()
+            outputs = at_least_fp32(self.layer.expert_output(states, expert)).double()
             output_sums.append(outputs.sum(0))
             if self.probabilities is not None:
                 gated_sums.append(self.probabilities[:, expert].to(outputs.device) @ outputs)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import Rows, parts, routed_output, sort_by_expert, wide
+from moe_lab.models.experts import Rows, at_least_fp32, expert_slices, routed_output, sort_by_expert
 from moe_lab.statistics.observe import Observer, StatisticsHook
 
 ENTROPY_BINS = 50
@@ -165,8 +165,8 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
     `added` (T, H); 1 where x or x + a is 0. Small angles are computed from their sine, because 1 -
     cos cancels in fp32."""
-    x = wide(stream)
-    a = wide(added)
+    x = at_least_fp32(stream)
+    a = at_least_fp32(added)
     # inner products of x and x, x and a, a and a
     xx, xa, aa = (
         (left_vector * right_vector).sum(-1).double()
@@ -206,7 +206,7 @@ class ExpertsCall:
         self.valid = valid
         self.valid_rows = None if valid is None else valid[rows.token]
         # from here on, one entry for each of `rows`
-        self.gate_square = wide(weights)[rows.token, rows.column].square()
+        self.gate_square = at_least_fp32(weights)[rows.token, rows.column].square()
         renormalized = self.gates["renormalized"][rows.token, rows.column]
         self.gate_squares = (self.gate_square, renormalized.to(self.gate_square.dtype).square())
         self.norm_square = torch.empty_like(self.gate_square)
@@ -220,8 +220,8 @@ class ExpertsCall:
         """Add one expert to the statistics of outputs and channels, and store its outputs for
         `finish`. Call it once for each expert. `part`: the slice of the expert's rows. `phi` (n,
         I): the input of down_proj. `f` (n, H): the output of the expert."""
-        phi = wide(phi)
-        f = wide(f)
+        phi = at_least_fp32(phi)
+        f = at_least_fp32(f)
         self.outputs.append((part, f))
         torch.sum(f.square(), -1, out=self.norm_square[part])
         if not self.columns:
@@ -244,7 +244,7 @@ class ExpertsCall:
     def finish(self, routed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> sum, for all statistics that do not need the decoder layer's output. `routed` (T,
         H): the routed output m of the call."""
-        self._compute_numerators(wide(routed))
+        self._compute_numerators(at_least_fp32(routed))
         moments = self._moments()
         names = [f"sums_{gate}" for gate in self.gates]
         return {
@@ -273,7 +273,7 @@ class ExpertsCall:
         """Name -> sum over valid tokens, for the statistics ala_first (E,), ala_second (E,) and
         layer_loss (). Their numerators are divided by ||y||^2 + EPSILON. y = `stream` (T, H): the
         residual stream after the decoder layer."""
-        factor = 1 / (wide(stream).square().sum(-1).double() + EPSILON)
+        factor = 1 / (at_least_fp32(stream).square().sum(-1).double() + EPSILON)
         loss = self.loss * factor
         if self.valid is not None:
             factor = torch.where(self.valid, factor, 0)
@@ -324,7 +324,7 @@ class ExpertsCall:
             powers += [ones, gate, gate.square()]
         gates = torch.stack(powers, 1)
         moments = norms.new_zeros(self.n_experts, gates.shape[1], 3)
-        for expert, part in parts(ends):
+        for expert, part in expert_slices(ends):
             torch.mm(gates[part].t(), norms[part], out=moments[expert])
         return moments
 
@@ -345,7 +345,7 @@ class Channels:
         for prefix in ("", *(f"{gate}_" for gate in gates)):
             for statistic in ("square", "max"):
                 zeros = like.new_zeros(n_experts, width)
-                self.columns[f"{prefix}channel_{statistic}"] = wide(zeros)
+                self.columns[f"{prefix}channel_{statistic}"] = at_least_fp32(zeros)
 
     def add(self, expert: int, phi: torch.Tensor, *gate_squares: torch.Tensor) -> None:
         """Add one expert. `phi` (n, I): the input of down_proj for the expert's valid tokens.

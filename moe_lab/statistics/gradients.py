@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import bypass, routed_output, run, sort_by_expert, wide
+from moe_lab.models.experts import at_least_fp32, replace_output, routed_output, run, sort_by_expert
 from moe_lab.models.families import split
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
@@ -73,7 +73,7 @@ class GradientHook(StatisticsHook):
         valid = self.valid(hidden)
         valid_rows = None if valid is None else valid[rows.token]
         channels = Channels(n_experts, layer.width, hidden)
-        gate_square = wide(weights.detach())[rows.token, rows.column].square()
+        gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             """The output (n, H) of an expert. Adds the expert's activations phi to `channels`, and
@@ -81,7 +81,7 @@ class GradientHook(StatisticsHook):
             is_valid = slice(None) if valid_rows is None else valid_rows[part]
             expert_weights = layer.weights(expert)
             phi = layer.phi(states, expert_weights)
-            channels.add(expert, wide(phi.detach())[is_valid], gate_square[part][is_valid])
+            channels.add(expert, at_least_fp32(phi.detach())[is_valid], gate_square[part][is_valid])
             if phi.requires_grad:
                 phi.register_hook(partial(self._add_gradient, expert, phi.detach(), is_valid))
             return layer.output(phi, expert_weights)
@@ -109,8 +109,8 @@ class GradientHook(StatisticsHook):
     ) -> None:
         """Add the gradient sums of one expert. `phi` (n, I): the expert's activations. `gradient`
         (n, I): LOSS_SCALE * dL/dphi. `is_valid` selects the rows that count."""
-        gradient = wide(gradient[is_valid])
-        product = gradient * wide(phi[is_valid])
+        gradient = at_least_fp32(gradient[is_valid])
+        product = gradient * at_least_fp32(phi[is_valid])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(
             GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True
@@ -156,7 +156,7 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
     computes them, because it may scale or cap logits. Meanwhile the decoder is replaced by a
     function that returns `states` in an object of the type of `output`."""
     with ExitStack() as undo:
-        bypass(model.base_model, type(output)(last_hidden_state=states), undo)
+        replace_output(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
         return logits
 
@@ -236,7 +236,7 @@ class WeightGradientHook(StatisticsHook):
             for role in axes.roles
         }
         for (name, expert), gradient in self.gradients.items():
-            weights = wide(self.layer.tensors(expert)[name].to(gradient.device))
+            weights = at_least_fp32(self.layer.tensors(expert)[name].to(gradient.device))
             # a stack may hold several projections; `part` (I, H) has a row for each channel
             for role, part in split((weights * gradient).abs_(), stacks[name]).items():
                 sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
@@ -246,7 +246,7 @@ class WeightGradientHook(StatisticsHook):
         """Add `leaf.grad` to the entry of `gradients` for the expert's matrix in the stack `name`,
         and clear `leaf.grad`. `leaf`: the tensor of autograd with the weights of this matrix."""
         assert leaf.grad is not None
-        gradient = wide(leaf.grad)
+        gradient = at_least_fp32(leaf.grad)
         leaf.grad = None
         total = self.gradients.get((name, expert))
         self.gradients[name, expert] = gradient if total is None else total.add_(gradient)

@@ -19,7 +19,7 @@ import torch
 from moe_lab import progress
 from moe_lab.machine import main_memory
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import bypass
+from moe_lab.models.experts import replace_output
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite, read
 from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
@@ -149,7 +149,9 @@ def stream(
     with layer_pass.running():
         for number in range(layer_pass.done, len(streamed.layers)):
             context = (
-                layer_context(streamed.moe[number]) if number in streamed.moe else nullcontext()
+                layer_context(streamed.moe_layers[number])
+                if number in streamed.moe_layers
+                else nullcontext()
             )
             with streamed.layer(number, next_number=number + 1), torch.no_grad(), context:
                 sums = layer_pass.run(number, hook, keep=number + 1 < len(streamed.layers))
@@ -169,7 +171,7 @@ def stream_back(
     because the forward pass kept no activations inside the layer.
     """
     check_loss(batches)
-    first_moe = min(streamed.moe)
+    first_moe = min(streamed.moe_layers)
     n_layers = len(streamed.layers)
     # parts of the pass: n_layers layers forward, the loss, and n_layers - first_moe layers backward
     layer_pass = LayerPass(
@@ -270,7 +272,8 @@ class LayerPass:
     def result(self) -> Statistics:
         """The sums of all MoE layers, after all parts are done."""
         return Statistics(
-            {number: self.sums[number] for number in sorted(self.streamed.moe)}, dict(self.header)
+            {number: self.sums[number] for number in sorted(self.streamed.moe_layers)},
+            dict(self.header),
         )
 
     def save_if_due(self) -> None:
@@ -296,8 +299,8 @@ class LayerPass:
         """An observer of the layer `number` with `hook`. The observer observes no layer if `hook`
         is None or if the layer `number` has no routed experts."""
         layers = []
-        if hook is not None and number in self.streamed.moe:
-            layers = [self.streamed.moe[number]]
+        if hook is not None and number in self.streamed.moe_layers:
+            layers = [self.streamed.moe_layers[number]]
         return Observer(self.streamed.model, hook or StatisticsHook, layers=layers)
 
     def layer_input(self, number: int, index: int) -> torch.Tensor | None:
@@ -338,7 +341,7 @@ def _gradient_at_head(
     leaf = state.requires_grad_()
     with ExitStack() as undo:
         for layer in streamed.layers:
-            bypass(layer, leaf, undo)
+            replace_output(layer, leaf, undo)
         forward_and_backward(streamed.model, ids, valid)
     assert leaf.grad is not None
     return leaf.grad

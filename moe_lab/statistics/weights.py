@@ -16,7 +16,7 @@ from torch.linalg import vector_norm
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.discover import check_in_memory, moe_layers
-from moe_lab.models.experts import wide
+from moe_lab.models.experts import at_least_fp32
 from moe_lab.models.families import BlockTensor, family_of, split
 from moe_lab.statistics import Layers, Statistics
 
@@ -296,7 +296,7 @@ def weigh_channels(source: Source, *, device: str = "cpu") -> Statistics:
         assert block_tensor.axes is not None
         channel_sums = {}
         # `matrix` (I, H) has a row for each channel, also for down_proj
-        for role, matrix in split(wide(weights), block_tensor.axes).items():
+        for role, matrix in split(at_least_fp32(weights), block_tensor.axes).items():
             channel_sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
                 channel_sums["channel_down_abs"] = matrix.abs().sum(1)

@@ -392,7 +392,7 @@ def _recovery_problems(cell: Cell, _: Config) -> Iterator[str]:
 
 
 CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
-    (("model",), lambda cell, _: files.check(cell.model)),
+    (("model",), lambda cell, _: files.check_model_path(cell.model)),
     (("model",), _check_gpu_number),
     (
         ("criterion",),

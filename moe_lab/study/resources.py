@@ -21,11 +21,11 @@ from moe_lab.config import (
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.models.config_json import (
     GPU_COUNTS,
-    OVERHEAD,
+    WEIGHT_OVERHEAD,
     Size,
     config_of,
     size_of,
-    tensor_parallel,
+    tensor_parallel_sizes,
 )
 
 GIB = 2**30
@@ -130,7 +130,7 @@ def on_gpu(model: ModelConfig, size: Size) -> bool:
 def loaded_weights(size: Size) -> Resources:
     """Resources of a step that only loads the weights of a model to GPUs. `size`: size of the
     model."""
-    return Resources(memory=OVERHEAD * size.bytes, on_gpu=True)
+    return Resources(memory=WEIGHT_OVERHEAD * size.bytes, on_gpu=True)
 
 
 def expert_weights(size: Size) -> float:
@@ -230,10 +230,10 @@ def text_pass(
             return base_bytes + state_bytes + fixed_bytes
         # a backward pass needs the activations of all layers
         activations = size.activations(size.moe_layers if backward else 1)
-        batch_bytes = batch_tokens * (size.logits + activations)
+        batch_bytes = batch_tokens * (size.logit_bytes + activations)
         return (
             PROCESS
-            + OVERHEAD * size.bytes * copies
+            + WEIGHT_OVERHEAD * size.bytes * copies
             + size.moe_layers * layer_bytes
             + batch_bytes
             + fixed_bytes
@@ -274,7 +274,7 @@ def finetuning(
         return 8.0 * size.moe_layers * size.experts / 2 * size.width * (size.width + size.hidden)
 
     def extra_bytes(size: Size) -> float:
-        distillation_bytes = DISTILLED * batch_tokens * size.logits if is_distilled else 0.0
+        distillation_bytes = DISTILLED * batch_tokens * size.logit_bytes if is_distilled else 0.0
         return distillation_bytes + sum_bytes(size)
 
     text_resources = text_pass(
@@ -349,8 +349,10 @@ def benchmark_run(
     new_tokens = benchmark.max_new_tokens
 
     def memory(size: Size) -> float:
-        item_bytes = size.cache(PROMPT + new_tokens) if new_tokens else PROMPT * size.logits
-        return PROCESS + OVERHEAD * size.bytes * copies + benchmark.batch_size * item_bytes
+        item_bytes = (
+            size.kv_cache_bytes(PROMPT + new_tokens) if new_tokens else PROMPT * size.logit_bytes
+        )
+        return PROCESS + WEIGHT_OVERHEAD * size.bytes * copies + benchmark.batch_size * item_bytes
 
     return _resources_of_model(
         model,
@@ -377,4 +379,4 @@ def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:
     tensor_parallel_size, their product is the only number. Otherwise, the numbers of GPUs among
     which vLLM can divide each layer of the model."""
     sizes = [size for name, size in backend.arguments.items() if name.endswith("parallel_size")]
-    return [prod(sizes)] if sizes else tensor_parallel(config_of(model))
+    return [prod(sizes)] if sizes else tensor_parallel_sizes(config_of(model))

@@ -19,7 +19,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check
+from moe_lab.models.files import check_model_path
 from moe_lab.models.load import load_model
 
 from .commands import Ended
@@ -240,7 +240,7 @@ def _ended(row: Broken, original: Path, folder: Path) -> Ended:
     row.damage(shutil.copytree(original, folder))
     settings = ModelConfig(name="m", path=str(folder), device="cpu")
     try:
-        check(settings)
+        check_model_path(settings)
         limits(facts(settings)["layers"])
         load_model(settings)
     except UserError as error:

@@ -139,7 +139,7 @@ def test_loop_writes_what_transformers_does_whatever_answers_are_read(
     """A pass may give logits of so many tokens: too few to read answers, or enough."""
     ends = [loop.texts[2][6]]
     rows = answer_rows(loop.prompts, loop.texts)
-    monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model: tokens)
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.max_logit_tokens", lambda model: tokens)
     texts = together(loop.model, loop.prompts, ends, rows)
     assert [text.tokens for text in texts] == [ended(text, ends) for text in loop.texts]
     # whose caches cannot forget a token

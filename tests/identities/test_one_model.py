@@ -40,7 +40,7 @@ WAYS = [way for ways in KINDS.values() for way in ways]
 
 
 def can_lose_channels(name: str) -> bool:
-    return not family_of(tiny.config(name).model_type).unfit
+    return not family_of(tiny.config(name).model_type).channel_obstacle
 
 
 VARIANTS = [
@@ -236,7 +236,7 @@ def test_routing_is_loaded_in_the_precision_of_the_files(name: str, tmp_path: Pa
             tensor.numel(): tensor for path, tensor in routing.items() if f".{layer.index}." in path
         }
         with streamed.layer(layer.index):
-            for part in (*layer.routing, *streamed.moe[layer.index].routing):
+            for part in (*layer.routing, *streamed.moe_layers[layer.index].routing):
                 tensor = part.tensor
                 assert tensor.dtype == torch.float32
                 assert torch.equal(tensor, expected[tensor.numel()].view_as(tensor))
@@ -396,7 +396,7 @@ def arguments_of(family: Family) -> dict[str, bool]:
         "is_concatenated": not stack.interleaved,
         "has_gate": "gate" in stack.roles,
         "has_bias": "down_bias" in family.roles,
-        "has_post_expert_norm": family.unfit == "are followed by a norm",
+        "has_post_expert_norm": family.channel_obstacle == "are followed by a norm",
     }
     return {name: value for name, value in arguments.items() if value != DEFAULTS[name]}
 

@@ -26,7 +26,7 @@ from moe_lab import inspect
 from moe_lab.errors import UserError
 from moe_lab.models.config_json import quantization
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check, configuration_folder, fingerprint
+from moe_lab.models.files import check_model_path, configuration_folder, fingerprint
 from moe_lab.models.load import load_model, skeleton
 from moe_lab.models.streamed import open_streamed
 from moe_lab.pruning.export import export
@@ -270,19 +270,20 @@ def test_code_of_the_hub_is_never_fetched_for_a_config_json(
 ) -> None:
     monkeypatch.setattr(hub_kernels, "get_kernel", fetch := Mock())
     reconfigure(folder, **changes)
-    for attempt in (lambda: check(settings(folder)), lambda: skeleton(folder)):
+    for attempt in (lambda: check_model_path(settings(folder)), lambda: skeleton(folder)):
         refused(
             attempt, rf"{re.escape(field)}.*trust_remote_code|trust_remote_code.*{re.escape(field)}"
         )
-    check(settings(folder, trust_remote_code=True))
+    check_model_path(settings(folder, trust_remote_code=True))
     assert not fetch.called
 
 
 def test_folder_with_a_revision_or_an_adapter_is_refused(folder: Path) -> None:
     refused(
-        lambda: check(settings(folder, revision="main")), r"model\.revision=main .*: expected null"
+        lambda: check_model_path(settings(folder, revision="main")),
+        r"model\.revision=main .*: expected null",
     )
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "owner/other"})
     )
-    refused(lambda: check(settings(folder)), "adapter_config.json")
+    refused(lambda: check_model_path(settings(folder)), "adapter_config.json")

@@ -377,6 +377,6 @@ def test_top_k_override_is_another_model(tmp_path: Path) -> None:
     assert config_json.expert_shape(settings) == {"n_experts": 16, "top_k": 2, "width": 24}
     loaded = load_model(settings)[0]
     streamed = open_streamed(settings)[0]
-    assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe.values()]} == {2}
+    assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe_layers.values()]} == {2}
     with pytest.raises(UserError, match=r"model\.top_k=17: layer 0 gives a token 1 to 16 experts"):
         load_model(ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=17))

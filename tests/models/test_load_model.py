@@ -29,7 +29,7 @@ from moe_lab.models import config_json, experts, files, load, streamed
 from moe_lab.models.config_json import size_of
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.facts import facts
-from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
+from moe_lab.models.files import check_model_path, fingerprint, local_folder, model_fingerprint
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.paths import private_cache, resolve, shipped_paths, user_cache
@@ -127,7 +127,7 @@ def test_layers_have_the_models_weights(
     model = StreamedModel(tmp_path, dtype=dtype, device="cpu")
     for number in (1, 2, 1):
         with model.layer(number) as layer:
-            expected = full_model.get_submodule(f"{model.path}.{number}")
+            expected = full_model.get_submodule(f"{model.layers_path}.{number}")
             tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
             for tensor, weight in (*expected.named_parameters(), *expected.named_buffers()):
                 assert (
@@ -299,10 +299,10 @@ def test_vllm_plugin_refuses_exports_that_vllm_would_serve_wrong(
 def test_paths_that_lead_nowhere() -> None:
     for path in ("/nowhere/at/all", "no folder", "nobody"):
         with pytest.raises(UserError, match="is no folder: expected a folder, a hub id"):
-            check(settings(path))
+            check_model_path(settings(path))
     with pytest.raises(UserError, match="is no folder"):
         fingerprint("/nowhere")
-    check(settings("nobody/nothing"))
+    check_model_path(settings("nobody/nothing"))
     with pytest.raises(
         UserError, match=r"model\.path=nobody/nothing .* no such model at revision v1"
     ):
@@ -313,7 +313,7 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
     original_fingerprint = fingerprint(original)
     (folder / "README.md").write_text("words")
     torch.save({}, folder / "pytorch_model.bin")
-    check(settings(folder))
+    check_model_path(settings(folder))
     assert fingerprint(folder) == original_fingerprint, "pickles are never loaded"
     for file in ("config.json", "tokenizer.json", "model-00003-of-00007.safetensors"):
         data = bytearray((original / file).read_bytes())
@@ -347,7 +347,7 @@ def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.mark.usefixtures("snapshot")
 def test_model_in_the_hub_cache_has_the_identity_of_a_folder(folder: Path) -> None:
-    assert fingerprint_of(ON_THE_HUB) == fingerprint(folder)
+    assert model_fingerprint(ON_THE_HUB) == fingerprint(folder)
     size = size_of(ModelConfig(name="n", path=str(folder)))
     assert size
     assert size_of(ON_THE_HUB) == size
@@ -373,7 +373,7 @@ def remote(
 
 
 def test_model_on_the_hub_has_the_fingerprint_of_a_folder(remote: bool, folder: Path) -> None:
-    assert fingerprint_of(ON_THE_HUB) == (fingerprint(folder) if remote else None)
+    assert model_fingerprint(ON_THE_HUB) == (fingerprint(folder) if remote else None)
 
 
 def test_model_on_the_hub_has_about_the_size_of_a_folder(remote: bool, folder: Path) -> None:
@@ -409,7 +409,7 @@ def test_large_file_is_hashed_again_only_when_it_changes(
 
 def test_unreachable_hub_states_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
-    monkeypatch.setattr(files, "hub_answers", lambda: True)
+    monkeypatch.setattr(files, "is_hub_reachable", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     assert files.stated_files("owner/unreachable", None, "model") is None
     assert no_network.called
@@ -427,7 +427,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
 
 
 def test_hub_is_not_asked_offline(head: Mock) -> None:
-    assert not files.hub_answers()
+    assert not files.is_hub_reachable()
     assert not head.called
 
 
@@ -443,7 +443,7 @@ def test_hub_is_asked_once_without_waiting(
         "silent": lambda *_, **__: never.wait(60),
     }[reply]
     with within(2, monotonic):
-        assert files.hub_answers() is (reply == "prompt") is files.hub_answers()
+        assert files.is_hub_reachable() is (reply == "prompt") is files.is_hub_reachable()
     assert head.call_count == 1
     never.set()
 

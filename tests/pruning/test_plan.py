@@ -660,7 +660,7 @@ def test_engines_align_alike(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     plan = unaligned(random_plan(model, "merged", share=0.5))
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    by_weights = align_by_weights(plan, streamed.each_layer())
+    by_weights = align_by_weights(plan, streamed.loaded_moe_layers())
     assert by_weights != plan
     assert by_weights == align_by_weights(plan, moe_layers(model))
     assert by_weights == moe_lab.align(model, plan)

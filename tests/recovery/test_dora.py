@@ -19,7 +19,7 @@ from torch import nn
 
 from moe_lab.config import AllocationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears
+from moe_lab.models.discover import linear_modules
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import merge_experts
@@ -135,7 +135,7 @@ def test_merging_returns_the_changed_tensors(adapted: Adapted) -> None:
     changed = adapted.changed
     assert differing(state, adapted.pruned_state) == changed.keys()
     assert all(torch.equal(state[key], value) for key, value in changed.items())
-    shared = len(list(linears(adapted.model, "shared_experts")))
+    shared = len(list(linear_modules(adapted.model, "shared_experts")))
     assert len(changed) == 3 * len(adapted.layers["experts"]) + shared
 
 

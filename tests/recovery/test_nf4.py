@@ -19,7 +19,7 @@ from moe_lab.config import ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.checkpoint import read_header
-from moe_lab.models.discover import is_experts, linears
+from moe_lab.models.discover import is_experts, linear_modules
 from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
@@ -51,7 +51,7 @@ def dequantized(model: Any, original: Any) -> Any:
                 matrices = [stack[expert] for expert in range(len(stack))]
                 tensor.data = torch.cat(matrices) if tensor.dim() == 2 else torch.stack(matrices)
     for part in ("shared_experts", "attention"):
-        for name, module in linears(plain, part):
+        for name, module in linear_modules(plain, part):
             if isinstance(result := model.get_submodule(name), FourBitLinear):
                 module.weight.data = result.weight()
     return plain

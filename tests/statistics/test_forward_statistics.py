@@ -20,7 +20,7 @@ from moe_lab import criteria
 from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import are_replaced, parts, sort_by_expert
+from moe_lab.models.experts import are_replaced, expert_slices, sort_by_expert
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageHook, SimilarityHook
@@ -216,7 +216,7 @@ def test_not_even_a_nan_in_padding_is_counted() -> None:
     rows = sort_by_expert(index, 2)
     call = ExpertsCall(2, rows, torch.full((3, 2), 0.5), {}, valid)
     values = torch.where(valid[:, None], torch.ones(3, 4), torch.nan)
-    for expert, part in parts(rows.ends):
+    for expert, part in expert_slices(rows.ends):
         call.add(expert, part, values[rows.token[part]], values[rows.token[part]])
     sums = {**call.finish(values), **call.normalize(values)}
     assert sums["tokens"].tolist() == [2, 2]

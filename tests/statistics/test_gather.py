@@ -266,7 +266,7 @@ def test_killed_passes_go_on_at_a_layer(
     assert_equal(result, expected)
     layers = len(model.layers)
     backward = "gradients" in kind
-    parts = layers + backward * (1 + layers - min(model.moe))
+    parts = layers + backward * (1 + layers - min(model.moe_layers))
     assert len(finished) == parts + 1, "nothing is done twice, but for the last layer"
     assert backward or len(list(tmp_path.glob("out/*/states/*"))) == 1, (
         "only what was saved last is left"

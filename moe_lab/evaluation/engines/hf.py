@@ -31,7 +31,7 @@ from moe_lab.evaluation.engines import (
 )
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
 from moe_lab.models.config_json import eos_tokens
-from moe_lab.models.load import tokens_with_logits
+from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import next_inputs
 
 SHRINK = 0.75
@@ -281,7 +281,7 @@ def _read(
     logit_count = len(ids) * (ids.shape[1] - first_position)
     if (
         not starts
-        or logit_count > tokens_with_logits(model)
+        or logit_count > max_logit_tokens(model)
         or not _can_remove_answers(model, inputs, token_inputs)
     ):
         # read the prompts without answers

@@ -18,7 +18,7 @@ import torch
 
 from moe_lab import progress
 from moe_lab.evaluation.engines import Likelihood, Row
-from moe_lab.models.load import tokens_with_logits
+from moe_lab.models.load import max_logit_tokens
 from moe_lab.models.transformers_private import attention_implementation
 
 TRIAL = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
@@ -48,11 +48,11 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     """(log-likelihood in nats, whether all scored tokens are the likeliest) for each row.
 
     A forward pass reads one question or more: at most `batch_size` questions, at most the number of
-    tokens in `batch_size` rows of the largest length, and at most `tokens_with_logits` tokens.
+    tokens in `batch_size` rows of the largest length, and at most `max_logit_tokens` tokens.
     """
     questions = _questions(rows, can_share=bool(rows) and _can_share(model))
     most_tokens = min(
-        batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model)
+        batch_size * max((len(row.tokens) for row in rows), default=0), max_logit_tokens(model)
     )
     likelihoods: dict[Row, Likelihood] = {}
     while questions:

@@ -34,7 +34,7 @@ from moe_lab.evaluation.engines import (
 )
 from moe_lab.json_files import read_json
 from moe_lab.machine import interpreter, visible_gpus
-from moe_lab.models.config_json import tensor_parallel
+from moe_lab.models.config_json import tensor_parallel_sizes
 from moe_lab.paths import user_cache
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
@@ -58,10 +58,10 @@ class VllmModel(Engine):
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine
         does not start."""
-        from moe_lab.models.load import load_tokenizer, quiet
+        from moe_lab.models.load import load_tokenizer, quiet_transformers
 
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
-        with quiet():
+        with quiet_transformers():
             self.tokenizer = load_tokenizer(checkpoint, model)
         self.end_token_ids = end_token_ids(checkpoint, self.tokenizer)
         self.template_arguments = model.template_arguments
@@ -259,6 +259,6 @@ def _parallel_arguments(
         return {}
     gpu_count = max(1, len(visible_gpus()))
     # the numbers of GPUs among which vLLM can divide this model
-    counts = tensor_parallel(read_json(checkpoint / "config.json", {}))
+    counts = tensor_parallel_sizes(read_json(checkpoint / "config.json", {}))
     count = max(count for count in counts if count <= gpu_count)
     return {"tensor_parallel_size": count} if count > 1 else {}

@@ -22,7 +22,7 @@ from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
-from moe_lab.models.families import family_of, predicting_experts
+from moe_lab.models.families import family_of, prediction_prefixes_with_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
@@ -67,7 +67,7 @@ def export(
     _check_target(target)
     config, checkpoint = _open_source(folder, plan, shape, any_model)
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
-    left_out = predicting_experts(checkpoint.tensors)
+    left_out = prediction_prefixes_with_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
     new_config, code = describe_export(config, form, written_names)
     experts = {index: layer.experts for index, layer in form.items()}

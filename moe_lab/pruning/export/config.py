@@ -25,7 +25,7 @@ from moe_lab.models.families import (
     UNGROUPED_METHODS,
     WIDTH_FIELDS,
     has_causal_model,
-    port_of,
+    port_files,
 )
 from moe_lab.pruning import Form
 from moe_lab.pruning.plan import Plan
@@ -86,7 +86,7 @@ def describe_export(
             {field: 0 for field in EXTRA_PREDICTION_LAYERS if text_config.get(field)}
         )
     kind = str(config.get("model_type", ""))
-    if port_files := port_of(kind):
+    if ported_code := port_files(kind):
         module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
         edited["auto_map"] = {
             "AutoConfig": f"{module}Config",
@@ -114,7 +114,7 @@ def describe_export(
         width = widths.pop()
         stock_config = edited if width is None else narrowed(edited, width)
         if stock_config is not None:
-            return stock_config, port_files
+            return stock_config, ported_code
     return _uneven_config(edited, form), _uneven_code(kind)
 
 
@@ -152,12 +152,12 @@ def _uneven_code(kind: str) -> dict[str, str]:
     on the classes of the model type `kind`: those of its port in `PORTS`, if it has one, otherwise
     those of transformers."""
     folder = Path(__file__).parents[2] / "exported_code"
-    port_files = port_of(kind)
+    ported_code = port_files(kind)
     files = {
         name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")
     }
     pruned_code = files["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
-    if port_files:
+    if ported_code:
         module = f".modeling_{PORTS[kind].file}"
         base = PORTS[kind].base
         pruned_code = pruned_code.replace(
@@ -167,7 +167,7 @@ def _uneven_code(kind: str) -> dict[str, str]:
             "Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]",
             f"from {module} import {base}ForCausalLM as Model",
         )
-    return {**files, "pruned.py": pruned_code, **port_files}
+    return {**files, "pruned.py": pruned_code, **ported_code}
 
 
 def check_causal(kind: str) -> None:

@@ -14,7 +14,7 @@ from moe_lab.models.families import (
     DISK_ROUTING_VECTORS,
     BlockTensor,
     Family,
-    predicting_experts,
+    prediction_prefixes_with_experts,
 )
 from moe_lab.pruning import Form, LayerForm
 from moe_lab.pruning.export.chunks import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
@@ -62,10 +62,10 @@ class Block:
         for a family whose channels cannot be removed."""
         if width is None or not self.layer.changed:
             return
-        if family.unfit:
+        if family.channel_obstacle:
             raise UserError(
                 f"plan: channels of {self.prefix}experts cannot be removed, because its experts "
-                f"{family.unfit}: use a criterion of whole experts"
+                f"{family.channel_obstacle}: use a criterion of whole experts"
             )
         for name, (entry, block_tensor) in self.expert_tensors.items():
             for role, expert, matrix in _matrices(name, entry, block_tensor, self.count, width):
@@ -207,7 +207,7 @@ def pieces(
     the MoE blocks on disk are not those of the plan, experts or a router are missing, a tensor of a
     block is of unknown kind, or `form` cannot be written."""
     block_tensors = family.block_tensors(checkpoint.tensors)
-    left_out_prefixes = predicting_experts(checkpoint.tensors)
+    left_out_prefixes = prediction_prefixes_with_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, BlockTensor]]] = {}
     for name, block_tensor in block_tensors.items():
         tensors.setdefault(block_tensor.layer, {})[name] = checkpoint.tensors[name], block_tensor

@@ -51,7 +51,7 @@ def verify(
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     pruned = StreamedModel(exported, dtype=dtype, device=device, trust_remote_code=True)
-    plan.check_model(list(masked.moe.values()))
+    plan.check_model(list(masked.moe_layers.values()))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(
         masked.model.config.get_text_config().vocab_size, (1, TOKENS), generator=generator
@@ -61,8 +61,8 @@ def verify(
     largest = 0.0
     with torch.no_grad():
         for number in range(len(masked.layers)):
-            masked_moe = masked.moe.get(number)
-            exported_moe = pruned.moe.get(number)
+            masked_moe = masked.moe_layers.get(number)
+            exported_moe = pruned.moe_layers.get(number)
             with ExitStack() as stack:
                 for model in (masked, pruned):
                     _align(stack.enter_context(model.layer(number, next_number=number + 1)))

@@ -98,7 +98,7 @@ def check_layout(cell: Cell) -> None:
     experts are checked again when the plan is applied to the model."""
     if drops_whole_experts(cell):
         return
-    reason = family_of(config_of(cell.model).get("model_type")).unfit
+    reason = family_of(config_of(cell.model).get("model_type")).channel_obstacle
     if not reason:
         return
     setting = f"criterion={cell.criterion.name}"

@@ -81,8 +81,8 @@ class Alignment(AlignedPlan):
         plan = files.plan(self.plan)
         if self.text.engine == "streamed":
             streamed, _ = open_streamed(self.loaded.model)
-            plan.check_model(list(streamed.moe.values()))
-            layers = streamed.each_layer()
+            plan.check_model(list(streamed.moe_layers.values()))
+            layers = streamed.loaded_moe_layers()
         else:
             network, _ = files.models.load(self.loaded.model)
             resident = moe_layers(network)
