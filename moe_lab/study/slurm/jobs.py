@@ -119,7 +119,7 @@ def missing_inputs(schedule: Schedule, store: Store) -> list[Step]:
     missing: list[Step] = []
     for _ in retries():
         finished_names = store.finished_names()
-        schedule.finished |= {step.id for step in inputs if step.id[:DIGITS] in present}
+        schedule.finished |= {step.id for step in inputs if step.id[:DIGITS] in finished_names}
         missing = [step for step in inputs if step.id not in schedule.finished]
         if not missing or any(_has_failed(step, store) for step in missing):
             break
