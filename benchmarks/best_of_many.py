@@ -162,7 +162,9 @@ def separated(study: Comparison) -> int:
     benchmarks."""
     target = tuple(study.benchmarks_of)
     order = study.quantity(target).best_first(study.score(target)).index
-    return sum(lead.p < LEVEL for lead in study.leads(target, [int(cell) for cell in order]))
+    return sum(
+        lead.p < LEVEL for lead in study.leads_of_best(target, [int(cell) for cell in order])
+    )
 
 
 def _real_answers_fail(store: Path, name: str, studies: int) -> bool:

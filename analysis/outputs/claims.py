@@ -23,7 +23,7 @@ from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, display_frame
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import pooled_difference
-from analysis.stats.comparison import Comparison, group_targets, means, overall
+from analysis.stats.comparison import Comparison, group_targets, mean_quantities, overall_columns
 from analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.results import RANDOM
 
@@ -161,7 +161,7 @@ def _row(
 
     pairs_of_ratios: for each ratio, its pairs of cells."""
     cells = sorted({cell for pairs in pairs_of_ratios for pair in pairs for cell in pair})
-    average = overall(comparison, cells)
+    average = overall_columns(comparison, cells)
     quantity = comparison.quantity(average)
     targets = group_targets(comparison, cells)
     targets.pop(quantity.mean_name, None)  # Avg is not a group average
@@ -266,7 +266,7 @@ STATEMENTS = {
 def _sign_of_losses(results: Results) -> str:
     """A sentence for the caption that explains the sign of differences of losses; "" if no model's
     average is a loss or perplexity."""
-    quantities = means(results.comparisons).values()
+    quantities = mean_quantities(results.comparisons).values()
     units = dict.fromkeys(quantity.unit for quantity in quantities if quantity.lower_is_better)
     if not units:
         return ""

@@ -39,7 +39,7 @@ from analysis.stats.cell_scores import (
     means_in_words,
     notes_on_average,
 )
-from analysis.stats.comparison import Comparison, means
+from analysis.stats.comparison import Comparison, mean_quantities
 
 AXES = {
     "parameters_kept": "Parameters",
@@ -175,7 +175,7 @@ def pareto_table(results: Results, name: str) -> Table:
         "Pruned": "pruned",
         "Removes": "kind",
     }
-    averages = list(means(results.comparisons))
+    averages = list(mean_quantities(results.comparisons))
     # A frame for each of avg, low and high, with a column for each kind of average (Avg, a mean
     # loss). A row has a number only in the column of its model's average.
     values, low, high = (

@@ -15,7 +15,7 @@ from analysis.registry import Results, output
 from analysis.render.table import RANK, Table
 from analysis.stats import ranks
 from analysis.stats.cell_scores import means_in_words, notes_on_average, rank_block
-from analysis.stats.comparison import Comparison, means
+from analysis.stats.comparison import Comparison, mean_quantities
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, rank_tests
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION
@@ -80,7 +80,7 @@ def _table_of_panels(
     if rows is None:
         return None
     text_columns = [*PANEL, "Criterion"]
-    averages = [*(name for name in means(comparisons) if name in rows.frame), "Avg Rank"]
+    averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
     score_columns = [str(column) for column in rows.frame if column not in other_columns]
     columns = [*text_columns, *score_columns, *averages]

@@ -36,7 +36,7 @@ from analysis.stats.cell_scores import (
     scores,
 )
 from analysis.stats.chance import chance_of
-from analysis.stats.comparison import Comparison, Kind, Target, means, random_scores
+from analysis.stats.comparison import Comparison, Kind, Target, mean_quantities, random_scores
 from moe_lab.results import RANDOM
 
 
@@ -158,7 +158,7 @@ def block_table(
         if frame[P].isna().all():
             del frame[P]
     # benchmarks come first, then the averages over all of them
-    averages = [*means(block.comparison for block in blocks_with_scores), MEAN]
+    averages = [*mean_quantities(block.comparison for block in blocks_with_scores), MEAN]
     last_columns = [column for column in (*averages, DIFFERENCE, P, *costs) if column in frame]
     other_columns = (*TEXT, "Criterion", *last_columns)
     benchmarks = [str(column) for column in frame if column not in other_columns]

@@ -12,7 +12,14 @@ import pandas as pd
 from analysis import names
 from analysis.load.study import Study
 from analysis.stats import ranks
-from analysis.stats.comparison import Comparison, Panel, Target, group_targets, means, overall
+from analysis.stats.comparison import (
+    Comparison,
+    Panel,
+    Target,
+    group_targets,
+    mean_quantities,
+    overall_columns,
+)
 from analysis.stats.quantity import AVG
 from analysis.stats.uncertainty import Estimate
 
@@ -43,7 +50,7 @@ def means_in_words(comparisons: Iterable[Comparison]) -> str:
     """Sentences that define each mean over displayed columns: `Avg: mean of the displayed columns
     (more is better).`"""
     sentences = []
-    for quantity in means(comparisons).values():
+    for quantity in mean_quantities(comparisons).values():
         mean = "exponential of the mean loss" if quantity.scale == "perplexity" else "mean"
         sentences.append(
             f"{quantity.mean_name}: {mean} of the displayed columns ({quantity.direction})."
@@ -89,8 +96,8 @@ def column_targets(
     evaluated.
 
     columns: each entry is COMMON, MEAN, or the name of a benchmark, of a displayed column or of an
-    average in GROUPS. AVG stands for the mean over `overall`, even if this mean has another name
-    because it is a mean of losses.
+    average in GROUPS. AVG stands for the mean over `overall_columns`, even if this mean has another
+    name because it is a mean of losses.
     """
     was_run = comparison.benchmarks.loc[list(cells)].notna().any()
     targets: dict[str, Target] = {
@@ -100,7 +107,7 @@ def column_targets(
     for name in (*map(str, was_run.index[was_run]), *comparison.evaluated_columns(cells)):
         targets[name] = (name,)
     targets |= group_targets(comparison, cells)
-    mean_name = comparison.quantity(overall(comparison, cells)).mean_name
+    mean_name = comparison.quantity(overall_columns(comparison, cells)).mean_name
     requested_names = [mean_name if name == AVG else name for name in columns]
     return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 

@@ -87,7 +87,7 @@ class Comparison:
     whose scores are means of outcomes."""
     standard_errors: pd.DataFrame
     """Standard errors (plans, benchmarks) as the harness reported them."""
-    units: dict[str, np.ndarray] = field(default_factory=dict)
+    item_weights: dict[str, np.ndarray] = field(default_factory=dict)
     """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
 
     @cached_property
@@ -336,7 +336,7 @@ class Comparison:
             is_common = np.asarray(np.isfinite(values).all(axis=0))
             if not is_common.any():
                 return []
-            item_weights = self.units.get(benchmark, np.ones(len(is_common)))[is_common]
+            item_weights = self.item_weights.get(benchmark, np.ones(len(is_common)))[is_common]
             shares = item_weights / item_weights.sum()
             stratum = Stratum(values[:, is_common] * shares * weight, shares)
             name = names.SAME_ITEMS.get(benchmark, benchmark)
@@ -374,10 +374,10 @@ class Comparison:
         plans = self.plans_by_seed[cell].values()
         return [plan for plan in plans if has_score[self._row_numbers[plan]]]
 
-    def leads(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
+    def leads_of_best(self, target: Target, cells: Sequence[int]) -> list[Estimate]:
         """Score of the best cell minus the score of each other cell, on the items that all these
         cells were asked. Errors and p-values account for the choice of the best cell by the data,
-        see `uncertainty.best_of_many`.
+        see `uncertainty.leads_of_best`.
 
         cells: one cell for each method; `cells[0]` is the best.
         """
@@ -390,7 +390,7 @@ class Comparison:
         # each plan is one replicate, with the weight 1
         strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
         pairs = [self.estimate(target, {cells[0]: 1.0, other: -1.0}) for other in cells[1:]]
-        return uncertainty.best_of_many(pairs, strata, np.array(methods))
+        return uncertainty.leads_of_best(pairs, strata, np.array(methods))
 
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the target's score, a mean. All columns of the target have
@@ -413,8 +413,8 @@ class Comparison:
     def _binary_benchmarks(self) -> set[str]:
         """Benchmarks whose items have equal weights and are right or wrong, without partial
         credit."""
-        # `units` lists only benchmarks whose items have different weights
-        equal_weights = self.outcomes.keys() - self.units.keys()
+        # `item_weights` lists only benchmarks whose items have different weights
+        equal_weights = self.outcomes.keys() - self.item_weights.keys()
         return {name for name in equal_weights if evaluations.are_binary(self.outcomes[name])}
 
     @cached_property
@@ -474,7 +474,7 @@ def _comparison(
         quantities=quantities,
         outcomes=outcomes.matrices,
         standard_errors=errors.astype(float),
-        units=outcomes.units,
+        item_weights=outcomes.units,
     )
 
 
@@ -513,12 +513,13 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
 
 def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
     """Name of an average -> its target: the papers' averages MC Avg, Code, Math and WildBench, and
-    last the mean over the columns `overall`.
+    last the mean over `overall_columns`.
 
     Code and Math are each the mean of two displayed columns. A paper's average is left out if
-    `overall` lacks one of its columns. The last mean is left out if `overall` is empty.
+    `overall_columns` lacks one of its columns. The last mean is left out if `overall_columns` is
+    empty.
     """
-    displayed_columns = overall(comparison, cells)
+    displayed_columns = overall_columns(comparison, cells)
     published_targets: dict[str, Target] = {
         "MC Avg": ("MC Avg",),
         "Code": names.CODE_COLUMNS,
@@ -535,13 +536,13 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
     return targets
 
 
-def overall(comparison: Comparison, cells: Sequence[int]) -> Target:
+def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
     """Displayed columns whose mean is the overall average of these cells (Avg): the columns on
     which at least one of the cells was evaluated, as selected by `Comparison.average_columns`."""
     return comparison.average_columns(comparison.evaluated_columns(cells))
 
 
-def means(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
+def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers. There
     are several names if some models were evaluated by scores and others by losses."""
     quantities = [comparison.quantity(comparison.average) for comparison in comparisons]

@@ -5,7 +5,7 @@ Methods with several seeds are ranked in each block, a displayed column or bench
 seed. A seed moves the ranks of a method in all blocks together. Friedman's test and Nemenyi's
 critical difference (Demšar 2006, JMLR 7) take blocks for independent, so they would find
 differences of plans, not of methods. Here seeds and blocks are crossed random effects
-(`uncertainty.best_of_many`).
+(`uncertainty.leads_of_best`).
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     table = np.array(ranks_by_seed)  # (seeds, methods, blocks)
     average_ranks = pd.Series(table.mean(axis=(0, 2)), complete_methods).sort_values(kind="stable")
     order = [complete_methods.index(key) for key in average_ranks.index]
-    # `leads` tests each method against the best one with the larger of two errors: the pair's own
-    # and the pooled one. Here the pair's own is 0, so that all pairs have the same pooled error.
-    leads = uncertainty.leads(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
+    # `leads_from_table` tests each method against the best one with the larger of two errors: the
+    # pair's own and the pooled one. Here the pair's own is 0, so that all pairs have the same
+    # pooled error.
+    leads = uncertainty.leads_from_table(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
         over=over,

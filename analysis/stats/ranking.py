@@ -4,7 +4,7 @@ random plans, and verdicts on methods that have several seeds.
 A plan is listed once, even if it competes in the panels of several calibration sets. A plan is
 above chance if, among as many random plans as there are plans, the best one is hardly ever that
 good (`analysis.stats.chance`). The best method is compared with all other methods at once
-(`uncertainty.best_of_many`). A method with one seed gets no verdict, because its plan says nothing
+(`uncertainty.leads_of_best`). A method with one seed gets no verdict, because its plan says nothing
 about plans of other seeds.
 """
 
@@ -21,7 +21,7 @@ from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
 from analysis.stats.chance import Chance, chances
-from analysis.stats.comparison import Comparison, Kind, Target, overall, random_scores
+from analysis.stats.comparison import Comparison, Kind, Target, overall_columns, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.ranks import PRINTED_DECIMALS
 from analysis.stats.uncertainty import LEVEL, Estimate
@@ -131,7 +131,7 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     ]
     pruned_texts = settings.pruned_in_words(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
-        target = overall(comparison, list(cells.index))
+        target = overall_columns(comparison, list(cells.index))
         if target and comparison.score(target)[cells.index].notna().any():
             yield _Group(comparison, cells, pruned_texts[cells.index[0]], target)
 
@@ -173,7 +173,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         _compare_with_chance(row, chance, plans_tested, quantity) for row in records(rows)
     ]
     methods = _comparable_methods(rows)
-    leads = comparison.leads(target, methods) if len(methods) > 1 else []
+    leads = comparison.leads_of_best(target, methods) if len(methods) > 1 else []
     rows = _add_status(_add_verdicts(rows, methods, leads, quantity))
     return Ranking(
         comparison.model,
@@ -364,7 +364,7 @@ def _ranking_over_models(
         uncertainty.mean_estimate(scores_of_methods[0] - other) for other in scores_of_methods[1:]
     ]
     # (1, methods, models): one replicate of each method; each model is a block
-    leads = uncertainty.leads(scores_of_methods[None], pairs) if pairs else []
+    leads = uncertainty.leads_from_table(scores_of_methods[None], pairs) if pairs else []
     rows = _add_status(_add_verdicts(rows, methods, leads, quantity)).rename_axis("cell")
     pruned = " / ".join(dict.fromkeys(ranking.pruned for ranking in model_rankings))
     return Ranking(label, model_rankings[0].request, pruned, quantity, rows, unpruned)

@@ -30,7 +30,7 @@ class Estimate:
     value: float
     error: float = np.nan
     """Standard error of `value`."""
-    freedom: float = np.nan
+    degrees_of_freedom: float = np.nan
     """Degrees of freedom of `error`."""
     exact: float = np.nan
     """p-value of an exact test, which replaces the p-value of the t-test."""
@@ -45,9 +45,11 @@ class Estimate:
         if self.methods > 2:
             # The range is in standard errors of one mean. `error` is the standard error of a
             # difference of two means, and therefore sqrt(2) times as large.
-            half_width = range_quantile(self.methods, self.freedom) / np.sqrt(2) * self.error
+            half_width = (
+                range_quantile(self.methods, self.degrees_of_freedom) / np.sqrt(2) * self.error
+            )
         else:
-            half_width = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
+            half_width = float(stdtrit(self.degrees_of_freedom, (1 + CONFIDENCE) / 2)) * self.error
         return self.value - half_width, self.value + half_width
 
     @property
@@ -63,15 +65,19 @@ class Estimate:
         if self.methods > 2:
             # sqrt(2): see `interval`
             return float(
-                studentized_range(np.array(ratio * np.sqrt(2)), self.methods, self.freedom)
+                studentized_range(
+                    np.array(ratio * np.sqrt(2)), self.methods, self.degrees_of_freedom
+                )
             )
-        return float(2 * stdtr(self.freedom, -ratio))
+        return float(2 * stdtr(self.degrees_of_freedom, -ratio))
 
     @property
     def detectable(self) -> float:
         """Smallest true value for which a study with this standard error finds a significant
         difference from 0 with probability POWER."""
-        quantiles = stdtrit(self.freedom, (1 + CONFIDENCE) / 2) + stdtrit(self.freedom, POWER)
+        quantiles = stdtrit(self.degrees_of_freedom, (1 + CONFIDENCE) / 2) + stdtrit(
+            self.degrees_of_freedom, POWER
+        )
         return float(quantiles * self.error)
 
 
@@ -122,8 +128,8 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     difference = seed_variance + item_variance - interaction
     # A variance of effects cannot be negative, so the total is at least each single term.
     variance = max(difference, seed_variance, item_variance)
-    freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
-    return Estimate(value, float(np.sqrt(variance)), float(freedom))
+    degrees_of_freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
+    return Estimate(value, float(np.sqrt(variance)), float(degrees_of_freedom))
 
 
 def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
@@ -137,7 +143,7 @@ def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     )
 
 
-def best_of_many(
+def leads_of_best(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:
     """Score of the best method minus the score of each other method, called a lead. The best method
@@ -158,27 +164,30 @@ def best_of_many(
     # (methods, plans): weights of plans in the mean score of each method
     plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
     means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    variances, freedom = _pooled_variances(strata, methods, plan_weights)
+    variances, degrees_of_freedom = _pooled_variances(strata, methods, plan_weights)
     errors = np.sqrt(variances[0] + variances[1:])
     return [
         Estimate(
-            float(means[0] - mean), max(pair.error, float(error)), freedom, methods=len(counts)
+            float(means[0] - mean),
+            max(pair.error, float(error)),
+            degrees_of_freedom,
+            methods=len(counts),
         )
         for pair, mean, error in zip(pairs, means[1:], errors, strict=True)
     ]
 
 
-def leads(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
-    """The leads of `best_of_many`, from a table of numbers. The first method must be the best.
+def leads_from_table(table: np.ndarray, pairs: Sequence[Estimate]) -> list[Estimate]:
+    """The leads of `leads_of_best`, from a table of numbers. The first method must be the best.
 
     - table: numbers (seeds, methods, blocks); a plan's score is the mean of its numbers over blocks
-    - pairs: see `best_of_many`
+    - pairs: see `leads_of_best`
     """
     seeds, methods, blocks = table.shape
     # (methods x seeds, blocks): a row per plan, the plans of the first method first
     numbers_by_plan = table.swapaxes(0, 1).reshape(methods * seeds, blocks)
     stratum = Stratum(numbers_by_plan / blocks, np.full(blocks, 1 / blocks))
-    return best_of_many(pairs, [stratum], np.repeat(np.arange(methods), seeds))
+    return leads_of_best(pairs, [stratum], np.repeat(np.arange(methods), seeds))
 
 
 def _pooled_variances(
@@ -219,19 +228,19 @@ def _pooled_variances(
     interaction = max(0.0, item_variance - residual * inverse_seeds.mean())
     variances = np.maximum(seed_variances + interaction, item_variance)
     squares += seed_variances.mean() ** 2 / seed_freedom if seed_freedom else 0.0
-    freedom = variances.mean() ** 2 / squares if squares > 0 else 1.0
-    return variances, max(1.0, float(freedom))
+    degrees_of_freedom = variances.mean() ** 2 / squares if squares > 0 else 1.0
+    return variances, max(1.0, float(degrees_of_freedom))
 
 
 @cache
-def range_quantile(methods: int, freedom: float = np.inf) -> float:
+def range_quantile(methods: int, degrees_of_freedom: float = np.inf) -> float:
     """The value that the studentised range of `methods` means exceeds with probability LEVEL if the
     true means are equal; computed by bisection."""
     low = 0.0
     high = 1e3
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if studentized_range(np.array(middle), methods, freedom) > LEVEL:
+        if studentized_range(np.array(middle), methods, degrees_of_freedom) > LEVEL:
             low = middle
         else:
             high = middle
@@ -243,26 +252,28 @@ _WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
 """Weights of _DEVIATES in an integral over the standard normal distribution."""
 
 
-def studentized_range(values: np.ndarray, methods: int, freedom: float = np.inf) -> np.ndarray:
+def studentized_range(
+    values: np.ndarray, methods: int, degrees_of_freedom: float = np.inf
+) -> np.ndarray:
     """For each of `values`, the probability that a studentised range exceeds the value; has the
     shape of `values`.
 
     A studentised range is the range of `methods` normal deviates, divided by a standard deviation
-    that was estimated with `freedom` degrees of freedom (at least two). The result equals scipy's
-    `studentized_range.sf(values, methods, freedom)`, but scipy.stats takes half a second to import.
-    Integrals are sums over equal steps, which are exact to many decimals because the integrand and
-    its derivatives vanish at both ends.
+    that was estimated with `degrees_of_freedom` (at least two). The result equals scipy's
+    `studentized_range.sf(values, methods, degrees_of_freedom)`, but scipy.stats takes half a second
+    to import. Integrals are sums over equal steps, which are exact to many decimals because the
+    integrand and its derivatives vanish at both ends.
     """
-    if np.isinf(freedom):
+    if np.isinf(degrees_of_freedom):
         # The range is at most v if, for the largest deviate z, all others are between z - v and z.
         probabilities = ndtr(_DEVIATES) - ndtr(_DEVIATES - np.asarray(values, float)[..., None])
         return np.asarray(1 - methods * (_WEIGHTS * probabilities ** (methods - 1)).sum(axis=-1))
-    half_freedom = freedom / 2
+    half_freedom = degrees_of_freedom / 2
     # nearly all estimates of the standard deviation are between these limits
     low, high = np.log(gammaincinv(half_freedom, [1e-10, 1 - 1e-13]) / half_freedom) / 2
     logs = np.linspace(low, high, 81)  # logarithms of the estimated standard deviation
     # density of these logarithms, up to a constant factor
-    density = np.exp(freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
+    density = np.exp(degrees_of_freedom * logs + half_freedom * (1 - np.exp(2 * logs)))
     scaled = np.asarray(values, float)[..., None] * np.exp(logs)
     # mean over standard deviations; for a known one, the degrees of freedom are infinite
     p_values = (studentized_range(scaled, methods) * density).sum(axis=-1) / density.sum()

@@ -135,7 +135,7 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
     # the first condition is true for a random winner, which is not in `methods`
     if methods[:1] != [cells[0]] or len(methods) < 2 or min(seeds) < 2:
         return np.nan
-    leads = comparison.leads((column,), methods)
+    leads = comparison.leads_of_best((column,), methods)
     # With methods=2, p is from Student's t. The studentised range would correct for the choice of
     # the winner, but the largest p needs no correction. np.max is NaN if any p is NaN.
     return float(np.max([replace(lead, methods=2).p for lead in leads]))

@@ -297,7 +297,7 @@ def test_clear_win_is_significant_and_a_narrow_one_is_not() -> None:
 
 def t_test(lead: Estimate) -> float:
     """The p-value of a lead alone, of both sides."""
-    return float(2 * t.sf(lead.value / lead.error, lead.freedom))
+    return float(2 * t.sf(lead.value / lead.error, lead.degrees_of_freedom))
 
 
 def test_win_must_hold_against_every_other_criterion() -> None:
@@ -312,7 +312,7 @@ def test_win_must_hold_against_every_other_criterion() -> None:
         answers[name][rng.permutation(np.flatnonzero(best))[:16]] = 0
     answers["gate_ean"] = rng.permutation(right(83))
     study_comparison = comparison({name: {"gsm8k": row} for name, row in answers.items()})
-    leads = study_comparison.leads(("GSM8K",), range(0, 14, 2))
+    leads = study_comparison.leads_of_best(("GSM8K",), range(0, 14, 2))
     *behind_runners_up, behind_last = (t_test(lead) for lead in leads)
     assert max(behind_runners_up) < 0.05 < behind_last
     row = winner_map([study_comparison]).iloc[0]

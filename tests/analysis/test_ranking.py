@@ -19,8 +19,7 @@ from analysis.stats.chance import chance_of
 from analysis.stats.comparison import Comparison, random_scores
 from analysis.stats.quantity import Quantity
 from analysis.stats.rank_tests import rank_tests
-from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate
-from analysis.stats.uncertainty import best_of_many as best_of_many_leads
+from analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
 from analysis.stats.winners import winner_map
 from benchmarks import best_of_many
 
@@ -103,7 +102,7 @@ def test_weighted_items_have_no_exact_test() -> None:
     difference = alike.difference(("gsm8k",), 1, 2)
     assert difference.value == pytest.approx(5 / 40)
     assert not np.isnan(difference.exact)
-    weighted = replace(alike, units={"gsm8k": np.repeat([1.5, 0.5], 20)})
+    weighted = replace(alike, item_weights={"gsm8k": np.repeat([1.5, 0.5], 20)})
     difference = weighted.difference(("gsm8k",), 1, 2)
     assert difference.value == pytest.approx(1.5 * 5 / 40)
     assert np.isnan(difference.exact)
@@ -220,12 +219,12 @@ def test_best_of_many_is_tested_by_the_studentised_range() -> None:
     error, freedom = analysis_of_variance(outcomes)
     errors = (error, 2 * error, error, error)  # the second is that of its pair
     pairs = [Estimate(0.0, error_of_pair) for error_of_pair in (0.0, 2 * error, 0.0, 0.0)]
-    leads = best_of_many_leads(pairs, strata, np.repeat(np.arange(5), 3))
+    leads = leads_of_best(pairs, strata, np.repeat(np.arange(5), 3))
     best, *others = outcomes.mean((1, 2, 3))
     quantile = studentized_range.ppf(0.95, 5, freedom)
     for lead, expected, other in zip(leads, errors, others, strict=True):
         assert lead.error == pytest.approx(expected)
-        assert lead.freedom == pytest.approx(freedom)
+        assert lead.degrees_of_freedom == pytest.approx(freedom)
         ratio = abs(best - other) / lead.error * np.sqrt(2)
         assert lead.p == pytest.approx(studentized_range.sf(ratio, 5, freedom), abs=1e-6)
         reach = quantile / np.sqrt(2) * lead.error
