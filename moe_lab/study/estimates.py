@@ -28,7 +28,7 @@ from moe_lab.machine import main_memory, visible_gpus
 from moe_lab.models import config_json
 from moe_lab.models.config_json import GPU_COUNTS, Size, quantization, size_of
 from moe_lab.start import command
-from moe_lab.study.resources import GIB, loaded_weights, on_gpu
+from moe_lab.study.resources import GIB, runs_on_gpu, weight_loading
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -74,13 +74,13 @@ def _job_gpus(model: ModelConfig, config: Config) -> int:
         if settings is not None and settings.gpus is not None:
             return settings.gpus
     size = size_of(model)
-    return GPU_COUNTS[-1] if size is None or on_gpu(model, size) else 0
+    return GPU_COUNTS[-1] if size is None or runs_on_gpu(model, size) else 0
 
 
 def _gpus_for_weights(size: Size, config: Config) -> int:
     """Number of GPUs that hold the weights of a model of `size`, if each GPU has
     resources.gpu_memory GiB."""
-    return loaded_weights(size).gpus(config.resources.gpu_memory)
+    return weight_loading(size).gpus(config.resources.gpu_memory)
 
 
 def resolved_engine(

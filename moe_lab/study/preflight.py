@@ -172,14 +172,14 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
 
 def missing_requirements(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for each requirement of `steps` that is missing or not allowed on this machine.
-    Requirements are those in `Resources.conditions` and `Resources.programs`, and the device of the
-    model."""
+    Requirements are those in `Resources.start_checks` and `Resources.installation_checks`, and the
+    device of the model."""
     distinct_checks: dict[tuple[Any, ...], Check] = {}
     for step in steps:
         resources = step.resources()
-        checks = list(resources.conditions)
+        checks = list(resources.start_checks)
         if launcher.python is None:  # otherwise the steps run in another Python than this one
-            checks += resources.programs
+            checks += resources.installation_checks
         # jobs of a cluster run on nodes with other devices than this machine
         if launcher.name != "slurm" and resources.model and resources.runs_model:
             checks.append((check_device, resources.model.device))

@@ -91,9 +91,9 @@ class Resources(NamedTuple):
     as each takes seconds. cells: `launcher.cells_per_job` steps share a job. models: all steps of
     `launcher.cells_per_job` pruned models share a job. These are pruned from one model, whose
     weights are loaded once."""
-    conditions: Sequence[Check] = ()
+    start_checks: Sequence[Check] = ()
     """Checks on the machine where the study is started, such as of permissions."""
-    programs: Sequence[Check] = ()
+    installation_checks: Sequence[Check] = ()
     """Checks of what is installed where the step runs. They are made if the step runs in this
     Python (launcher.python=null)."""
 
@@ -120,27 +120,27 @@ class Resources(NamedTuple):
         )
 
 
-def on_gpu(model: ModelConfig, size: Size) -> bool:
+def runs_on_gpu(model: ModelConfig, size: Size) -> bool:
     """Whether a model runs on GPUs if the machine has any. With device=auto, a model does if its
     weights have at least GPU_FROM bytes. With another device, a model does unless the device is
     cpu. `size`: size of the model."""
     return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
 
 
-def loaded_weights(size: Size) -> Resources:
+def weight_loading(size: Size) -> Resources:
     """Resources of a step that only loads the weights of a model to GPUs. `size`: size of the
     model."""
     return Resources(memory=WEIGHT_OVERHEAD * size.bytes, on_gpu=True)
 
 
-def expert_weights(size: Size) -> float:
+def expert_weight_bytes(size: Size) -> float:
     """Bytes of the weights of all routed experts of one layer in fp32. The gradients of these
     weights in fp32 take as many bytes."""
     # 4 bytes per weight, and `size.expert` weights per expert
     return 4.0 * size.experts * size.expert
 
 
-def channel_products(size: Size) -> float:
+def channel_product_bytes(size: Size) -> float:
     """Bytes of the sums that `ActivationAlignment` gathers in one layer: for each routed expert a
     matrix (I, I) in fp64, with the products of activations of its channels and of the channels of
     another expert. I: number of channels of an expert."""
@@ -154,12 +154,12 @@ def _resources_of_model(
     model to bytes. `disk`: the same; without it, the step is assumed to write 0 bytes. `fields`:
     the other fields of `Resources`.
 
-    The step uses GPUs if it runs the model and the model is put on GPUs, see `on_gpu`. If the size
-    of the model is unknown, the result has memory=None, disk=0 and on_gpu=True."""
+    The step uses GPUs if it runs the model and the model is put on GPUs, see `runs_on_gpu`. If the
+    size of the model is unknown, the result has memory=None, disk=0 and on_gpu=True."""
     size = size_of(model)
     if size is None:
         return Resources(model=model, memory=None, on_gpu=True, **fields)
-    is_on_gpu = fields.get("weights") in WEIGHTS_TO_RUN and on_gpu(model, size)
+    is_on_gpu = fields.get("weights") in WEIGHTS_TO_RUN and runs_on_gpu(model, size)
     disk_bytes = disk(size) if disk else 0.0
     return Resources(model=model, memory=memory(size), on_gpu=is_on_gpu, disk=disk_bytes, **fields)
 
@@ -170,7 +170,7 @@ def _gpu_counts(model: ModelConfig) -> Sequence[int]:
     return GPU_COUNTS if model.device in ("auto", *DEVICE_MAPS) else GPU_COUNTS[:1]
 
 
-def read_files(model: ModelConfig, pace: Sequence[Any]) -> Resources:
+def file_reading(model: ModelConfig, pace: Sequence[Any]) -> Resources:
     """Resources of a step that reads the files of a model once, a piece at a time. The step is
     assumed to need the memory of two processes for every model. `pace`: see `Resources.pace`."""
     return _resources_of_model(model, lambda _: 2.0 * PROCESS, weights="files", pace=pace)
@@ -294,7 +294,7 @@ def finetuning(
     )
 
 
-def export(
+def checkpoint_export(
     model: ModelConfig, pace: Sequence[Any], *, is_changed: bool, is_converted: bool
 ) -> Resources:
     """Resources of a step that writes a checkpoint of a pruned model. `is_changed`: whether weights
@@ -317,7 +317,7 @@ def export(
     return _resources_of_model(model, memory, disk, weights="files", pace=pace)
 
 
-def items(benchmark: BenchmarkConfig) -> int:
+def item_count(benchmark: BenchmarkConfig) -> int:
     """Number of items of a benchmark that a model answers: all items, or `benchmark.limit` if that
     is smaller. If the number of all items is unknown, it is assumed to be ITEMS."""
     count = benchmark.expected or ITEMS
@@ -337,11 +337,11 @@ def benchmark_run(
     model_id: str,
     *,
     copies: int,
-    programs: Sequence[Check] = (),
+    installation_checks: Sequence[Check] = (),
 ) -> Resources:
     """Resources of a step that runs a model on the items of a benchmark. `model_id`: id of the
     model, a part of `Resources.pace`. `copies`: number of copies of the weights in memory.
-    `programs`: see `Resources.programs`.
+    `installation_checks`: see `Resources.installation_checks`.
 
     The amount of work is the number of tokens that the model reads and generates. An item, and each
     of its few-shot examples, is assumed to have PROMPT tokens. For each item of a batch, memory
@@ -360,18 +360,18 @@ def benchmark_run(
         weights="server" if backend.name == "server" else "model",
         gpu_counts=_vllm_counts(model, backend) if backend.name == "vllm" else _gpu_counts(model),
         isolated=True,
-        units=float(items(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
+        units=float(item_count(benchmark) * (PROMPT * (1 + benchmark.shots) + new_tokens)),
         pace=[model_id, backend.name, *benchmark_pace(benchmark)],
         job="evaluate",
         steps_per_job="models",
-        programs=programs,
+        installation_checks=installation_checks,
     )
 
 
 def answer_bytes(benchmark: BenchmarkConfig) -> float:
     """Bytes of the texts that a model generates for a benchmark, if each text has the maximum
     length."""
-    return float(items(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
+    return float(item_count(benchmark) * benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
 
 def _vllm_counts(model: ModelConfig, backend: BackendConfig) -> Sequence[int]:

@@ -27,7 +27,7 @@ from moe_lab.study.steps.recovery import Finetune, PlanStep, Pruned, Storage
 def timing_of(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
     """The timing settings `timed`, with the name of a device. If `timed.device` is None, the name
     of `model`'s device on this machine is set. If this machine has no such device, `timed` is
-    returned unchanged, and the conditions of the timing step fail."""
+    returned unchanged, and the checks of the timing step fail."""
     with suppress(UserError):
         return timed if timed.device else replace(timed, device=hardware_name(model.device))
     return timed
@@ -195,7 +195,7 @@ class Timing(Step):
         # two copies: the loaded model and the deployed one
         run = text_pass(model, self.text, self.loaded.pace, engine="resident", copies=2)
         if device is None:
-            return run._replace(gpu_counts=[1], conditions=[(hardware_name, model.device)])
+            return run._replace(gpu_counts=[1], start_checks=[(hardware_name, model.device)])
         if " x " in device:  # several GPUs, such as "8 x NVIDIA H100"
             return run
         return run._replace(gpu_counts=[1])

@@ -29,7 +29,7 @@ from moe_lab.study.resources import (
     answer_bytes,
     benchmark_pace,
     benchmark_run,
-    items,
+    item_count,
 )
 from moe_lab.study.step import Step, StepFields
 from moe_lab.study.steps.files import Files
@@ -112,8 +112,8 @@ class Grading(StepFields):
     runtime = frozenset({"policy"})
 
     @property
-    def conditions(self) -> list[Check]:
-        """Check for `Resources.conditions`, as (function, *arguments). The function yields a
+    def start_checks(self) -> list[Check]:
+        """Check for `Resources.start_checks`, as (function, *arguments). The function yields a
         sentence for each reason why grading is impossible or not permitted on this machine."""
         return [(harness_of(self.benchmark).missing_requirements, self.benchmark, self.policy)]
 
@@ -175,7 +175,7 @@ class BenchmarkRun(Step):
             self.backend,
             self.pruned.loaded.facts.id,
             copies=2 if self.pruned.is_changed else 1,
-            programs=[(engines.check_installed, self.backend)],
+            installation_checks=[(engines.check_installed, self.backend)],
         )
 
     @contextmanager
@@ -231,7 +231,7 @@ class Evaluate(BenchmarkRun):
     grading: Grading
 
     def resources(self) -> Resources:
-        return super().resources()._replace(conditions=self.grading.conditions)
+        return super().resources()._replace(start_checks=self.grading.start_checks)
 
     def work(self, files: Files) -> None:
         """Run the model on the benchmark, grade its outputs, and write the results."""
@@ -289,10 +289,10 @@ class Grade(Step):
         return Resources(
             memory=PROGRAMS,
             isolated=True,
-            units=float(items(benchmark)),
+            units=float(item_count(benchmark)),
             pace=benchmark_pace(benchmark),
             steps_per_job="cells",
-            conditions=self.grading.conditions,
+            start_checks=self.grading.start_checks,
         )
 
     def work(self, files: Files) -> None:

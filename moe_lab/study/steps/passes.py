@@ -22,9 +22,9 @@ from moe_lab.models.files import IdentifiedModel
 from moe_lab.study.resources import (
     Bytes,
     Resources,
-    expert_weights,
+    expert_weight_bytes,
+    file_reading,
     merged_sums,
-    read_files,
     text_pass,
 )
 from moe_lab.study.step import Step, StepFields
@@ -172,7 +172,7 @@ class Pass(Step):
             "moe_lab.statistics.gradients:WeightGradientHook",
             has_backward=True,
             can_divide=False,
-            per_layer=expert_weights,
+            per_layer=expert_weight_bytes,
         ),
         # the exact damage of removing each expert alone, when the next expert of each token
         # replaces it
@@ -307,7 +307,7 @@ class WeightSums(Step):
         return cls(kind, loaded_as(cell.model).facts)
 
     def resources(self) -> Resources:
-        return read_files(self.facts.model, [self.facts.id])
+        return file_reading(self.facts.model, [self.facts.id])
 
     def work(self, files: Files) -> None:
         """Write the sums over the weights in the model's files, and the tables for figures."""

@@ -19,7 +19,7 @@ from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.paths import is_of_group
 from moe_lab.study import resources
-from moe_lab.study.resources import Resources, channel_products, expert_weights, text_pass
+from moe_lab.study.resources import Resources, channel_product_bytes, expert_weight_bytes, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps.files import Files, engine
 from moe_lab.study.steps.passes import Facts, Loaded, loaded_as
@@ -104,8 +104,8 @@ class ActivationAlignment(AlignedPlan):
             self.loaded.model,
             self.text,
             self.loaded.pace,
-            per_layer=channel_products,
-            extra_bytes=expert_weights,
+            per_layer=channel_product_bytes,
+            extra_bytes=expert_weight_bytes,
         )
 
     def work(self, files: Files) -> None:
@@ -290,19 +290,19 @@ class Export(Step):
         return self.pruned.recovered_label
 
     def resources(self) -> Resources:
-        """Resources of writing the checkpoint. For the format GGUF, their field `programs` has a
-        check that llama.cpp's converter is installed."""
+        """Resources of writing the checkpoint. For the format GGUF, their field
+        `installation_checks` has a check that llama.cpp's converter is installed."""
         pruned = self.pruned
         is_converted = self.shape.format == "gguf"
         pace = [self.facts.id, self.shape.format]
-        export_resources = resources.export(
+        export_resources = resources.checkpoint_export(
             pruned.model, pace, is_changed=pruned.is_changed, is_converted=is_converted
         )
         if not is_converted:
             return export_resources
         from moe_lab.pruning.export import gguf
 
-        return export_resources._replace(programs=[(gguf.converter, self.shape)])
+        return export_resources._replace(installation_checks=[(gguf.converter, self.shape)])
 
     def work(self, files: Files) -> None:
         """Write up to three checkpoints, each from the one before: the pruned model; with a
