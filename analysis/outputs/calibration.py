@@ -138,7 +138,7 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     target = mean_target(comparison, cells, names.HEAPR)
     if not target:
         return None
-    score, low, high = comparison.displayed(target)
+    score, low, high = comparison.displayed_scores(target)
     ratios = sorted({ratio for _, ratio in lines})
     drawing = style.drawing(style.PAGE, 2.9)
     grid = drawing.subplots(1, len(ratios), squeeze=False, sharey=True)[0]

@@ -58,10 +58,10 @@ def score_setup(study: Study) -> str:
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
     """Text for the metric of each result: `acc`, but `loss (nats per token, less is better)`, see
-    `Quantity.described`."""
+    `Quantity.metric_text`."""
     columns = (results[name] for name in ("metric", "scale", "unit"))
     return [
-        Quantity(scale, unit).described(str(metric))
+        Quantity(scale, unit).metric_text(str(metric))
         for metric, scale, unit in zip(*columns, strict=True)
     ]
 

@@ -199,7 +199,7 @@ def draw_ratios(
 
     Points of one ratio are side by side. Returns (legend entries of the lines, legend entries
     of the unpruned model and of the bands)."""
-    score, low, high = comparison.displayed(target)
+    score, low, high = comparison.displayed_scores(target)
     unpruned_key = draw_unpruned(axes, comparison, target)
     keys = []
     lines = ratio_lines(cells_without_recovery(comparison))

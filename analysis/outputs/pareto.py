@@ -78,7 +78,7 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
       cost and merit among the pruned cells, see `front`; False for the unpruned model
     """
     target = comparison.average
-    average, low, high = comparison.displayed(target)
+    average, low, high = comparison.displayed_scores(target)
     scores = pd.DataFrame({"avg": average, "low": low, "high": high})
     cells = comparison.cells[["criterion", "method", "calibration", "ratio", "recovery"]]
     cells = cells.assign(

@@ -332,7 +332,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
     of the line in both cases."""
     unpruned = comparison.unpruned
     if unpruned is not None:
-        score, low, high = comparison.displayed(target)
+        score, low, high = comparison.displayed_scores(target)
         axes.axhspan(low[unpruned], high[unpruned], color=style.RULE, alpha=0.5, linewidth=0)
         axes.axhline(score[unpruned], **style.DASHED)
     return style.key(UNPRUNED, **style.DASHED)
@@ -355,7 +355,9 @@ def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patc
     patches: list[Patch] = []
     for band in bands.values():
         if len(band) > 1:
-            low, high = zip(*map(comparison.quantity(target).displayed, band.values()), strict=True)
+            low, high = zip(
+                *map(comparison.quantity(target).to_displayed, band.values()), strict=True
+            )
             axes.fill_between(
                 list(band), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0
             )
@@ -466,7 +468,7 @@ def storage_points(
     points = cells[["recovery", "ratio"]]
     if not target:
         return points[:0].reindex(columns=[*points, "storage", "score", "low", "high", "merit"])
-    score, low, high = (values[cell_numbers] for values in comparison.displayed(target))
+    score, low, high = (values[cell_numbers] for values in comparison.displayed_scores(target))
     storage = cost(study, cell_numbers, "storage_bytes") / MEBIBYTE
     merit = comparison.quantity(target).sign * score
     return points.assign(storage=storage, score=score, low=low, high=high, merit=merit)

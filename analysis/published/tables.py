@@ -180,7 +180,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
             published_target = target(number, published_row)
             measured_target = _filter_measured(comparison, published_target)
             if measured_target:
-                score, low, high = comparison.displayed(measured_target)
+                score, low, high = comparison.displayed_scores(measured_target)
                 # benchmark of the target -> cell
                 sources = dict.fromkeys(comparison.weights(measured_target), cell)
                 seeds = len(comparison.plans_by_seed[cell])

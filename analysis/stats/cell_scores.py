@@ -125,7 +125,9 @@ def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, T
         high=pd.DataFrame(index=index),
     )
     for name, target in targets.items():
-        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed(target)
+        numbers.frame[name], numbers.low[name], numbers.high[name] = comparison.displayed_scores(
+            target
+        )
         numbers.best[names.benchmark(name)] = comparison.quantity(target).best
     return numbers
 

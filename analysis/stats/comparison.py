@@ -18,7 +18,7 @@ from analysis import names
 from analysis.load import evaluations, settings
 from analysis.load.reader import Reader, records
 from analysis.stats import ranks, uncertainty
-from analysis.stats.quantity import Quantity, common
+from analysis.stats.quantity import Quantity, common_quantity
 from analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import RANDOM
 
@@ -175,7 +175,9 @@ class Comparison:
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
-        return common(self.quantities.get(name, Quantity()) for name in self.weights(target))
+        return common_quantity(
+            self.quantities.get(name, Quantity()) for name in self.weights(target)
+        )
 
     @cached_property
     def lower_is_better(self) -> tuple[str, ...]:
@@ -200,12 +202,12 @@ class Comparison:
             lambda target: self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
         )
 
-    def displayed(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
+    def displayed_scores(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
         """(score, low end, high end): every cell's score and the ends of its interval, in the unit
         of tables and figures."""
-        display = self.quantity(target).displayed
+        to_displayed = self.quantity(target).to_displayed
         low, high = self.interval(target)
-        return display(self.score(target)), display(low), display(high)
+        return to_displayed(self.score(target)), to_displayed(low), to_displayed(high)
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:

@@ -71,7 +71,7 @@ class Quantity:
             return "Mean perplexity"
         return AVG if self.scale == "score" else names.capitalised(self.name)
 
-    def described(self, metric: str) -> str:
+    def metric_text(self, metric: str) -> str:
         """Text for a metric: its name, such as `acc`. If less is better, the unit and the direction
         follow: `loss (nats per token, less is better)`."""
         if not self.lower_is_better:
@@ -79,34 +79,36 @@ class Quantity:
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
         return f"{metric} ({', '.join(filter(None, (unit, self.direction)))})"
 
-    def computed(self, displayed: Any) -> Any:
+    def to_computed(self, displayed_numbers: Any) -> Any:
         """Convert displayed numbers to the numbers that are averaged and tested: perplexities
         become losses, other numbers stay the same."""
-        return np.log(displayed) if self.scale == "perplexity" else displayed
+        return np.log(displayed_numbers) if self.scale == "perplexity" else displayed_numbers
 
-    def displayed(self, computed: Any) -> Any:
+    def to_displayed(self, computed_numbers: Any) -> Any:
         """Convert numbers that are averaged and tested to the numbers in tables and figures; the
-        inverse of `computed`."""
-        return np.exp(computed) if self.scale == "perplexity" else computed
+        inverse of `to_computed`."""
+        return np.exp(computed_numbers) if self.scale == "perplexity" else computed_numbers
 
     def displayed_difference(self, reference: Any, difference: Any) -> Any:
         """Displayed value of `reference + difference` minus displayed value of `reference`. For
         perplexities, both arguments are losses."""
         if self.scale != "perplexity":
             return difference
-        return self.displayed(reference + difference) - self.displayed(reference)
+        return self.to_displayed(reference + difference) - self.to_displayed(reference)
 
 
-def common(quantities: Iterable[Quantity]) -> Quantity:
+def common_quantity(quantities: Iterable[Quantity]) -> Quantity:
     """Kind of a mean over numbers of several kinds.
 
     If all kinds are equal, the mean has this kind. If they differ, and less is better in all of
     them, the mean is a loss with all their units. Otherwise, or without a kind, it is a score.
     """
-    distinct = list(dict.fromkeys(quantities))
-    if len(distinct) == 1:
-        return distinct[0]
-    if not distinct or not all(quantity.lower_is_better for quantity in distinct):
+    distinct_quantities = list(dict.fromkeys(quantities))
+    if len(distinct_quantities) == 1:
+        return distinct_quantities[0]
+    if not distinct_quantities or not all(
+        quantity.lower_is_better for quantity in distinct_quantities
+    ):
         return Quantity()
-    units = dict.fromkeys(quantity.unit for quantity in distinct if quantity.unit)
+    units = dict.fromkeys(quantity.unit for quantity in distinct_quantities if quantity.unit)
     return Quantity("loss", " and ".join(units))

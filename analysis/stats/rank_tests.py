@@ -128,7 +128,7 @@ def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFra
             targets[block] = (*targets.get(block, ()), name)
     return pd.DataFrame(
         {
-            block: comparison.quantity(target).displayed(comparison.plan_scores(target))
+            block: comparison.quantity(target).to_displayed(comparison.plan_scores(target))
             for block, target in targets.items()
         }
     )

@@ -151,7 +151,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     scores_of_seeds = [plan_scores[comparison.scored_plans(target, cell)] for cell in order]
     unpruned = np.nan
     if comparison.unpruned is not None:
-        unpruned = float(quantity.displayed(score[comparison.unpruned]))
+        unpruned = float(quantity.to_displayed(score[comparison.unpruned]))
     rows = group.cells.loc[
         order, ["criterion", "method", "calibration", "granularity", "recovery"]
     ].assign(
@@ -163,8 +163,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[quantity.displayed(scores).std(ddof=1) for scores in scores_of_seeds],
-        share=quantity.displayed(score[order]) / unpruned,
+        spread=[quantity.to_displayed(scores).std(ddof=1) for scores in scores_of_seeds],
+        share=quantity.to_displayed(score[order]) / unpruned,
     )
     # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
@@ -199,13 +199,13 @@ def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
     """Add the columns rank, verdict, behind, behind_low, behind_high and p, see `Ranking.rows`.
-    Convert the columns score, low and high by `Quantity.displayed`.
+    Convert the columns score, low and high by `Quantity.to_displayed`.
 
     - methods: labels of the rows to compare, best first (see `_comparable_methods`)
     - leads: for each method but the first, the first method's score minus this method's score,
       before conversion; empty if there are fewer than two methods
     """
-    displayed = {column: quantity.displayed(rows[column]) for column in ("score", "low", "high")}
+    displayed = {column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")}
     printed_scores = displayed["score"].round(PRINTED_DECIMALS)
     verdicts = {}
     tests = {}
@@ -324,8 +324,8 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
             # if some models lack this ratio and gate, the label names the models that have them
             if len(model_rankings) < len(models):
                 label = names.listing(ranking.model for ranking in model_rankings)
-            computed = model_rankings[0].quantity.computed(scores)
-            yield _ranking_over_models(model_rankings, computed, seeds.min(axis=1), label)
+            computed_scores = model_rankings[0].quantity.to_computed(scores)
+            yield _ranking_over_models(model_rankings, computed_scores, seeds.min(axis=1), label)
 
 
 def _ranking_over_models(
@@ -334,15 +334,15 @@ def _ranking_over_models(
     """Rank plans by the mean of their scores over models.
 
     - model_rankings: one ranking per model
-    - table: scores (plans, models) before conversion for display (see `Quantity.computed`)
+    - table: scores (plans, models) before conversion for display (see `Quantity.to_computed`)
     - seeds: for each plan, its number of seeds on the model with the fewest
     - label: text for the models, such as `all models`
     """
     quantity = model_rankings[0].quantity
     table = table.loc[quantity.best_first(table.mean(axis=1)).index]
     unpruned = float(
-        quantity.displayed(
-            np.mean([quantity.computed(ranking.unpruned) for ranking in model_rankings])
+        quantity.to_displayed(
+            np.mean([quantity.to_computed(ranking.unpruned) for ranking in model_rankings])
         )
     )
     scores = table.to_numpy(float)
@@ -354,8 +354,8 @@ def _ranking_over_models(
         score=[mean.value for mean in means],
         low=low,
         high=high,
-        spread=quantity.displayed(scores).std(axis=1, ddof=1),
-        share=[quantity.displayed(mean.value) / unpruned for mean in means],
+        spread=quantity.to_displayed(scores).std(axis=1, ddof=1),
+        share=[quantity.to_displayed(mean.value) / unpruned for mean in means],
         chance="",
     )
     methods = _comparable_methods(rows)
@@ -487,12 +487,12 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
         f"Of {names.count(len(rows), 'plan')}, {names.listing(counts) or f'none {ABOVE}'} "
-        f"({'below' if quantity.lower_is_better else 'above'} {quantity.displayed(limit):.3f}; "
+        f"({'below' if quantity.lower_is_better else 'above'} {quantity.to_displayed(limit):.3f}; "
         f"{names.count(chance.plans, 'random plan')} with mean "
-        f"{quantity.displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
+        f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
         f"{chance.spread:.3f} {pooling})."
     )
-    best_score = float(quantity.computed(rows["score"].iloc[0]))  # rows are sorted, best first
+    best_score = float(quantity.to_computed(rows["score"].iloc[0]))  # rows are sorted, best first
     if (rows["chance"] == ABOVE).any() or quantity.sign * (best_score - chance.mean) <= 0:
         return sentence
     needed_plans = chance.plans_needed(best_score, ranking.plans_tested)

@@ -101,7 +101,7 @@ def _winner_columns(
     methods = [key for key in panel.cells if criteria is None or key in criteria]
     cells = {key: panel.cells[key] for key in methods}
     scores_of_methods = pd.Series(cells, dtype=int).map(scores)
-    displayed = quantity.best_first(quantity.displayed(scores_of_methods).dropna())
+    displayed = quantity.best_first(quantity.to_displayed(scores_of_methods).dropna())
     if displayed.empty:
         return {"winners": (), "score": np.nan, "runner_up": "", "p": np.nan}
     printed = displayed.round(PRINTED_DECIMALS)
