@@ -168,7 +168,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
 
     notes: sentences at the end of the caption."""
     # height of each panel in inches
-    heights = [max(0.155 * min(len(ranking.scored), MOST_PLANS), 0.6) for ranking in rankings]
+    heights = [max(0.155 * min(len(ranking.scored_rows), MOST_PLANS), 0.6) for ranking in rankings]
     drawing = style.drawing(style.PAGE, sum(heights) + 0.75 * len(rankings) + 0.3)
     grid = drawing.subplots(len(rankings), 1, squeeze=False, height_ratios=heights, sharex=True)[
         :, 0
@@ -181,7 +181,7 @@ def _figure(rankings: Sequence[Ranking], name: str, notes: Sequence[str]) -> Fig
         style.key(f"unpruned {first_ranking.unpruned:.3f}", **style.DASHED)
     ]
     has_chance = any(ranking.chance for ranking in rankings)
-    if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored)):
+    if any(_is_filled(row) for ranking in rankings for row in records(ranking.scored_rows)):
         look: dict[str, Any] = {
             "marker": "o",
             "linestyle": "none",
@@ -222,8 +222,8 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
         axes.axvspan(low, high, color=style.RULE, alpha=0.6, linewidth=0)
     if not np.isnan(ranking.unpruned):
         axes.axvline(ranking.unpruned, **style.DASHED)
-    scored = ranking.scored
-    plans = records(scored.iloc[:MOST_PLANS])
+    scored_rows = ranking.scored_rows
+    plans = records(scored_rows.iloc[:MOST_PLANS])
     for y, row in enumerate(plans):
         shade = style.colour(str(row["method"]))
         face = shade if _is_filled(row) else style.SURFACE
@@ -238,7 +238,11 @@ def _draw_ranking(axes: Axes, ranking: Ranking) -> None:
         axes.plot(row["score"], y, marker="o", markersize=4, color=shade, markerfacecolor=face)
     style.label_ticks(axes.yaxis, range(len(plans)), map(plan_name, plans), labelsize=6.5)
     axes.set_ylim(len(plans) - 0.4, -0.6)
-    note = f", the best {MOST_PLANS} of {len(scored)} plans" if len(scored) > MOST_PLANS else ""
+    note = (
+        f", the best {MOST_PLANS} of {len(scored_rows)} plans"
+        if len(scored_rows) > MOST_PLANS
+        else ""
+    )
     axes.set_title(f"{ranking.pruned} pruned{note}", fontsize=8)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)

@@ -143,15 +143,15 @@ def rank_test_table(results: Results, name: str) -> Table:
                         comparison.model,
                         pruned_text,
                         calibration,
-                        f"{test.blocks} {test.over}, {test.seeds} seeds",
+                        f"{test.blocks} {test.block_kind}, {test.seeds} seeds",
                         names.method(str(method)),
                     )
-                    rows.append((*texts, differs_from_best, rank, p, test.difference))
+                    rows.append((*texts, differs_from_best, rank, p, test.critical_difference))
                 # listed once: a method that lacks a column also lacks one of its benchmarks
                 if block_kind == BENCHMARKS:
                     exclusions += [
                         f"{names.method(method)} ({calibration}, {pruned_text})"
-                        for method in test.incomplete
+                        for method in test.incomplete_methods
                     ]
     text_columns = ["Model", "Pruned", "Calibration", "Over", "Criterion", "Differs from the best"]
     formats = {"Avg Rank": RANK, "p to the best": "{:.4f}", "CD": RANK}

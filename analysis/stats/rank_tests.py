@@ -24,7 +24,7 @@ from moe_lab.results import RANDOM
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
 """Kinds of blocks in which methods are ranked. Columns give the papers' Avg Rank; benchmarks give
 more blocks, and so a test with more power."""
-FEWEST = 3
+MIN_COUNT = 3
 """Smallest number of methods, and of blocks, for a test."""
 
 
@@ -33,7 +33,7 @@ class RankTest:
     """Average ranks of the methods of one panel, and their critical difference."""
 
     panel: Panel
-    over: str
+    block_kind: str
     """Kind of the blocks: COLUMNS or BENCHMARKS."""
     blocks: int
     """Number of blocks."""
@@ -43,28 +43,28 @@ class RankTest:
     """Method's key -> average rank over blocks and seeds, best first."""
     p_to_best: pd.Series
     """Method's key -> p-value of the method's difference to the best method; NaN for the best."""
-    difference: float
+    critical_difference: float
     """Critical difference: average ranks that are further apart than this differ at the 5 % level,
     simultaneously for all pairs of methods."""
-    incomplete: tuple[str, ...]
+    incomplete_methods: tuple[str, ...]
     """Keys of methods that are not ranked, because a result is missing in some block."""
 
     @property
-    def significant(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether at least one method differs significantly from the best one."""
         return bool((self.p_to_best < LEVEL).any())
 
 
-def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> RankTest | None:
+def rank_test(comparison: Comparison, panel: Panel, block_kind: str = COLUMNS) -> RankTest | None:
     """Test the average ranks of the methods of a panel. A method is ranked if it is not random, and
-    has several seeds and a score in every block. The result is None if there are fewer than FEWEST
-    such methods, or fewer than FEWEST blocks.
+    has several seeds and a score in every block. The result is None if there are fewer than
+    MIN_COUNT such methods, or fewer than MIN_COUNT blocks.
 
     Each method is ranked for the same number of seeds: the smallest number of seeds of a method
     that has several. Scores are ranked as for Avg Rank: they are rounded to three decimals, and
     equal scores get the mean of their ranks.
 
-    over: kind of the blocks, COLUMNS or BENCHMARKS.
+    block_kind: kind of the blocks, COLUMNS or BENCHMARKS.
     """
     criteria = comparison.cells["criterion"]
     plans = {
@@ -74,13 +74,13 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     }
     plans = {key: method_plans for key, method_plans in plans.items() if len(method_plans) > 1}
     seeds = min(map(len, plans.values()), default=0)
-    scores = _block_scores(comparison, panel, over)
+    scores = _block_scores(comparison, panel, block_kind)
     complete_methods = [
         key
         for key, method_plans in plans.items()
         if scores.loc[method_plans[:seeds]].notna().all(axis=None)
     ]
-    if min(len(complete_methods), scores.shape[1]) < FEWEST:
+    if min(len(complete_methods), scores.shape[1]) < MIN_COUNT:
         return None
     ranks_by_seed = []
     for position in range(seeds):
@@ -100,25 +100,25 @@ def rank_test(comparison: Comparison, panel: Panel, over: str = COLUMNS) -> Rank
     leads = uncertainty.leads_from_table(table[:, order], [Estimate(0.0, 0.0)] * (len(order) - 1))
     return RankTest(
         panel=panel,
-        over=over,
+        block_kind=block_kind,
         blocks=table.shape[2],
         seeds=seeds,
         ranks=average_ranks,
         p_to_best=pd.Series([np.nan, *(lead.p for lead in leads)], average_ranks.index),
         # the critical difference is half the width of an interval, which is the same for all pairs
-        difference=leads[0].interval[1] - leads[0].value,
-        incomplete=tuple(str(key) for key in plans if key not in complete_methods),
+        critical_difference=leads[0].interval[1] - leads[0].value,
+        incomplete_methods=tuple(str(key) for key in plans if key not in complete_methods),
     )
 
 
-def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFrame:
+def _block_scores(comparison: Comparison, panel: Panel, block_kind: str) -> pd.DataFrame:
     """Displayed scores (plans, blocks). The blocks are the columns or benchmarks on which at least
     one cell of the panel was evaluated; the plans are all plans of the comparison.
 
-    With `over` = COLUMNS, each displayed column is a block. With BENCHMARKS, each benchmark is a
-    block. Benchmarks that grade the same answers are one block; its score is their mean.
+    With `block_kind` = COLUMNS, each displayed column is a block. With BENCHMARKS, each benchmark
+    is a block. Benchmarks that grade the same answers are one block; its score is their mean.
     """
-    if over == COLUMNS:
+    if block_kind == COLUMNS:
         targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
     else:
         was_run = comparison.benchmarks.reindex(list(panel.cells.values())).notna().any()
@@ -134,7 +134,7 @@ def _block_scores(comparison: Comparison, panel: Panel, over: str) -> pd.DataFra
     )
 
 
-def rank_tests(comparison: Comparison, over: str = COLUMNS) -> list[RankTest]:
+def rank_tests(comparison: Comparison, block_kind: str = COLUMNS) -> list[RankTest]:
     """The results of `rank_test` for all panels that have enough methods and blocks."""
-    tests = (rank_test(comparison, panel, over) for panel in comparison.panels)
+    tests = (rank_test(comparison, panel, block_kind) for panel in comparison.panels)
     return [test for test in tests if test is not None]

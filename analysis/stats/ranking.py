@@ -76,14 +76,14 @@ class Ranking:
         return self.quantity.mean_name
 
     @property
-    def scored(self) -> pd.DataFrame:
+    def scored_rows(self) -> pd.DataFrame:
         """The plans that have a score."""
         return self.rows[self.rows["score"].notna()]
 
     @property
-    def competing(self) -> pd.DataFrame:
+    def competing_rows(self) -> pd.DataFrame:
         """The plans that have a score and are not random."""
-        return self.scored[~self.scored["criterion"].isin(RANDOM)]
+        return self.scored_rows[~self.scored_rows["criterion"].isin(RANDOM)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +314,7 @@ def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
         if len(model_rankings) < 2 or len({ranking.quantity for ranking in model_rankings}) > 1:
             continue
         frames = [
-            ranking.scored.set_index(["criterion", "method", "calibration"])
+            ranking.scored_rows.set_index(["criterion", "method", "calibration"])
             for ranking in model_rankings
         ]
         scores = pd.concat([rows["score"] for rows in frames], axis=1, join="inner")
@@ -413,7 +413,7 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
         sentences.append(
             f"{subject} above chance, corrected for the number of plans of each model."
         )
-    if any((ranking.competing["seeds"] == 1).any() for ranking in rankings):
+    if any((ranking.competing_rows["seeds"] == 1).any() for ranking in rankings):
         sentences.append(
             "Methods with one seed have an interval over items and no verdict, as another seed may "
             "give another plan."
@@ -428,7 +428,7 @@ def headline(ranking: Ranking) -> str:
         if ranking.quantity.lower_is_better
         else "highest average"
     )
-    best_plans = records(ranking.scored[ranking.scored["rank"] == 1])
+    best_plans = records(ranking.scored_rows[ranking.scored_rows["rank"] == 1])
     best = best_plans[0]
     verb = "have" if len(best_plans) > 1 else "has"
     share = (
@@ -466,7 +466,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     the random plans.
     """
     granularity, recovery = kind
-    rows = ranking.competing
+    rows = ranking.competing_rows
     rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
     if rows.empty:
         return ""
@@ -509,7 +509,9 @@ def _verdict_sentence(ranking: Ranking) -> str:
     if fewer than two methods can be compared. Methods within or below chance are not named."""
     if len(_comparable_methods(ranking.rows)) < 2:
         return ""
-    plans_with_stated_verdict = ranking.scored[~ranking.scored["chance"].isin((WITHIN, BELOW))]
+    plans_with_stated_verdict = ranking.scored_rows[
+        ~ranking.scored_rows["chance"].isin((WITHIN, BELOW))
+    ]
     plans = {
         verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
     }
@@ -538,7 +540,7 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
                 f"{ranking.unpruned:.3f})"
             )
         ]
-        rows = records(ranking.scored)
+        rows = records(ranking.scored_rows)
         width = max(len(plan_name(row)) for row in rows[:MOST_LISTED])
         for row in rows[:MOST_LISTED]:
             numbers = (

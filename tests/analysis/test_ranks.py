@@ -134,12 +134,12 @@ def test_ranks_are_means_over_seeds_and_blocks(seeded_methods: Comparison) -> No
 
 def test_ranks_differ_where_seeds_and_blocks_agree(seeded_methods: Comparison) -> None:
     [test] = rank_tests.rank_tests(seeded_methods)
-    assert test.significant
+    assert test.is_significant
     assert test.blocks == 6
     assert test.seeds == 3
     for key, p in test.p_to_best.iloc[1:].items():
         behind = test.ranks[key] - test.ranks.iloc[0]
-        assert (p < 0.05) == (behind > test.difference), key
+        assert (p < 0.05) == (behind > test.critical_difference), key
 
 
 def test_table_of_rank_tests_names_blocks_and_seeds(seeded_methods: Comparison) -> None:
@@ -153,7 +153,7 @@ def test_equal_methods_with_common_seed_effects_are_not_separated() -> None:
     """Ranks of one plan each would be far apart on every block."""
     significant = 0
     for study in best_of_many.simulated(best_of_many.Setting(14, "3", 0.4), 20):
-        significant += sum(test.significant for test in rank_tests.rank_tests(study))
+        significant += sum(test.is_significant for test in rank_tests.rank_tests(study))
     assert significant <= 2
 
 
@@ -163,7 +163,7 @@ def test_no_method_differs_where_all_tie() -> None:
     rows = [[1.0, 0.0], *outcomes.values(), *outcomes.values()]
     tied = comparison_of([UNPRUNED, *plans], dict.fromkeys(SIX, rows))
     [test] = rank_tests.rank_tests(tied)
-    assert not test.significant
+    assert not test.is_significant
     assert (test.p_to_best.iloc[1:] > 0.05).all()
     table = rank_test_table(results_of(study_of(tied), [tied]), "t")
     assert table.frame["Differs from the best"].tolist() == ["best", "no", "no"] * 2
@@ -173,7 +173,7 @@ def test_gaps_leave_a_method_out_and_say_so() -> None:
     comparison = ordered(("man", "reap", "ean", "seer"))
     comparison.results.loc[[3, 4], "gsm8k"] = np.nan
     [test] = rank_tests.rank_tests(comparison)
-    assert test.incomplete == ("reap",)
+    assert test.incomplete_methods == ("reap",)
     assert list(test.ranks.index) == ["man", "ean", "seer"]
     table = rank_test_table(results_of(study_of(comparison), [comparison]), "t")
     assert table.footnotes == ["Left out for a gap: REAP (Code, 50 %)."]
