@@ -40,7 +40,7 @@ from moe_lab.study.graph import Graph, build
 from moe_lab.study.integrity import STEP
 from moe_lab.study.provenance import provenance
 from moe_lab.study.record import Study, record_of
-from moe_lab.study.runs import begin
+from moe_lab.study.runs import create_run
 from moe_lab.study.status import COMMANDS
 from moe_lab.study.step import Step, identity_document
 from moe_lab.study.store import Store
@@ -209,7 +209,7 @@ def record(arguments: argparse.Namespace, study: str) -> dict[str, float]:
     config, requests = _study(arguments, study)
     graph = build(config, requests)
     store = Store(arguments.store).create()
-    with begin(store, study, graph.steps) as run:
+    with create_run(store, study, graph.steps) as run:
         write_sealed(run.folder / RECORD, record_of(Study(config, graph, store), run, {}))
     return {}
 

@@ -165,7 +165,7 @@ BEGINNING = f"""
 import os, shutil, signal, sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 from example_steps import Example
-from moe_lab.study.runs import begin
+from moe_lab.study.runs import create_run
 from moe_lab.study.store import Store
 """
 

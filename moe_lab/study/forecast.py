@@ -26,12 +26,12 @@ def print_forecast(study: Study) -> list[str]:
     missing = [step for step in steps if step.id not in done]
     problems = capacity_problems(study.store.root, missing, config.launcher)
     if config.launcher.name == "slurm" and missing:
-        from moe_lab.study.slurm.arrays import arrange, array_table, job_resources
+        from moe_lab.study.slurm.arrays import array_table, divide_into_arrays, job_resources
 
         # a function, so that its UserErrors become problems and are not raised
         def print_arrays() -> None:
             resources_of = partial(job_resources, settings=config.resources, seconds=seconds)
-            arrays = arrange(missing, resources_of, config.launcher)
+            arrays = divide_into_arrays(missing, resources_of, config.launcher)
             console.print(array_table(arrays, config.resources.longest, seconds))
 
         problems += user_errors(print_arrays)

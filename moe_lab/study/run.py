@@ -22,7 +22,7 @@ from moe_lab.study.preflight import (
     visible_difference,
 )
 from moe_lab.study.record import Study, finish, outdate_reports
-from moe_lab.study.runs import Run, begin
+from moe_lab.study.runs import Run, create_run
 from moe_lab.study.schedule import (
     InProcessExecutor,
     Schedule,
@@ -103,7 +103,7 @@ def _run(study: Study) -> int:
     config = study.config
     store = study.store.create()
     all_steps = study.graph.steps
-    with begin(store, config.study, all_steps) as new_run:
+    with create_run(store, config.study, all_steps) as new_run:
         if config.also:
             from moe_lab.study.other_stores import copy_from
 
@@ -146,7 +146,7 @@ def _damaged_results(study: Study, done: Set[str]) -> set[str]:
     }
 
 
-def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute one step after another in this process. Returns True, as all steps have then ended,
     see `Launcher`."""
     with (
@@ -157,7 +157,7 @@ def inline(schedule: Schedule, study: Study, new_run: Run) -> bool:
     return True
 
 
-def local(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_in_workers(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Compute steps in worker processes. Returns True, as all steps have then ended, see
     `Launcher`. `launcher.processes` is the number of processes. If it is null:
 
@@ -230,7 +230,7 @@ def _compute(
         raise errors[0]
 
 
-def slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
+def run_in_slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
     """Submit the steps as jobs of a Slurm cluster. With wait=true, wait until the jobs have ended,
     and return True. With wait=false, return False at once."""
     from moe_lab.study.slurm.jobs import wait_for_jobs
@@ -245,4 +245,8 @@ def slurm(schedule: Schedule, study: Study, new_run: Run) -> bool:
 Launcher = Callable[[Schedule, Study, Run], bool]
 """Computes the steps of a schedule. Returns True if the steps have ended, and False if they were
 only submitted."""
-LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
+LAUNCHERS: Mapping[str, Launcher] = {
+    "inline": run_inline,
+    "local": run_in_workers,
+    "slurm": run_in_slurm,
+}

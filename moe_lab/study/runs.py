@@ -91,7 +91,7 @@ class Run:
                 jobs.append(SubmittedJob(**row["job"]))
         return jobs
 
-    def add(self, jobs: Iterable[SubmittedJob]) -> None:
+    def add_jobs(self, jobs: Iterable[SubmittedJob]) -> None:
         """Append jobs to jobs.json, each with the location of the store."""
         path, inode = self._location()
         rows = [{"path": path, "inode": inode, "job": asdict(job)} for job in (*self.jobs, *jobs)]
@@ -156,14 +156,14 @@ class Run:
 
 
 @contextmanager
-def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
+def create_run(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """A context with a new run of the study, which is claimed until the context ends. `steps`: all
     steps of the study. At the beginning, waits while `gc` chooses steps to remove. Then removes
     stale claims, and unfinished files that killed processes have left.
 
     The name of a run is NUMBER-SUFFIX. NUMBER is one more than the number of the last run, so that
-    the order of runs does not depend on clocks. SUFFIX is random, and distinguishes runs that begin
-    at the same time."""
+    the order of runs does not depend on clocks. SUFFIX is random, and distinguishes runs that
+    create_run at the same time."""
     study_folder = store.root / "runs" / study
     with ExitStack() as claims:
         with store.claims.wait_for(GC_CLAIM):

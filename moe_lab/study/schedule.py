@@ -254,7 +254,7 @@ class WorkerProcess(AbstractContextManager["WorkerProcess"]):
         step_log = self.store.log(step.folder)
         try:
             # an error document; {} if the step succeeded
-            error = self.child.call("perform_pickled", work=pickled_step)
+            error = self.child.call("perform_pickled", pickled_step=pickled_step)
         # the process cannot unpickle the step, because the module of the step's class is missing
         except ErrorReply as refused:
             raise StepError({"message": f"{step.folder}: {refused}"}) from None
@@ -347,10 +347,10 @@ def show_progress(
     """A context in which the progress of `schedule` is shown. `workers`: number of steps that can
     run at the same time, for the estimate of the time left; 0: as many as are running."""
     seconds = cache(seconds_estimator(store))
-    return show_regularly(lambda: overview(schedule, store, seconds, workers))
+    return show_regularly(lambda: progress_line(schedule, store, seconds, workers))
 
 
-def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
+def progress_line(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
     """A line of text for the user: the progress of each kind of steps that is not complete, and the
     time left. The progress is the number of ended steps of the kind, and for each running step a
     text such as "3 of 40 batches". `seconds`: step -> estimated seconds. `workers`: see

@@ -278,7 +278,7 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     print(f"{study.study}: cancelled {len(job_ids)} jobs, with {count} steps; finished ones remain")
 
 
-def why(study: StudyState, steps: Sequence[StepState]) -> None:
+def explain(study: StudyState, steps: Sequence[StepState]) -> None:
     """Print a line for each reason why steps are not done. The line has the name of the first step
     with this reason, and the number of other steps with it. If the first step has failed, is
     running or is missing, the end of its log follows."""
@@ -349,7 +349,11 @@ def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
-    command.__name__: command for command in (status, cancel, why, verify, unpack)
+    "status": status,
+    "cancel": cancel,
+    "why": explain,
+    "verify": verify,
+    "unpack": unpack,
 }
 """The commands of `python -m moe_lab.study` by name."""
 
@@ -384,7 +388,7 @@ def _job_end(study: StudyState, job: str) -> str:
     """How a job of a study ended, as text. If Slurm does not know it, the text says so. The result
     is cached per study state, so that Slurm is asked once about a job with many steps."""
     with suppress(UserError):
-        if state := scheduler.job_state(job).get("JobState"):
+        if state := scheduler.job_fields(job).get("JobState"):
             return state.lower()
     return "gone, and Slurm no longer says how it ended"
 

@@ -42,11 +42,11 @@ from moe_lab.evaluation.harness import IdentifiedBenchmark, Questions
 from moe_lab.study.claims import in_queue
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.provenance import code_state
-from moe_lab.study.runs import RECORD, SubmittedJob, begin, runs
+from moe_lab.study.runs import RECORD, SubmittedJob, create_run, runs
 from moe_lab.study.schedule import Schedule, StepError, WorkerProcess
 from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange
+from moe_lab.study.slurm.arrays import Array, divide_into_arrays
 from moe_lab.study.slurm.jobs import StepsJob, missing_inputs, update_from_store
 from moe_lab.study.slurm.scheduler import QueuedJob, longest_array, queue, time_limits
 from moe_lab.study.slurm.submit import _download as download
@@ -94,7 +94,7 @@ TWO_MODELS = study(5, ("m", "large"))
 
 def test_each_step_is_in_one_job_after_its_inputs() -> None:
     finished: list[str] = []
-    for array in arrange(TWO_MODELS, gpus, SETTINGS):
+    for array in divide_into_arrays(TWO_MODELS, gpus, SETTINGS):
         earlier = set(finished)
         for pack in array.jobs:
             inside: set[str] = set()
@@ -106,13 +106,13 @@ def test_each_step_is_in_one_job_after_its_inputs() -> None:
 
 
 def test_evaluations_that_need_other_gpus_are_another_array() -> None:
-    arrays = arrange(TWO_MODELS, gpus, SETTINGS)
+    arrays = divide_into_arrays(TWO_MODELS, gpus, SETTINGS)
     assert [array.resources["gpus"] for array in arrays if array.kind == "evaluate"] == [0, 4]
 
 
 def test_a_job_evaluates_at_most_two_plans_of_one_model() -> None:
     """`cells_per_job` is 2; the cost of a plan follows its evaluations."""
-    for array in arrange(TWO_MODELS, gpus, SETTINGS):
+    for array in divide_into_arrays(TWO_MODELS, gpus, SETTINGS):
         if array.kind == "evaluate":
             plans = [{step.inputs["plan"].id for step in pack} for pack in array.jobs]
             assert sorted(map(len, plans)) == [1, 2, 2]
@@ -138,7 +138,9 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), benchmark, plan).pruned
         generate = Generate(step_about, pruned, None, None)
         steps += [pruned.loaded.facts, generate, Grade(grading, generate)]
-    arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
+    arrays = divide_into_arrays(
+        steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS
+    )
     by_kind = {step.kind: array for array in arrays for pack in array.jobs for step in pack}
     assert by_kind["generate"].kind == generates
     assert by_kind["generate"].resources["gpus"] == 1
@@ -148,20 +150,20 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
 
 
 def test_the_cost_of_the_unpruned_model_precedes_evaluations() -> None:
-    kinds = [array.kind for array in arrange(study(9), gpus, SETTINGS)]
+    kinds = [array.kind for array in divide_into_arrays(study(9), gpus, SETTINGS)]
     assert kinds.index("cost") < kinds.index("evaluate")
 
 
 def test_small_steps_share_jobs_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
-    arrays = arrange(study(9), gpus, SETTINGS)
+    arrays = divide_into_arrays(study(9), gpus, SETTINGS)
     (plans,) = [array for array in arrays if array.kind == "plan"]
     assert [len(pack) for pack in plans.jobs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("longest", "sizes"), [((), [1001, 199]), ((500,), [500, 500, 200])])
 def test_arrays_are_no_longer_than_slurm_allows(longest: tuple[int, ...], sizes: list[int]) -> None:
-    arrays = arrange(study(1200), gpus, replace(SETTINGS, cells_per_job=1), *longest)
+    arrays = divide_into_arrays(study(1200), gpus, replace(SETTINGS, cells_per_job=1), *longest)
     assert [len(array.jobs) for array in arrays if array.kind == "evaluate"] == sizes
 
 
@@ -178,7 +180,7 @@ lines|\f|x
 
 def patch_slurm(monkeypatch: pytest.MonkeyPatch, output: str) -> None:
     """Have all commands of Slurm print a text."""
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", lambda *_: output)
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.command_output", lambda *_: output)
 
 
 def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +192,9 @@ def test_squeue_is_read_whatever_jobs_are_named(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def squeue_of_user_7(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """A queue in which only user 7 has jobs."""
-    run_command = Mock(side_effect=lambda *command: SQUEUE if command[-1] == "--user=7" else "")
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.run_command", run_command)
-    return run_command
+    command_output = Mock(side_effect=lambda *command: SQUEUE if command[-1] == "--user=7" else "")
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.command_output", command_output)
+    return command_output
 
 
 def test_the_queue_of_each_submitting_user_is_read(squeue_of_user_7: Mock) -> None:
@@ -224,8 +226,8 @@ def test_time_limits_are_minutes_by_partition(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def store_with_a_job(tmp_path: Path) -> Store:
     store = Store(tmp_path / "store").create()
-    with begin(store, "s", []) as run:
-        run.add([submitted("1", "a")])
+    with create_run(store, "s", []) as run:
+        run.add_jobs([submitted("1", "a")])
     return store
 
 
@@ -265,7 +267,7 @@ def test_a_preempted_job_saves_and_a_cancelled_job_ends(
     preempted = [{"JobState": "RUNNING"}, {}, UserError("there is no scontrol here")]
     # cancelled; requeued by Slurm
     ended = [{"JobState": "COMPLETING", "Restarts": number} for number in "01"]
-    monkeypatch.setattr(scheduler, "job_state", Mock(side_effect=[*preempted, *ended]))
+    monkeypatch.setattr(scheduler, "job_fields", Mock(side_effect=[*preempted, *ended]))
     monkeypatch.setattr(os, "kill", killed := Mock())
     pack = StepsJob(str(tmp_path), [], "s/r", LauncherConfig())
     pack.__dict__["worker"] = worker = Mock()
@@ -333,8 +335,8 @@ def queued_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamesp
     """A submission to a store for which job 1 computes a pass in two parts; and the arrays that are
     added to it."""
     store = Store(tmp_path).create()
-    with begin(store, "study", []) as run:
-        run.add([replace(submitted("1", ""), steps=(pass_in_parts(2)[-1].id,))])
+    with create_run(store, "study", []) as run:
+        run.add_jobs([replace(submitted("1", ""), steps=(pass_in_parts(2)[-1].id,))])
     monkeypatch.setattr(scheduler, "time_limits", dict)
     monkeypatch.setattr(scheduler, "longest_array", lambda: 9)
     arrays = list[Array]()
@@ -389,7 +391,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr("moe_lab.study.store.VISIBLE_AFTER", 0.0)
-    with begin(store, "study", []) as run:
+    with create_run(store, "study", []) as run:
         name = str(run.folder.relative_to(tmp_path / "runs"))
     job = StepsJob(
         str(tmp_path),
@@ -422,7 +424,7 @@ def merge() -> Step:
 
 
 def test_parts_of_a_pass_are_an_array_before_their_merge(merge: Step) -> None:
-    arrays = arrange([*merge.merged_steps, merge], gpus, SETTINGS)
+    arrays = divide_into_arrays([*merge.merged_steps, merge], gpus, SETTINGS)
     packs_of_parts = [[part] for part in merge.merged_steps]
     assert [array.jobs for array in arrays] == [packs_of_parts, [[merge]]]
 

@@ -431,7 +431,7 @@ def test_a_hanging_squeue_is_reported(
 ) -> None:
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 100\n")
     monkeypatch.setenv("PATH", fake_slurm["PATH"])
-    monkeypatch.setattr(scheduler, "LIMIT", 0.1)
+    monkeypatch.setattr(scheduler, "ANSWER_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"squeue has not answered for 0\.1 s"):
         scheduler.queue()
 

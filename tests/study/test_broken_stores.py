@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, aimer_study: StudyRequest
         patch.setattr(Worker, "hook", fail_evaluation)
         assert start(store, aimer_study) == 1
     (only_run,) = runs(Store(store).create(), STUDY)
-    only_run.add([SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())])
+    only_run.add_jobs([SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())])
     return store
 
 
@@ -464,14 +464,16 @@ def unlogged(tracked_study: StudyRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A tracker without network, a store with a study that it could not log, and a failed job that
     was to write its record."""
     monkeypatch.setattr("moe_lab.study.slurm.scheduler.queue", lambda _: {})
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.job_state", lambda _: {"JobState": "FAILED"})
+    monkeypatch.setattr(
+        "moe_lab.study.slurm.scheduler.job_fields", lambda _: {"JobState": "FAILED"}
+    )
     log = Mock(side_effect=UserError("no network"))
     monkeypatch.setattr("moe_lab.study.tracker.log", log)
     store = tmp_path / "store"
     with pytest.raises(UserError):
         start(store, tracked_study)
     record_job = SubmittedJob("8", "8", "study.record", "record", (), ())
-    runs(Store(store).create(), STUDY)[0].add([record_job])
+    runs(Store(store).create(), STUDY)[0].add_jobs([record_job])
     return log
 
 

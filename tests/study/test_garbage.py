@@ -21,7 +21,7 @@ from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, find_garbage, gc
 from moe_lab.study.graph import build
-from moe_lab.study.runs import SubmittedJob, begin, runs, steps_of_active_runs
+from moe_lab.study.runs import SubmittedJob, create_run, runs, steps_of_active_runs
 from moe_lab.study.slurm import jobs as slurm_jobs
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import QueuedJob
@@ -180,7 +180,7 @@ def killed_step(root: Path) -> Step:
     Store(root).create()
     run_until_killed(f"""
         store, step = Store({str(root)!r}), Example(number=1)
-        with begin(store, "study", [step]), store.claim(step) as scratch:
+        with create_run(store, "study", [step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             store.partial(step).mkdir(parents=True)
             (store.partial(step) / "half.txt").write_text("half")
@@ -324,7 +324,9 @@ def test_a_store_works_after_a_killed_gc(
 def test_gc_frees_nothing_while_a_document_is_damaged(
     replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs(Store(replaced), STUDY)[-1].add([SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())])
+    runs(Store(replaced), STUDY)[-1].add_jobs(
+        [SubmittedJob("1", "1", "study.plan", "plan", ("x",), ())]
+    )
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
     steps_before = finished(replaced)
@@ -344,7 +346,7 @@ def test_gc_keeps_steps_of_queued_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = runs(Store(replaced), STUDY)[0]
-    first.add([SubmittedJob("7", "7", "study.plan", "plan", (), ())])
+    first.add_jobs([SubmittedJob("7", "7", "study.plan", "plan", (), ())])
     queue = {"7": QueuedJob("7", "study.plan", "PENDING", "Dependency", "0:00")}
     monkeypatch.setattr(scheduler, "queue", lambda *_: queue)
     assert garbage_in(replaced) == set()
@@ -360,11 +362,11 @@ def test_partial_run_records_of_a_killed_command_are_removed(
 ) -> None:
     store = Store(tmp_path).create()
     partial_record = ".run.json.0123abcd"
-    with begin(store, STUDY, []) as killed_run:
+    with create_run(store, STUDY, []) as killed_run:
         (killed_run.folder / partial_record).touch()
-    with begin(store, STUDY, []) as live_run:
+    with create_run(store, STUDY, []) as live_run:
         (live_run.folder / partial_record).touch()
-        with begin(store, STUDY, []):
+        with create_run(store, STUDY, []):
             assert not (killed_run.folder / partial_record).exists()
             assert (live_run.folder / partial_record).exists()
 
@@ -375,7 +377,7 @@ def unrecorded_run(root: Path, aimer_study: StudyRequest) -> str:
     cells."""
     store = Store(root).create()
     needed = list(steps(aimer_study).values())
-    with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
+    with create_run(store, STUDY, needed) as run, create_run(store, STUDY, []) as later:
         name = str(run.folder.relative_to(root / "runs"))
     write_sealed(
         later.folder / "record.json",

@@ -25,7 +25,7 @@ from moe_lab.results import DIGITS
 from moe_lab.study import packing, record
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
-from moe_lab.study.runs import begin
+from moe_lab.study.runs import create_run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files
@@ -262,7 +262,7 @@ def test_a_changed_row_of_a_pack_is_refused(store: Store, file: str, change: str
     packs_in.cache_clear()
     with pytest.raises((Damaged, FileNotFoundError), match=file):
         Store(store.root).content(steps[1].folder, "result.json")
-    with begin(store, STUDY, steps):
+    with create_run(store, STUDY, steps):
         pass
     assert study_command(store.root, "verify", STUDY) == 1
     assert study_command(store.root, "verify", STUDY) == 0
@@ -311,7 +311,7 @@ def test_a_pack_that_cannot_be_read_is_set_aside(
 def test_gc_frees_steps_in_packs(store: Store) -> None:
     """A step that is needed keeps its inputs."""
     steps = packed(store, range(10))
-    with begin(store, STUDY, steps[4:5]):
+    with create_run(store, STUDY, steps[4:5]):
         assert gc(store) == 0
         assert store.finished_ids(steps) == {step.id for step in steps}
         for _ in range(2):  # the second time in the pack that replaced the first

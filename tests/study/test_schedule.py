@@ -36,13 +36,13 @@ from moe_lab.study import run as running
 from moe_lab.study.graph import Graph
 from moe_lab.study.provenance import error_document
 from moe_lab.study.resources import GIB, Resources
-from moe_lab.study.runs import RECORD, SubmittedJob, begin
+from moe_lab.study.runs import RECORD, SubmittedJob, create_run
 from moe_lab.study.schedule import (
     InProcessExecutor,
     Schedule,
     StepError,
     WorkerProcess,
-    overview,
+    progress_line,
     recall_failures,
     work,
 )
@@ -431,7 +431,7 @@ def test_status_shows_missing_steps_of_a_killed_command(tmp_path: Path, study: S
     store = Store(tmp_path).create()
     steps = [Example()]
     process = ExitStack()
-    process.enter_context(begin(store, STUDY, steps))
+    process.enter_context(create_run(store, STUDY, steps))
     assert cells(study("status", tmp_path))["step"][0] == "pending"
     process.close()
     output = study("status", tmp_path)
@@ -444,51 +444,53 @@ def unfinished(tmp_path: Path) -> tuple[Store, list[Step]]:
     """A study of three steps, of which one failed, and whose jobs 7 and 8 are gone."""
     store = Store(tmp_path).create()
     steps: list[Step] = [Example("k", str(number), number) for number in range(3)]
-    with begin(store, STUDY, steps) as run:
+    with create_run(store, STUDY, steps) as run:
         record_job = SubmittedJob("8", "8", "s.record", RECORD, [], [])
-        run.add([SubmittedJob("7", "7", "s.k", "k", [step.id for step in steps], []), record_job])
+        run.add_jobs(
+            [SubmittedJob("7", "7", "s.k", "k", [step.id for step in steps], []), record_job]
+        )
     store.fail(steps[0], {"message": "it broke"})
     return store, steps
 
 
 @pytest.fixture
-def job_state(monkeypatch: pytest.MonkeyPatch) -> Mock:
+def job_fields(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """An empty queue, and a scontrol that cannot be run."""
     state = Mock(side_effect=UserError("no scontrol"))
-    monkeypatch.setattr(scheduler, "job_state", state)
+    monkeypatch.setattr(scheduler, "job_fields", state)
     monkeypatch.setattr(scheduler, "queue", lambda _: {})
     return state
 
 
 def test_why_shows_errors_of_steps_whose_jobs_are_gone(
-    unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study, job_state: Mock
+    unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study, job_fields: Mock
 ) -> None:
     output = study("why", tmp_path)
     assert "it broke" in output
     assert "and 1 more: missing: job 7 is gone" in output
     assert "record: missing" in output
-    assert [call.args for call in job_state.call_args_list] == [("7",), ("8",)]
+    assert [call.args for call in job_fields.call_args_list] == [("7",), ("8",)]
 
 
-@pytest.mark.usefixtures("job_state")
+@pytest.mark.usefixtures("job_fields")
 def test_a_record_is_not_missing_while_a_run_will_write_it(
     unfinished: tuple[Store, list[Step]], tmp_path: Path, study: Study
 ) -> None:
     store, steps = unfinished
-    with begin(store, STUDY, steps):
+    with create_run(store, STUDY, steps):
         assert "record" not in study("why", tmp_path)
 
 
 @pytest.mark.usefixtures("unfinished")
 def test_commands_work_without_an_answer_of_the_scheduler(
-    tmp_path: Path, study: Study, job_state: Mock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, study: Study, job_fields: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only `cancel` needs the scheduler."""
     monkeypatch.setattr(scheduler, "queue", Mock(side_effect=UserError("squeue has not answered")))
     output = study("why", tmp_path)
     assert "it broke" in output
     assert "squeue has not answered" in output
-    assert not job_state.called
+    assert not job_fields.called
     assert "ended" not in study("status", tmp_path)
     assert study_command(tmp_path, "cancel", STUDY) == 2
 
@@ -632,7 +634,7 @@ class SimulatedRun:
             (self.store.partial(step) / progress.NAME).write_text(document)
 
     def overview_text(self, seconds: float | None = None) -> str:
-        return overview(self.schedule, self.store, lambda step: seconds, self.workers)
+        return progress_line(self.schedule, self.store, lambda step: seconds, self.workers)
 
     def minutes(self) -> float:
         return float(self.overview_text().rpartition("about ")[2].partition(" min left")[0])

@@ -19,7 +19,7 @@ from moe_lab.paths import private_cache
 from moe_lab.study import integrity, other_stores, packing
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
-from moe_lab.study.runs import begin
+from moe_lab.study.runs import create_run
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -189,7 +189,7 @@ def test_both_folders_of_a_step_are_kept_while_it_is_needed(
     store: Store, two_labels: tuple[list[Step], list[Path]]
 ) -> None:
     steps, folders = two_labels
-    with begin(store, "study", steps[:1]):
+    with create_run(store, "study", steps[:1]):
         assert study_command(store.root, "gc", "apply=true") == 0
         assert all(folder.exists() for folder in folders)
     shutil.rmtree(store.root / "runs")
@@ -367,7 +367,7 @@ def verified(store: Store, capsys: pytest.CaptureFixture[str]) -> list[Step]:
     steps: list[Step] = [Example(name=f"number{number}", number=number) for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
-    with begin(store, "mine", steps):
+    with create_run(store, "mine", steps):
         pass
     assert study_command(store.root, "verify", "mine") == 0
     assert "all 2 finished steps" in capsys.readouterr().out
@@ -402,7 +402,7 @@ def killed_run(store: Store) -> None:
         store = Store({str(store.root)!r})
         step = Example()
         other = Example(number=1)
-        with begin(store, "study", [step]), store.claim(other), store.claim(step) as scratch:
+        with create_run(store, "study", [step]), store.claim(other), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
@@ -422,7 +422,7 @@ def test_claims_of_a_killed_run_are_removed_by_the_next_run(store: Store) -> Non
     publish(store, Example())
     claims = store.root / "claims"
     assert len(list(claims.iterdir())) == 2, "of the run and of the second step"
-    with begin(store, "another", []):
+    with create_run(store, "another", []):
         assert len(list(claims.iterdir())) == 1, "its own"
     assert not list(claims.iterdir())
 
@@ -481,7 +481,7 @@ def count_done(root: Path, *steps: Step) -> int:
     """How many of the steps were not there and are done in a run."""
     store = Store(root).create()
     count = 0
-    with begin(store, "study", steps):
+    with create_run(store, "study", steps):
         for step in steps:
             with store.claim(step) as scratch:
                 if scratch is not None:

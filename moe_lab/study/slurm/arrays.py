@@ -92,7 +92,7 @@ class Array:
     jobs: Sequence[JobSteps]
 
 
-def arrange(
+def divide_into_arrays(
     steps: Sequence[Step],
     resources_of: Callable[[Sequence[Step]], Mapping[str, Any]],
     settings: LauncherConfig,

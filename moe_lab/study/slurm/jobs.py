@@ -86,7 +86,7 @@ class StepsJob:
         state before the exit; if the job was cancelled, the exit is immediate."""
         state: dict[str, str] = {}
         with suppress(UserError):
-            state = scheduler.job_state(str(own_job()), limit=5.0)
+            state = scheduler.job_fields(str(own_job()), limit=5.0)
         if state.get("JobState", "RUNNING") == "RUNNING":
             os.kill(os.getpid(), signal.SIGUSR2)
             return

@@ -42,7 +42,7 @@ NEVER_REASON = "DependencyNeverSatisfied"
 IDS_PER_CALL = 500
 """Maximum number of job ids in one call of scancel, since the length of a command line is
 limited."""
-LIMIT = 120
+ANSWER_SECONDS = 120
 """Seconds in which a Slurm command must answer."""
 SLURM_PREFIXES = (
     "SLURM_",
@@ -87,7 +87,7 @@ def queue(users: Iterable[int] = ()) -> dict[str, QueuedJob]:
     jobs = {}
     for user in {os.getuid(), *users}:
         # %i id, %T state, %r reason, %M elapsed time, %j name
-        rows = ROW.findall(run_command(*command, f"--user={user}"))
+        rows = ROW.findall(command_output(*command, f"--user={user}"))
         for job_id, state, reason, elapsed, name in rows:
             # squeue still lists ended jobs for a while
             has_ended = state in ENDED_STATES and (state, reason, elapsed) != REQUEUED_STATE
@@ -101,10 +101,10 @@ ROW = re.compile(r"^(\d[\d_+]*)\|([A-Z_]+)\|([^|\n]*)\|([^|\n]*)\|(.*)", re.MULT
 match are the rest of a job's name, which may contain newlines."""
 
 
-def jobs_from(folder: Path) -> set[str]:
+def job_ids_from(folder: Path) -> set[str]:
     """Ids of jobs and arrays of this user whose scripts are in `folder`."""
     # %F id of the array or job, %o path of the script
-    output = run_command("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
+    output = command_output("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
     job_ids = set()
     for line in output.splitlines():
         job_id, _, script = line.partition("|")
@@ -119,7 +119,7 @@ def longest_array() -> int:
     MAX_ARRAY_TASKS."""
     limits = re.findall(
         r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)",
-        run_command("scontrol", "show", "config"),
+        command_output("scontrol", "show", "config"),
         re.M,
     )
     return max(1, min(map(int, limits), default=MAX_ARRAY_TASKS))
@@ -129,7 +129,7 @@ def time_limits() -> dict[str, float]:
     """Partition -> time limit in minutes; inf for a partition without a limit. The key "" stands
     for the default partition, which sinfo marks with an asterisk."""
     limits = {}
-    for line in run_command("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
+    for line in command_output("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
         partition, limit = line.split("|")
         name = partition.removesuffix("*")
         limits[name] = minutes(limit)
@@ -166,15 +166,15 @@ def cancel(jobs: Iterable[str]) -> None:
         raise UserError(f"launcher=slurm: some jobs are not cancelled, scancel says: {errors[0]}")
 
 
-def job_state(job: str, limit: float | None = None) -> dict[str, str]:
+def job_fields(job: str, limit: float | None = None) -> dict[str, str]:
     """All that Slurm states about a job: name of a field, such as JobState -> value. {} for a job
     that Slurm has forgotten. By default Slurm forgets a job five minutes after the job's end
-    (MinJobAge). `limit`: seconds in which Slurm must answer; None for LIMIT."""
+    (MinJobAge). `limit`: seconds in which Slurm must answer; None for ANSWER_SECONDS."""
     answer = _run("scontrol", "--oneliner", "show", "job", job, limit=limit)
     return dict(item.split("=", 1) for item in answer.stdout.split() if "=" in item)
 
 
-def run_command(*command: str) -> str:
+def command_output(*command: str) -> str:
     """Output of a Slurm command. Raises UserError, with the command's error message, when the
     command fails."""
     answer = _run(*command)
@@ -186,8 +186,8 @@ def run_command(*command: str) -> str:
 def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command, and return the exit code and the output, also when the command fails.
     Raises UserError when the command cannot be started or takes longer than `limit` seconds. If
-    `limit` is None, it is LIMIT."""
-    limit = LIMIT if limit is None else limit
+    `limit` is None, it is ANSWER_SECONDS."""
+    limit = ANSWER_SECONDS if limit is None else limit
     # if a folder in PATH may not be read, `which` finds the program, and `subprocess` does not
     program = shutil.which(command[0])
     problem = f"there is no {command[0]} here"

@@ -36,7 +36,7 @@ from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import (
     Array,
-    arrange,
+    divide_into_arrays,
     is_for_gpus,
     job_options,
     job_resources,
@@ -59,7 +59,7 @@ RECORD_MEMORY = 4
 # `timeout` limits how long sbatch may take. The class is patched, since submitit creates further
 # executors for arrays.
 SlurmExecutor._make_submission_command = lambda _, script: [  # type: ignore[assignment]
-    *("timeout", "--verbose", str(scheduler.LIMIT), "sbatch", str(script))
+    *("timeout", "--verbose", str(scheduler.ANSWER_SECONDS), "sbatch", str(script))
 ]
 
 
@@ -75,7 +75,7 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
             if run.logs.exists():
                 scheduler.cancel({job.array for job in run.jobs})
                 # `run.jobs` lacks jobs whose submission sbatch could not confirm
-                scheduler.cancel(scheduler.jobs_from(run.logs.absolute()))
+                scheduler.cancel(scheduler.job_ids_from(run.logs.absolute()))
         except UserError as failure:
             raise UserError(
                 f"{str(error) or 'interrupted'}; jobs may remain in the queue: {failure}"
@@ -126,7 +126,7 @@ def _submit_missing(schedule: Schedule, submission: Submission, *, may_repeat: b
         seconds=seconds_estimator(store),
         time_limits=scheduler.time_limits(),
     )
-    arrays = arrange(new_steps, resources_of, config.launcher, scheduler.longest_array())
+    arrays = divide_into_arrays(new_steps, resources_of, config.launcher, scheduler.longest_array())
     signal_seconds = config.launcher.signal_seconds
     for array in arrays:
         if array.resources["minutes"] * 60 <= signal_seconds + EARLY_SECONDS:
@@ -242,7 +242,7 @@ class Submission:
                 f"{scheduler.advice(message, kind)}"
             ) from None
         array = ids[0].partition("_")[0]  # the id of a job is ARRAY_TASK
-        self.run.add(
+        self.run.add_jobs(
             SubmittedJob(job, array, name, kind, tuple(step.id for step in job_steps), after)
             for job, job_steps in zip(ids, steps, strict=True)
         )
@@ -266,7 +266,7 @@ class Submission:
             retries += 1
         if retries:
             confirmed_arrays = {ids[0].partition("_")[0], *(job.array for job in self.run.jobs)}
-            scheduler.cancel(scheduler.jobs_from(self.run.logs.absolute()) - confirmed_arrays)
+            scheduler.cancel(scheduler.job_ids_from(self.run.logs.absolute()) - confirmed_arrays)
         return ids
 
 
@@ -362,10 +362,10 @@ FOLDERS = ("moe_lab", "analysis", "conf")
 """Folders of the repository that jobs need."""
 
 
-def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
-    """Copy the present code and plugins to a folder in `jobs`/code, unless `jobs`/code already has
-    a copy of the same code. Returns the path of start.py in the copy. `jobs`: folder for files of
-    jobs. `modules`: names of plugins.
+def copy_code(jobs_folder: Path, modules: Iterable[str] = ()) -> Path:
+    """Copy the present code and plugins to a folder in `jobs_folder`/code, unless
+    `jobs_folder`/code already has a copy of the same code. Returns the path of start.py in the
+    copy. `jobs_folder`: folder for files of jobs. `modules`: names of plugins.
 
     Jobs and the processes that they start run the copy. Edits and updates of the code while jobs
     wait in the queue then do not change the jobs.
@@ -382,7 +382,9 @@ def copy_code(jobs: Path, modules: Iterable[str] = ()) -> Path:
         if path.is_file() and "__pycache__" not in file.parts
     }
     digests = {str(file): sha256(path.read_bytes()).hexdigest() for file, path in originals.items()}
-    folder = jobs.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
+    folder = (
+        jobs_folder.absolute() / "code" / digest({"state": code_state(), "files": digests})[:12]
+    )
     if not folder.exists():
         scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
         for file, path in originals.items():

@@ -57,11 +57,11 @@ _MODELS = Models()
 """The models of a worker process."""
 
 
-def perform_pickled(work: str) -> dict[str, Any]:
-    """Do a step in this worker process. `work`: the pickled pair (step, `Files`), in base64.
-    Returns the error document if the step failed, else {}. All output of the process is appended to
-    the log of the step, and an empty log is deleted."""
-    step, files = pickle.loads(b64decode(work))
+def perform_pickled(pickled_step: str) -> dict[str, Any]:
+    """Do a step in this worker process. `pickled_step`: the pickled pair (step, `Files`), in
+    base64. Returns the error document if the step failed, else {}. All output of the process is
+    appended to the log of the step, and an empty log is deleted."""
+    step, files = pickle.loads(b64decode(pickled_step))
     files = replace(files, models=_MODELS)
     with suppress(OSError):
         # parents are not created: a store that was deleted must not appear again
