@@ -45,7 +45,7 @@ from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import make_plan
-from moe_lab.recovery.apply import pruned, recovered, storage
+from moe_lab.recovery.apply import pruned, recovered, storage_bytes
 from moe_lab.recovery.dora import attach
 from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune, trained_routers
 from moe_lab.recovery.merge_fit import fit
@@ -214,7 +214,7 @@ def _print_score(model: Any, tokenizer: Any, limit: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = evaluate(LoadedModel(model, tokenizer), benchmark, Path(folder), policy=Policy())
     result = results[0]
-    sizes = storage(model)
+    sizes = storage_bytes(model)
     print(
         f"word problems {result['score']:.3f} of {result['n']}, experts {sizes['experts']:9,} "
         f"bytes, all {sizes['total']:9,} bytes",

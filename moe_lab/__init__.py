@@ -358,7 +358,7 @@ def plan(
     from moe_lab.allocation import check_evidence, protection
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
-    from moe_lab.pruning.selection import plan_from_scores, ties
+    from moe_lab.pruning.selection import count_ties, plan_from_scores
 
     statistics = statistics or scores.attrs.get("statistics")
     if statistics is None:
@@ -385,11 +385,11 @@ def plan(
     plan = plan_from_scores(
         settings, values, facts["layers"], statistics.sums, provenance=provenance
     )
-    if abs(plan.removed - ratio) > ROUNDED:
+    if abs(plan.removed_share - ratio) > ROUNDED:
         warnings.warn(
-            f"plan: ratio={ratio:g} is rounded: {plan.removed:.3g} is removed", stacklevel=2
+            f"plan: ratio={ratio:g} is rounded: {plan.removed_share:.3g} is removed", stacklevel=2
         )
-    if tie_counts := ties(plan, values, facts["layers"]):
+    if tie_counts := count_ties(plan, values, facts["layers"]):
         warnings.warn(
             f"plan: {sum(tie_counts.values())} scores in {len(tie_counts)} layers are equal at the "
             "cut, where the lowest ids are dropped",

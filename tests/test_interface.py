@@ -187,7 +187,7 @@ def test_dropped_experts_can_be_replaced(replacement: str, replacing: Any) -> No
     plan = moe_lab.plan(scores, 0.5, replacement=replacement)
     for layer in plan.layers.values():
         constants = layer.null_experts if replacement == "mean_output" else []
-        assert len(layer.merged_away) + len(constants) == 16
+        assert len(layer.merged_members) + len(constants) == 16
         assert len(layer.retained) == (16 if replacement == "ream" else 32)
     for need in {*REPLACEMENTS[replacement]} - {"statistics"}:
         fewer = replace(
@@ -274,7 +274,7 @@ def test_an_allocation_reads_the_statistics_of_the_scores(
     plan = moe_lab.plan(scores, 0.5, "coverage")
     assert plan.has_channels
     assert list(scores) == ["layer", "expert", "channel", "score"]
-    assert plan.removed == pytest.approx(0.5, abs=0.01)
+    assert plan.removed_share == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class LayerForm:
     """(N, H) for packed experts: constant outputs of the N null experts; None: 0."""
 
     @property
-    def changed(self) -> bool:
+    def has_computed_experts(self) -> bool:
         """Whether any stored expert is neither zeros nor a copy of a whole source expert."""
         return any(expert.members and expert.copied is None for expert in self.stored)
 
@@ -78,7 +78,7 @@ def replacement_error(shape: str) -> UserError:
     )
 
 
-def is_stock(widths: Sequence[int], element_size: int) -> bool:
+def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
     """Whether a family's own module can hold experts of these `widths`. The widths must be equal
     and not 0, and the bytes of a row of down (`width * element_size`) must be a multiple of
     KERNEL_BYTES."""
@@ -91,7 +91,7 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:  # no channel is dropped
         return _stacked_form(layer, layer.width)
-    if is_stock(widths, element_size):
+    if fits_family_module(widths, element_size):
         return _stacked_form(layer, widths[0])
     stored = tuple(
         layer.stored_expert(expert, width)

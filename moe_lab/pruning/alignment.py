@@ -67,7 +67,7 @@ def match_channels(
     with its owner's channels has the least total cost. `cost(owner, member)` (I, I): entry (i, j)
     is the cost of adding channel j of expert `member` to channel i of expert `owner`."""
     orders = []
-    for member in plan.merged_away:
+    for member in plan.merged_members:
         costs = cost(plan.owners[member], member).double().cpu().numpy()
         _, order = linear_sum_assignment(costs)
         orders.append(order)

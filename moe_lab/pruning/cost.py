@@ -34,11 +34,12 @@ SCALE_BLOCK = 256
 def cost(
     model: PreTrainedModel,
     pruned: PreTrainedModel,
-    row: Mapping[str, float],
+    unpruned_flops: Mapping[str, float],
     routing: Routing,
     **options: Any,
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of `pruned`, as JSON data: the fields of `size`, and
+    """Parameters, bytes and FLOPs of `pruned`, as JSON data: the fields of `parameters_and_bytes`,
+    and
 
     flops_per_token           FLOPs per token of `pruned`
     flops_by_part             name of a part (PARTS) -> FLOPs per token of `pruned`
@@ -46,20 +47,20 @@ def cost(
     flops_ratio               flops_per_token / flops_per_token_unpruned
     flops_saving              1 - flops_ratio
 
-    `pruned` is made from `model`, or is `model` itself. `row`: the result of `row_flops` for
-    `model`; FLOPs of both models are for rows of the length in that call. `routing`: the routing in
-    `pruned`. `options`: further arguments of `size`.
+    `pruned` is made from `model`, or is `model` itself. `unpruned_flops`: the result of `row_flops`
+    for `model`; FLOPs of both models are for rows of the length in that call. `routing`: the
+    routing in `pruned`. `options`: further arguments of `parameters_and_bytes`.
     """
     layers = routed_layers(model)
-    parts = flops_per_token(layers, routed_layers(pruned), row, routing)
+    parts = flops_per_token(layers, routed_layers(pruned), unpruned_flops, routing)
     total = sum(parts.values())
     unpruned_total = total
     if pruned is not model:
         unpruned = even_routing(layers)
         assert unpruned is not None  # a model with experts of unequal width cannot be pruned
-        unpruned_total = sum(flops_per_token(layers, layers, row, unpruned).values())
+        unpruned_total = sum(flops_per_token(layers, layers, unpruned_flops, unpruned).values())
     return {
-        **size(model, pruned, **options),
+        **parameters_and_bytes(model, pruned, **options),
         "flops_per_token": total,
         "flops_by_part": parts,
         "flops_per_token_unpruned": unpruned_total,
@@ -68,7 +69,7 @@ def cost(
     }
 
 
-def size(
+def parameters_and_bytes(
     model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Parameters and bytes of `pruned`, which is made from `model`. Both models may be on the meta
@@ -196,19 +197,19 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 def flops_per_token(
     unpruned_layers: Sequence[MoELayer],
     pruned_layers: Sequence[MoELayer],
-    row: Mapping[str, float],
+    unpruned_flops: Mapping[str, float],
     routing: Routing,
 ) -> dict[str, float]:
     """Name of a part (PARTS) -> FLOPs per token, for a model whose `unpruned_layers` are pruned to
-    `pruned_layers`. `row`: the result of `row_flops` for the unpruned model. `routing`: the routing
-    in the pruned model, over whose tokens the FLOPs of experts are averaged."""
+    `pruned_layers`. `unpruned_flops`: the result of `row_flops` for the unpruned model. `routing`:
+    the routing in the pruned model, over whose tokens the FLOPs of experts are averaged."""
     # each weight multiplies and adds once for each token: 2 FLOPs
     expert_flops = 0
     for layer in pruned_layers:
         expert_flops += 2 * channel_parameters(layer) * routing.channels[layer.index]
     dropped_weights = _router_weights(unpruned_layers) - _router_weights(pruned_layers)
-    router = row["router"] - 2 * dropped_weights
-    return {**row, "router": router, "experts": expert_flops / routing.tokens}
+    router = unpruned_flops["router"] - 2 * dropped_weights
+    return {**unpruned_flops, "router": router, "experts": expert_flops / routing.tokens}
 
 
 def _router_weights(layers: Sequence[MoELayer]) -> int:

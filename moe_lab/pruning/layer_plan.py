@@ -111,7 +111,7 @@ class LayerPlan:
     have no channels. Tokens that are routed to any retained member are computed with the owner, and
     the gates add up. No token is routed to a member that is not retained."""
     alignment: Alignment | None = None
-    """For each expert of `merged_away`, the channel that is added to each channel of its owner.
+    """For each expert of `merged_members`, the channel that is added to each channel of its owner.
     None: channel i is added to channel i."""
 
     @property
@@ -137,7 +137,7 @@ class LayerPlan:
         return None if positions == tuple(range(len(self.retained))) else positions
 
     @cached_property
-    def merged_away(self) -> tuple[int, ...]:
+    def merged_members(self) -> tuple[int, ...]:
         """Ids of the experts that are merged into another expert, ascending."""
         return tuple(expert for expert, owner in enumerate(self.owners) if owner != expert)
 
@@ -196,7 +196,7 @@ class LayerPlan:
         for expert, weight in sorted(self.merged[owner].items()):
             channels = None
             if self.alignment is not None and expert != owner:
-                channels = self.alignment[self.merged_away.index(expert)].astype(numpy.intp)
+                channels = self.alignment[self.merged_members.index(expert)].astype(numpy.intp)
             yield Member(expert, weight, channels)
 
     def masked_expert(self, expert: int) -> StoredExpert:

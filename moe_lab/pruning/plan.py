@@ -124,7 +124,7 @@ class Plan:
         return any(layer.owner_positions for layer in self.layers.values() if layer.merged)
 
     @property
-    def removed(self) -> float:
+    def removed_share(self) -> float:
         """Share of the experts that are not retained. In a plan of channels, the share of the
         channels of all experts that are not retained."""
         retained = 0
@@ -249,15 +249,15 @@ class Plan:
         return cls.read(lambda suffix: files[suffix].read_bytes(), str(path))
 
     @classmethod
-    def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
-        """The plan from the contents of its files. `read(suffix)` returns the content of the file
-        with the suffix ".json" or ".npz". `path`: path of the plan for error messages. UserError
-        as in `load`."""
+    def read(cls, read_file: Callable[[str], bytes], path: str) -> Plan:
+        """The plan from the contents of its files. `read_file(suffix)` returns the content of the
+        file with the suffix ".json" or ".npz". `path`: path of the plan for error messages.
+        UserError as in `load`."""
         try:
-            content = json.loads(read(".json"))
+            content = json.loads(read_file(".json"))
             if content["schema"] != SCHEMA:
                 raise UserError(f"schema={content['schema']}, expected {SCHEMA}")
-            layers = _read_layers(content["layers"], read)
+            layers = _read_layers(content["layers"], read_file)
             has_merged = any(layer.merged for layer in layers.values())
             plan = cls(
                 layers, content.get("provenance", {}), content["aligned"] if has_merged else True
@@ -290,17 +290,20 @@ class Plan:
 
 
 def _read_layers(
-    documents: Mapping[str, Any], read: Callable[[str], bytes]
+    documents: Mapping[str, Any], read_file: Callable[[str], bytes]
 ) -> dict[int, LayerPlan]:
     """Layer number -> plan of the layer. `documents`: the field `layers` of plan.json, layer number
-    -> JSON of the layer. `read`: as in `Plan.read`. plan.npz is only read if a layer has arrays."""
+    -> JSON of the layer. `read_file`: as in `Plan.read`. plan.npz is only read if a layer has
+    arrays."""
     layers = {}
     with ExitStack() as stack:
         npz: Any = None
         for number, document in documents.items():
             array_names = [name for name in ARRAYS if name in document]
             if array_names and npz is None:
-                npz = stack.enter_context(numpy.load(io.BytesIO(read(".npz")), allow_pickle=False))
+                npz = stack.enter_context(
+                    numpy.load(io.BytesIO(read_file(".npz")), allow_pickle=False)
+                )
             layers[int(number)] = LayerPlan.from_json(
                 document, {name: npz[f"{number}.{name}"] for name in array_names}
             )

@@ -29,11 +29,11 @@ def prune(model: Model, plan: Plan) -> Model:
     copy shares all other weights with `model`, and is on the meta device if `model` is.
 
     A layer keeps the experts module of its family if this module can hold the retained channels
-    (see `is_stock`). In other layers, RaggedExperts replaces this module. If all layers retain
-    equally many experts with all channels, the configuration gets the new number of experts, and
-    `save_pretrained` writes a stock checkpoint. All other models have to be written by `export`.
-    UserError when the plan does not fit the model, when it is not aligned, and when weights are
-    offloaded.
+    (see `fits_family_module`). In other layers, RaggedExperts replaces this module. If all layers
+    retain equally many experts with all channels, the configuration gets the new number of experts,
+    and `save_pretrained` writes a stock checkpoint. All other models have to be written by
+    `export`. UserError when the plan does not fit the model, when it is not aligned, and when
+    weights are offloaded.
     """
     layers = moe_layers(model)
     plan.check_model(layers)
@@ -50,7 +50,7 @@ def prune(model: Model, plan: Plan) -> Model:
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
         layer_form = form[layer.index]
-        install(layer, layer_form)
+        prune_experts(layer, layer_form)
         slice_router(layer, layer_form.experts)
     _update_config(pruned)
     return pruned
@@ -87,7 +87,7 @@ def share_copy(model: Model) -> Model:
     return copy.deepcopy(model, shared)  # the memo: deepcopy takes tensors from it
 
 
-def install(layer: MoELayer, form: LayerForm) -> None:
+def prune_experts(layer: MoELayer, form: LayerForm) -> None:
     """Replace the experts of `layer` by the experts of `form`. Packed experts need a new module;
     stacked experts are new stacks in the module that the layer already has."""
     if form.widths is not None:  # packed
@@ -95,7 +95,7 @@ def install(layer: MoELayer, form: LayerForm) -> None:
         return
     experts: Any = layer.experts
     stacks: dict[str, torch.Tensor]
-    if form.changed:  # some experts are merged, or lose channels
+    if form.has_computed_experts:  # some experts are merged, or lose channels
         stacks = {name: _restack(layer, form, name) for name in layer.family.stacks}
     else:  # all experts are copies: slice all parameters, also those that moe_lab does not know
         ids = torch.tensor([expert.copied for expert in form.stored])
@@ -122,7 +122,7 @@ def _restack(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
         shape[axes.channels] = form.width * len(axes.roles)
     new_stack = stack.detach().new_empty(shape)
     for tensor, stored in zip(new_stack, form.stored, strict=True):
-        fill(split(tensor, axes), stored, layer)
+        write_expert(split(tensor, axes), stored, layer)
     return nn.Parameter(new_stack, stack.requires_grad)
 
 
@@ -134,13 +134,13 @@ def _pack_experts(layer: MoELayer, form: LayerForm) -> RaggedExperts:
     with torch.no_grad():
         for position, stored in enumerate(form.stored):
             gate_up, down = packed.weights(position)
-            fill({**split(gate_up, GATE_UP), "down": down}, stored, layer)
+            write_expert({**split(gate_up, GATE_UP), "down": down}, stored, layer)
         if packed.constants is not None:
             packed.constants.copy_(torch.from_numpy(form.constants))
     return packed
 
 
-def fill(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELayer) -> None:
+def write_expert(views: Mapping[str, torch.Tensor], stored: StoredExpert, layer: MoELayer) -> None:
     """Write the weights of one stored expert into `views`: role -> view (W, H) with channels as
     rows. `layer`: the layer of the source experts, of which the stored expert is a weighted sum."""
     # source expert -> role -> projection
@@ -169,7 +169,7 @@ def merged_weights(layer: MoELayer, plan: LayerPlan) -> dict[int, dict[str, torc
     merged = {}
     for owner in plan.merged:
         tensors = {name: torch.empty_like(tensor) for name, tensor in layer.tensors(0).items()}
-        fill(layer.family.split(tensors), plan.stored_expert(owner), layer)
+        write_expert(layer.family.split(tensors), plan.stored_expert(owner), layer)
         merged[owner] = tensors
     return merged
 

@@ -21,7 +21,7 @@ from moe_lab.statistics import mean_output
 def plan_from_scores(
     settings: Mapping[str, Any],
     scores: Mapping[int, Any],
-    layers: Routers,
+    routers: Routers,
     evidence: Evidence,
     *,
     provenance: Mapping[str, Any],
@@ -31,33 +31,33 @@ def plan_from_scores(
     `replace_dropped`.
 
     `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,) scores of experts,
-    or (E, I) scores of channels. `layers`: layer -> facts of its router, see `Routers`. `evidence`:
-    the measurements that `allocation.required_evidence(settings)` names. UserError as from
-    `allocation.allocate` and `replace_dropped`.
+    or (E, I) scores of channels. `routers`: layer -> facts of its router, see `Routers`.
+    `evidence`: the measurements that `allocation.required_evidence(settings)` names. UserError as
+    from `allocation.allocate` and `replace_dropped`.
     """
     granularity = allocation.granularity_of(scores)
     # layer -> number of experts to drop, or numbers (E,) of channels to retain
-    amounts = allocation.allocate(settings, layers, scores, evidence)
+    amounts = allocation.allocate(settings, routers, scores, evidence)
     if granularity == "channel":
         zero_expert = allocation.zero_expert(settings)
         return make_channel_plan(
-            scores, amounts, layers, zero_expert=zero_expert, provenance=provenance
+            scores, amounts, routers, zero_expert=zero_expert, provenance=provenance
         )
-    plan = make_plan(scores, amounts, layers, provenance=provenance)
-    return replace_dropped(plan, settings, scores, evidence, layers)
+    plan = make_plan(scores, amounts, routers, provenance=provenance)
+    return replace_dropped(plan, settings, scores, evidence, routers)
 
 
 def make_plan(
     scores: Mapping[int, ArrayLike],
-    remove: Mapping[int, int],
+    n_dropped: Mapping[int, int],
     routers: Routers,
     *,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
+    """The plan that drops, in each layer, the `n_dropped[layer]` experts of lowest score.
 
-    `scores`: layer -> (E,), higher means retain. `remove`: layer -> number of experts to drop. Of
-    experts with equal scores, the lower id is dropped first. Experts that `routers` protects are
+    `scores`: layer -> (E,), higher means retain. `n_dropped`: layer -> number of experts to drop.
+    Of experts with equal scores, the lower id is dropped first. Experts that `routers` protects are
     dropped last. A layer with a group-limited router (`n_group` > 1) loses the same number of
     experts in each group. UserError for scores that are not finite, and for plans that `Plan.check`
     rejects.
@@ -65,7 +65,7 @@ def make_plan(
     layers = {}
     for number in sorted(scores):
         values = _competing_scores(number, scores[number], routers[number])
-        retained = _retained_ids(values, remove[number], routers[number]["n_group"])
+        retained = _retained_ids(values, n_dropped[number], routers[number]["n_group"])
         layers[number] = LayerPlan(len(values), retained)
     plan = Plan(layers, dict(provenance))
     plan.check(routers)
@@ -74,16 +74,17 @@ def make_plan(
 
 def make_channel_plan(
     scores: Mapping[int, NDArray[numpy.float64]],
-    keep: Mapping[int, NDArray[numpy.int64]],
+    n_retained: Mapping[int, NDArray[numpy.int64]],
     routers: Routers,
     *,
     zero_expert: str = "keep_null",
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """The plan that retains, of each expert, the `keep[layer][expert]` channels of highest score.
+    """The plan that retains, of each expert, the `n_retained[layer][expert]` channels of highest
+    score.
 
     `scores`: layer -> (E, I), higher means retain. Of channels with equal scores, the lower number
-    is dropped first. `keep`: layer -> (E,) numbers of channels to retain, from 0 to I.
+    is dropped first. `n_retained`: layer -> (E,) numbers of channels to retain, from 0 to I.
     `zero_expert`: "keep_null" if an expert without channels stays as a null expert, "drop" if it is
     dropped with its router row. UserError if all channels would be dropped; other errors are those
     of `make_plan`.
@@ -91,8 +92,8 @@ def make_channel_plan(
     masks: dict[int, Mask] = {}
     for number in sorted(scores):
         # rank of each channel in its expert; 0 is the lowest score
-        ranks = finite(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
-        masks[number] = ranks >= (ranks.shape[1] - keep[number])[:, None]
+        ranks = finite_scores(number, scores[number]).argsort(axis=1, kind="stable").argsort(axis=1)
+        masks[number] = ranks >= (ranks.shape[1] - n_retained[number])[:, None]
     if not any(mask.any() for mask in masks.values()):
         raise UserError(
             "allocation: retains no channel of any expert, expected at least one: choose a "
@@ -122,7 +123,7 @@ def replace_dropped(
     settings: Mapping[str, Any],
     scores: Mapping[int, ArrayLike],
     evidence: Evidence,
-    layers: Routers,
+    routers: Routers,
 ) -> Plan:
     """A copy of `plan`, a plan of whole experts, in which the dropped experts are replaced as
     settings["replacement"] says. "mean_output": by constants. A name in `grouping.GROUPINGS`: by
@@ -134,13 +135,15 @@ def replace_dropped(
     method = grouping.GROUPINGS.get(name)  # None for mean_output, which merges nothing
     replaced = {}
     for number, layer in plan.layers.items():
-        width = int(layers[number]["width"])
-        protected = layers[number].get("protected", ())
+        width = int(routers[number]["width"])
+        protected = routers[number].get("protected", ())
         sums: dict[str, Any] = {}  # name -> sum over tokens, from all passes that are needed
         for pass_name in grouping.required_passes(name):
             sums |= evidence[pass_name][number]
         if method is None:
-            replaced[number] = replace_by_constants(layer, finite(number, mean_output(sums)), width)
+            replaced[number] = replace_by_constants(
+                layer, finite_scores(number, mean_output(sums)), width
+            )
             continue
         values = numpy.asarray(scores[number], dtype=float)
         groups = grouping.groups(settings, sums, values, layer.retained, protected)
@@ -186,7 +189,7 @@ def merge_experts(
     return LayerPlan(n_experts, retained, channels, merged=merged)
 
 
-def ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
+def count_ties(plan: Plan, scores: Mapping[int, ArrayLike], routers: Routers) -> dict[int, int]:
     """Layer -> number of experts (or channels) with a tied score. A score is tied if a retained
     expert and a dropped expert both have it, so that their ids decided which one is retained.
     Experts are compared within each group of the router, channels within the layer. Layers without
@@ -222,12 +225,12 @@ def _competing_scores(
 ) -> NDArray[numpy.float64]:
     """A copy of the scores of a layer, (E,) or (E, I), in which protected experts have the score
     infinity, so that they are dropped last."""
-    values = finite(layer, scores).copy()
+    values = finite_scores(layer, scores).copy()
     values[list(router.get("protected", ()))] = numpy.inf
     return values
 
 
-def finite(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
+def finite_scores(layer: int, scores: ArrayLike) -> NDArray[numpy.float64]:
     """`scores`, of experts (E,) or of channels (E, I), in fp64. Raises UserError for the first
     score that is not finite."""
     values = numpy.asarray(scores, dtype=numpy.float64)

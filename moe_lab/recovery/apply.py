@@ -81,7 +81,7 @@ def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
 # Below: weights in NF4 with double quantisation. A matrix is dequantised each time it is used.
 
 
-def storage(model: nn.Module) -> dict[str, int]:
+def storage_bytes(model: nn.Module) -> dict[str, int]:
     """Part of `model` (experts, shared_experts, attention, rest, total) -> bytes of the part's
     parameters and buffers. Tensors that share memory count once."""
     sizes = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
@@ -151,12 +151,14 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
     """Name of a stack of weights in an experts module -> a stack of the same shape with the numbers
     to which `quantize` rounds the weights."""
     return {
-        name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
+        name: torch.cat([nf4_rounded(matrix) for matrix in matrices]).view_as(
+            getattr(experts, name)
+        )
         for name, matrices in _matrices(experts).items()
     }
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
+def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
     """A copy of the matrix `weight` with the numbers to which `quantize` rounds the weights."""
     values: torch.Tensor = FourBitMatrix(weight)()
     return values
@@ -165,7 +167,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors by which bitsandbytes stores the matrix `weight` (rows, columns) in NF4, by
     suffix of the weight's name. If the number of columns is a multiple of NF4_BLOCK, the tensors
-    encode the numbers that `rounded` returns."""
+    encode the numbers that `nf4_rounded` returns."""
     packed, state = _to_nf4(weight.detach())
     return {
         "": packed,
@@ -199,7 +201,7 @@ class FourBitMatrix(nn.Module):
         packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
         if not len(flat):
             self.state.offset.zero_()  # the mean of no scales would be NaN
-        # As buffers, the tensors of the state move with the model, and `storage` counts them.
+        # As buffers, the tensors of the state move with the model, and `storage_bytes` counts them.
         self.register_buffer("packed", packed)
         self.register_buffer("scales", self.state.absmax)
         self.register_buffer("nested", self.state.state2.absmax)

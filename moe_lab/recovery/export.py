@@ -16,12 +16,12 @@ from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linear_modules
 from moe_lab.models.streamed import OUTSIDE, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
-from moe_lab.pruning import is_stock
+from moe_lab.pruning import fits_family_module
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_tensors, rounded, rounded_experts
+from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_rounded, nf4_tensors, rounded_experts
 
 
 def recovery_changes(
@@ -72,7 +72,9 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     for number, layer in plan.layers.items():
         if layer.width is None or min(layer.widths) == layer.width:
             continue  # the layer retains all channels, with the width of the files in `source`
-        if is_stock(layer.widths, stored_bytes) != is_stock(layer.widths, dtype.itemsize):
+        if fits_family_module(layer.widths, stored_bytes) != fits_family_module(
+            layer.widths, dtype.itemsize
+        ):
             name = str(dtype).removeprefix("torch.")
             raise UserError(
                 f"export: experts of layer {number} retain {layer.widths[0]} channels, whose rows "
@@ -175,7 +177,7 @@ class _RecoveredTensors:
                     # a fine-tuned weight is written only in 4 bits
                     new_tensors.pop(f"{path}.weight", None)
                 else:
-                    new_tensors[f"{path}.weight"] = rounded(module.weight)
+                    new_tensors[f"{path}.weight"] = nf4_rounded(module.weight)
             plain = to_checkpoint(model, new_tensors)
             # copies, since tensors may be views of weights that are freed with the layer
             return {name: {name: tensor.clone()} for name, tensor in plain.items()} | nf4_by_name

@@ -327,7 +327,7 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     allocation_rule = allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
-    yield from settings.wrong(
+    yield from settings.export_conflicts(
         config.export, cell.model, cell.recovery, granularity, verify=config.verify
     )
     # layers retain unequal numbers of experts, or experts retain unequal numbers of channels

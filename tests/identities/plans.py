@@ -89,7 +89,7 @@ def _constants(layer: MoELayer, plan: LayerPlan, random: numpy.random.Generator)
 
 def _alignment(plan: LayerPlan, random: numpy.random.Generator) -> Any:
     return numpy.array(
-        [random.permutation(plan.width) for _ in plan.merged_away], dtype=numpy.int32
+        [random.permutation(plan.width) for _ in plan.merged_members], dtype=numpy.int32
     )
 
 

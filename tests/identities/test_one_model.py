@@ -29,7 +29,7 @@ from moe_lab.models.families import (
 )
 from moe_lab.models.load import load_model
 from moe_lab.models.streamed import open_streamed
-from moe_lab.pruning.cost import size
+from moe_lab.pruning.cost import parameters_and_bytes
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -126,7 +126,7 @@ def test_the_size_of_a_pruned_model_is_known_without_weights(variants: Variants)
     with torch.device("meta"):
         empty = type(variants.model)(variants.model.config)
     parameters = sum(map(torch.numel, variants.pruned_model.parameters()))
-    assert size(empty, prune(empty, variants.plan))["parameters"] == parameters
+    assert parameters_and_bytes(empty, prune(empty, variants.plan))["parameters"] == parameters
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -45,14 +45,14 @@ from moe_lab.pruning.cost import (
     layered_routing,
     measured_routing,
     nf4_bytes,
+    parameters_and_bytes,
     row_flops,
-    size,
 )
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.apply import quantize, storage
+from moe_lab.recovery.apply import quantize, storage_bytes
 from moe_lab.results import PROFILES, TIMINGS
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
@@ -309,7 +309,7 @@ def test_routed_kept_is_the_share_of_retained_channels(pruned_cost: PrunedCost) 
     model, plan, _, pruned = pruned_cost
     masks = [layer.channels.mean() for layer in plan.layers.values()]
     assert pruned["routed_kept"] == pytest.approx(numpy.mean(masks))
-    assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
+    assert parameters_and_bytes(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
 
 
 def test_nf4_bytes() -> None:
@@ -342,12 +342,12 @@ def test_storage_bytes_are_those_of_quantised_tensors(
     model = tiny.build(name, dtype=torch.bfloat16)
     plan = planned(model, way)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
-    sizes = size(model, pruned, bits=4, modules=modules)
-    loading_bytes = size(model, pruned)["loading_bytes"]
-    unquantised_bytes = storage(pruned)["total"]
+    sizes = parameters_and_bytes(model, pruned, bits=4, modules=modules)
+    loading_bytes = parameters_and_bytes(model, pruned)["loading_bytes"]
+    unquantised_bytes = storage_bytes(pruned)["total"]
     quantize(pruned, modules)
     saved_bytes = sizes["loading_bytes"] - sizes["storage_bytes"]
-    assert saved_bytes == unquantised_bytes - storage(pruned)["total"] > 0
+    assert saved_bytes == unquantised_bytes - storage_bytes(pruned)["total"] > 0
     assert sizes["loading_bytes"] == loading_bytes
 
 

@@ -239,7 +239,7 @@ def test_subfolders_that_transformers_reads_are_copied(
     ],
 )
 def test_front_matter_of_the_card_is_kept(card: str) -> None:
-    sizes = {"unpruned_bytes": 1, "written": 1, "zeros": 0, "left_out": ()}
+    sizes = {"unpruned_bytes": 1, "written": 1, "padding_bytes": 0, "left_out": ()}
     text = model_card(
         Plan.of_experts({0: (0,)}, {0: 2}), "m", card, shape="natural", kind="stock", **sizes
     )

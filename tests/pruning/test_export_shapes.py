@@ -19,7 +19,7 @@ from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
-from moe_lab.pruning.export.settings import wrong
+from moe_lab.pruning.export.settings import export_conflicts
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
@@ -81,7 +81,9 @@ def with_zeros(model: Any, plan: Plan) -> Any:
 def masking_errors(folder: Path) -> str:
     """The errors that are reported before anything runs."""
     model = ModelConfig(name="m", path=str(folder))
-    return " ".join(wrong(ExportConfig("masked"), model, RecoveryConfig(), "expert", verify=False))
+    return " ".join(
+        export_conflicts(ExportConfig("masked"), model, RecoveryConfig(), "expert", verify=False)
+    )
 
 
 BARRING = (

@@ -36,7 +36,7 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.selection import make_channel_plan, make_plan, merge_experts, ties
+from moe_lab.pruning.selection import count_ties, make_channel_plan, make_plan, merge_experts
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 
@@ -113,7 +113,7 @@ def test_rounded_ratio_is_warned_of(values: Any, ratio: float, settings: Any, nu
     warned_numbers = [re.findall(r"\d[\d.]*\b", message) for message in messages]
     assert warned_numbers == ([list(numbers)] if numbers else [])
     removed = numbers[1] if numbers else f"{ratio:g}"
-    assert f"{plan.removed:.3g}" == removed
+    assert f"{plan.removed_share:.3g}" == removed
 
 
 def test_equal_scores_at_the_cut_are_warned_of() -> None:
@@ -138,22 +138,24 @@ def test_ties_are_those_of_experts_that_compete() -> None:
     scores = {0: numpy.array([1.0, 2, 3, 4, 2, 5, 6, 7])}
     router = {"n_group": 2, "top_k": 1, "topk_group": 1}
     plan = make_plan(scores, {0: 4}, {0: router}, provenance={})
-    assert ties(plan, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
+    assert count_ties(plan, scores, {0: router}) == {}, "2 goes in one group, and goes in the other"
     plan = make_plan(scores, {0: 2}, {0: router}, provenance={})
-    assert ties(plan, scores, {0: router}) == {}, "2 stays in one group, and goes in the other"
+    assert count_ties(plan, scores, {0: router}) == {}, (
+        "2 stays in one group, and goes in the other"
+    )
     equal = {0: numpy.ones(4)}
     protected = {**tiny.routers([0], 1)[0], "protected": [0]}
     plan = make_plan(equal, {0: 1}, {0: protected}, provenance={})
     assert plan.retained == {0: (0, 2, 3)}
-    assert ties(plan, equal, {0: protected}) == {0: 3}
+    assert count_ties(plan, equal, {0: protected}) == {0: 3}
 
 
 def test_replaced_experts_are_not_retained_in_ties() -> None:
     channels = numpy.ones((4, 2), dtype=bool)
     channels[0] = False
     plan = Plan({0: LayerPlan(4, (0, 1, 2, 3), channels)})
-    assert ties(plan, {0: numpy.ones(4)}, tiny.routers([0], 1)) == {0: 4}
-    assert plan.removed == 0.25
+    assert count_ties(plan, {0: numpy.ones(4)}, tiny.routers([0], 1)) == {0: 4}
+    assert plan.removed_share == 0.25
 
 
 @pytest.mark.parametrize(
@@ -559,7 +561,7 @@ def test_alignment_by_weights_is_the_best_of_all_orders() -> None:
     plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
     for layer in moe_layers(model):
         owners = plan.layers[layer.index].owners
-        for row, member in enumerate(plan.layers[layer.index].merged_away):
+        for row, member in enumerate(plan.layers[layer.index].merged_members):
             of_owner = weights_of(layer, owners[member])
             of_member = weights_of(layer, member)
             products = numpy.array(of_owner) @ numpy.array(of_member).T
@@ -644,7 +646,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components() -> Non
     for layer in moe_layers(model):
         components = principal_components(layer)
         layer_plan = aligned.layers[layer.index]
-        for row, member in enumerate(layer_plan.merged_away):
+        for row, member in enumerate(layer_plan.merged_members):
             owner = layer_plan.owners[member]
             phi = [
                 layer.phi(states[layer.index], layer.weights(expert)).detach().numpy().T

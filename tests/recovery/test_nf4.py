@@ -32,7 +32,7 @@ from moe_lab.recovery.apply import (
     FourBitMatrix,
     quantize,
     recovered,
-    storage,
+    storage_bytes,
 )
 from moe_lab.recovery.export import check_widths, recovery_changes
 
@@ -129,7 +129,7 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
         key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key
     } <= names
     assert any(isinstance(module, RaggedExperts) for module in stored.modules()) == bool(ragged)
-    assert storage(stored)["experts"] < storage(plain)["experts"] / (7 if ragged else 5)
+    assert storage_bytes(stored)["experts"] < storage_bytes(plain)["experts"] / (7 if ragged else 5)
 
 
 def test_quantisation_is_repeatable_and_leaves_its_input() -> None:
@@ -330,6 +330,6 @@ def test_export_of_ragged_experts_is_quantised(folders: Path) -> None:
     model = load_model(
         ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True)
     )[0]
-    bytes_before = storage(model)["experts"]
+    bytes_before = storage_bytes(model)["experts"]
     quantize(model, ["experts"])
-    assert storage(model)["experts"] < bytes_before / 7
+    assert storage_bytes(model)["experts"] < bytes_before / 7

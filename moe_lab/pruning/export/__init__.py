@@ -27,7 +27,7 @@ from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files
-from moe_lab.pruning.export.layout import expert_type, pieces
+from moe_lab.pruning.export.layout import expert_type, exported_tensors
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
     CARD,
@@ -73,7 +73,7 @@ def export(
     experts = {index: layer.experts for index, layer in form.items()}
     documents = {**renumbered_files(folder, experts), "config.json": new_config}
     family = family_of(config.get("text_config", config).get("model_type"))
-    shards = pieces(checkpoint, family, plan, form)
+    shards = exported_tensors(checkpoint, family, plan, form)
     with new_folder(target) as work:
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # the plan of `source`, if that is an export
@@ -82,12 +82,16 @@ def export(
         for name, text in code.items():
             (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
-        tensors = [piece for content in shards.values() for piece in content]
-        _check(folder, work, shape, {piece.name: (piece.dtype, piece.shape) for piece in tensors})
+        tensors = [tensor for content in shards.values() for tensor in content]
+        _check(
+            folder, work, shape, {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+        )
         write_weights(checkpoint, shards, work)
-        size = sum(piece.size for piece in tensors)
+        size = sum(tensor.size for tensor in tensors)
         if (folder / INDEX).exists():
-            shard_of = {piece.name: shard for shard, content in shards.items() for piece in content}
+            shard_of = {
+                tensor.name: shard for shard, content in shards.items() for tensor in content
+            }
             write_index(work, shard_of, size)
         card = model_card(
             plan,
@@ -97,7 +101,7 @@ def export(
             kind=_kind(new_config, code),
             unpruned_bytes=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
-            zeros=sum(piece.zeros for piece in tensors),
+            padding_bytes=sum(tensor.padding_bytes for tensor in tensors),
             left_out=sorted(prefix.removesuffix(".") for prefix in left_out),
         )
         (work / CARD).write_text(card, encoding="utf-8")

@@ -52,7 +52,7 @@ def model_card(
     kind: str,
     unpruned_bytes: int,
     written: int,
-    zeros: int,
+    padding_bytes: int,
     left_out: Sequence[str],
 ) -> str:
     """The model card in Markdown: what was pruned and how, how to load the model, how large it is,
@@ -60,15 +60,18 @@ def model_card(
     on) is that of `original` without the fields in `OF_ORIGINAL`.
 
     `name`: name of the original model. `kind`: a key of `LOADING`. `unpruned_bytes`, `written`:
-    bytes of all weights before and after pruning. `zeros`: bytes of zeros in place of dropped
-    experts and channels. `left_out`: layers of the original that are not written.
+    bytes of all weights before and after pruning. `padding_bytes`: bytes of zeros in place of
+    dropped experts and channels. `left_out`: layers of the original that are not written.
     """
     front, body = split_card(original)
     front = _inherited_fields(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"
     size = f"Its weights take {written:,} bytes, {written / unpruned_bytes:.1%} of the original's."
     if shape in FILLED:
-        size += f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
+        size += (
+            f" {FILLED[shape]} {padding_bytes:,} bytes are such zeros; export=natural leaves them "
+            "out."
+        )
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
@@ -110,14 +113,14 @@ def _summary(plan: Plan) -> str:
         )
     if plan.merged_layers:
         groups = sum(len(layer.merged) for layer in layers)  # each group has one owner
-        merged_away = sum(len(layer.merged_away) for layer in layers)
+        merged_members = sum(len(layer.merged_members) for layer in layers)
         is_matched = any(layer.alignment is not None for layer in layers)
         matched = "with matched channels" if is_matched else "channel by channel"
         router = "stays whole" if plan.shares_experts else "has the rows of the remaining experts"
         return (
-            f"{before - merged_away} of {before} routed experts remain: {groups + merged_away} "
-            f"were merged into {groups} weighted sums of their weights, {matched}. The router "
-            f"{router}"
+            f"{before - merged_members} of {before} routed experts remain: "
+            f"{groups + merged_members} were merged into {groups} weighted sums of their weights, "
+            f"{matched}. The router {router}"
         )
     counts = [len(layer.retained) for layer in layers]
     # a single number if all layers retain equally many experts

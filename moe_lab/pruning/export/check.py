@@ -17,7 +17,7 @@ from moe_lab.models.load import check_sizes, skeleton
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.plan import Plan
 
-ROUTING_FACTS = ("n_experts", "top_k", "n_group", "topk_group")
+ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
 
 
 def check(
@@ -45,7 +45,7 @@ def check(
         model = skeleton(Path(written), trust_remote_code=code_is_ours)
         check_sizes(Checkpoint(Path(written), (), {}, entries), NameMapping(model, entries))
         actual = {
-            layer.index: tuple(getattr(layer, fact) for fact in ROUTING_FACTS)
+            layer.index: tuple(getattr(layer, field) for field in ROUTING_FIELDS)
             for layer in routed_layers(model)
         }
     except UserError as error:
@@ -57,7 +57,7 @@ def check(
         expected = (n_experts, layer.top_k, layer.n_group, layer.topk_group)
         if actual.get(layer.index) != expected:
             raise UserError(
-                f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FACTS)} = "
+                f"export: layer {layer.index} would be loaded with {', '.join(ROUTING_FIELDS)} = "
                 f"{actual.get(layer.index)}, expected {expected}: state these fields in "
                 f"{source}/config.json"
             )

@@ -34,7 +34,7 @@ class Span:
     shard: str
     start: int
     size: int
-    zeros = 0
+    padding_bytes = 0
     """Bytes of zeros in place of dropped experts and channels."""
 
 
@@ -47,7 +47,7 @@ class Constant:
     size: int
 
     @property
-    def zeros(self) -> int:
+    def padding_bytes(self) -> int:
         """Bytes of zeros in place of dropped experts and channels."""
         return 0 if any(self.pattern) else self.size
 
@@ -89,9 +89,9 @@ class Projection:
     """Id of a member -> its projection in the original; all have the same shape and type."""
     dtype: str
     """The type of the projection in the export."""
-    down: bool
+    channels_are_columns: bool
     """Whether channels are columns in the original, as in a down projection."""
-    as_rows: bool
+    packs_channels_as_rows: bool
     """Whether channels are rows in the export in any case, as in packed experts."""
 
     @property
@@ -105,7 +105,7 @@ class Projection:
         return self._width * self._bytes_of_channel
 
     @property
-    def zeros(self) -> int:
+    def padding_bytes(self) -> int:
         """Bytes of zeros in place of dropped experts and channels."""
         return self.stored.padding * self._bytes_of_channel
 
@@ -113,14 +113,14 @@ class Projection:
     def _width(self) -> int:
         """Number of channels in the export. It is the number in the original, unless channels are
         dropped or channels of zeros are added."""
-        original_width = self.matrix.columns if self.down else self.matrix.rows
+        original_width = self.matrix.columns if self.channels_are_columns else self.matrix.rows
         channels = self.stored.members[0].channels
         return original_width if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
         """Bytes of the H numbers of one channel in the export."""
-        hidden = self.matrix.rows if self.down else self.matrix.columns
+        hidden = self.matrix.rows if self.channels_are_columns else self.matrix.columns
         return hidden * int(numpy.dtype(UNSIGNED[self.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
@@ -137,7 +137,7 @@ class Projection:
             values = matrix.read(folder)
             if converts:
                 values = _numbers(values, matrix.dtype)
-            return values.T if self.down else values
+            return values.T if self.channels_are_columns else values
 
         if self._width:
             # `widen` and `narrow` return their argument: `read_member` widens, and `_bits` rounds
@@ -147,7 +147,9 @@ class Projection:
             if converts:
                 result = _bits(result, self.dtype)
             yield numpy.ascontiguousarray(
-                result.T if self.down and not self.as_rows else result
+                result.T
+                if self.channels_are_columns and not self.packs_channels_as_rows
+                else result
             ).data
 
 
@@ -176,7 +178,7 @@ Chunk: TypeAlias = Span | Constant | Projection
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExportedTensor:
     """One tensor of the exported checkpoint."""
 
     name: str
@@ -190,6 +192,6 @@ class Piece:
         return sum(chunk.size for chunk in self.chunks)
 
     @property
-    def zeros(self) -> int:
+    def padding_bytes(self) -> int:
         """Number of bytes that are zeros in place of dropped experts or channels."""
-        return sum(chunk.zeros for chunk in self.chunks)
+        return sum(chunk.padding_bytes for chunk in self.chunks)

@@ -17,14 +17,22 @@ from moe_lab.models.families import (
     prediction_prefixes_with_experts,
 )
 from moe_lab.pruning import Form, LayerForm
-from moe_lab.pruning.export.chunks import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
+from moe_lab.pruning.export.chunks import (
+    UNSIGNED,
+    Chunk,
+    Constant,
+    ExportedTensor,
+    Matrix,
+    Projection,
+    Span,
+)
 from moe_lab.pruning.layer_plan import StoredExpert
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. Such biases cannot bar dropped experts, which
 would still take part in the softmax and make the other probabilities smaller."""
-NEVER = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
+BARRING_BIAS = {"F64": "000000000088c3c0", "F32": "00401cc6", "F16": "e2f0", "BF16": "1cc6"}
 """-10000 as little-endian bytes of each type: with this bias, no score (0 to 1) or logit of a
 retained expert is lower."""
 NO_BIAS = (
@@ -37,14 +45,14 @@ class Block:
     """One MoE block of the original checkpoint, and its tensors in the export."""
 
     def __init__(
-        self, tensors: Mapping[str, tuple[Entry, BlockTensor]], layer: LayerForm, count: int
+        self, tensors: Mapping[str, tuple[Entry, BlockTensor]], form: LayerForm, n_experts: int
     ) -> None:
         """`tensors`: name of each tensor of the block -> (its entry in the file, its role in the
-        block). `layer`: the form of the layer in the export. `count`: number of experts before
+        block). `form`: the form of the layer in the export. `n_experts`: number of experts before
         pruning."""
         self.tensors = tensors
-        self.layer = layer
-        self.count = count
+        self.form = form
+        self.n_experts = n_experts
         self.prefix = next(block_tensor.block for _, block_tensor in tensors.values())
         """Prefix of the names of all tensors of the block, ending in a dot."""
         self.expert_tensors = {
@@ -60,7 +68,7 @@ class Block:
         stays empty for a plan of whole experts (`width` None), and if every stored expert is zeros
         or a copy of a whole expert. UserError for a tensor of experts that is not a projection, and
         for a family whose channels cannot be removed."""
-        if width is None or not self.layer.changed:
+        if width is None or not self.form.has_computed_experts:
             return
         if family.channel_obstacle:
             raise UserError(
@@ -68,54 +76,54 @@ class Block:
                 f"{family.channel_obstacle}: use a criterion of whole experts"
             )
         for name, (entry, block_tensor) in self.expert_tensors.items():
-            for role, expert, matrix in _matrices(name, entry, block_tensor, self.count, width):
+            for role, expert, matrix in _matrices(name, entry, block_tensor, self.n_experts, width):
                 self.matrices[role, expert] = matrix
 
-    def piece(self, name: str) -> Piece | None:
+    def exported_tensor(self, name: str) -> ExportedTensor | None:
         """The tensor of the export that is made from the tensor `name` of the original. None if the
         export has no such tensor, because its expert is dropped, or because `packed` writes the
         experts of the layer. UserError for a tensor of unknown kind."""
         entry, block_tensor = self.tensors[name]
-        experts = self.layer.experts
+        experts = self.form.experts
         if block_tensor.kind == "unknown":
             raise UserError(
                 f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to "
                 "prune it"
             )
         if block_tensor.kind == "router":
-            return _rows(name, entry, 0, experts, self.count)
+            return _rows(name, entry, 0, experts, self.n_experts)
         if block_tensor.kind == "vector":
             return _bar_dropped(
-                _rows(name, entry, len(entry.shape) - 1, experts, self.count), entry, self.layer
+                _rows(name, entry, len(entry.shape) - 1, experts, self.n_experts), entry, self.form
             )
         if block_tensor.kind == "shared":
             return unchanged(name, entry)
-        if self.layer.widths is not None or (
+        if self.form.widths is not None or (
             block_tensor.expert is not None and block_tensor.expert not in experts
         ):
             return None
         shape = entry.shape
         if block_tensor.expert is None:  # a stack
-            shape = _rows(name, entry, 0, experts, self.count).shape
+            shape = _rows(name, entry, 0, experts, self.n_experts).shape
         else:
             old = f"{self.prefix}experts.{block_tensor.expert}."
             new = f"{self.prefix}experts.{experts.index(block_tensor.expert)}."
             name = name.replace(old, new, 1)
         chunks = tuple(self._chunks(entry, block_tensor))
-        return Piece(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
+        return ExportedTensor(name, entry.dtype, self._resized_shape(shape, block_tensor), chunks)
 
     def _resized_shape(self, shape: tuple[int, ...], block_tensor: BlockTensor) -> tuple[int, ...]:
         """The shape of a tensor of experts in the export: `shape`, with the new number of channels.
         `shape` itself if the number of channels does not change or the tensor has no channels."""
         if (
-            self.layer.width is None
+            self.form.width is None
             or block_tensor.axes is None
             or block_tensor.axes.channels is None
         ):
             return shape
         resized = list(shape)
         # a tensor of two roles, gate and up, has the channels of both roles on this axis
-        resized[block_tensor.axes.channels] = self.layer.width * len(block_tensor.axes.roles)
+        resized[block_tensor.axes.channels] = self.form.width * len(block_tensor.axes.roles)
         return tuple(resized)
 
     def _chunks(self, entry: Entry, block_tensor: BlockTensor) -> Iterator[Chunk]:
@@ -123,8 +131,8 @@ class Block:
         experts, any other tensor those of its only expert. The chunks of an expert are zeros, a
         copy of bytes, or computed projections."""
         is_stack = block_tensor.kind == "stack"
-        size = entry.size // self.count if is_stack else entry.size  # bytes of one expert
-        for expert, stored in zip(self.layer.experts, self.layer.stored, strict=True):
+        size = entry.size // self.n_experts if is_stack else entry.size  # bytes of one expert
+        for expert, stored in zip(self.form.experts, self.form.stored, strict=True):
             if is_stack or block_tensor.expert == expert:
                 if not stored.members:
                     yield Constant(b"\0", size)
@@ -137,31 +145,42 @@ class Block:
                         for role in block_tensor.axes.roles
                     )
 
-    def packed(self) -> Iterator[Piece]:
+    def packed(self) -> Iterator[ExportedTensor]:
         """The packed tensors of the layer, whose expert e has I_e channels: gate_up_packed (sum of
         2 I_e, H) and down_packed (sum of I_e, H). A layer with constants also has the tensor
         constants (N, H) of its N null experts."""
-        experts = self.layer.stored
-        total = sum(self.layer.widths or ())
+        experts = self.form.stored
+        total = sum(self.form.widths or ())
         dtype = _common_type({matrix.dtype for matrix in self.matrices.values()})
         gate_up = tuple(
             self._projection(expert, role, dtype) for expert in experts for role in ("gate", "up")
         )
-        down = tuple(self._projection(expert, "down", dtype, as_rows=True) for expert in experts)
+        down = tuple(
+            self._projection(expert, "down", dtype, packs_channels_as_rows=True)
+            for expert in experts
+        )
         hidden = down[0].matrix.rows  # H: in the original's files, down is (H, I)
-        yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
-        yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
-        if (values := self.layer.constants) is not None:
+        yield ExportedTensor(
+            f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up
+        )
+        yield ExportedTensor(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
+        if (values := self.form.constants) is not None:
             content = Constant(values.astype("<f4").tobytes(), values.nbytes)
-            yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
+            yield ExportedTensor(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
     def _projection(
-        self, stored: StoredExpert, role: str, dtype: str, *, as_rows: bool = False
+        self, stored: StoredExpert, role: str, dtype: str, *, packs_channels_as_rows: bool = False
     ) -> Projection:
         """The projection `role` (gate, up or down) of the expert `stored`, in the type `dtype`.
-        `as_rows`: whether channels become rows also in down."""
+        `packs_channels_as_rows`: whether channels become rows also in down."""
         matrices = {member.expert: self.matrices[role, member.expert] for member in stored.members}
-        return Projection(stored, matrices, dtype, down=role == "down", as_rows=as_rows)
+        return Projection(
+            stored,
+            matrices,
+            dtype,
+            channels_are_columns=role == "down",
+            packs_channels_as_rows=packs_channels_as_rows,
+        )
 
     def check_complete(self, folder: Path) -> None:
         """Raise UserError unless the block has all its experts, each with the same tensors, and one
@@ -176,17 +195,17 @@ class Block:
                 f"{folder}: layer {number} has {kinds['router']} router weights, expected 1 "
                 f"({names})"
             )
-        if self.layer.dropped and not can_bar(self.tensors):
+        if self.form.dropped and not can_bar(self.tensors):
             raise UserError(
                 f"export=masked: the plan drops experts of layer {number}, but its router has "
                 f"{NO_BIAS}"
             )
         # tensors of a stack name no expert
         experts = {block_tensor.expert for block_tensor in block_tensors} - {None}
-        if experts != set(range(self.count)) and (experts or not kinds["stack"]):
+        if experts != set(range(self.n_experts)) and (experts or not kinds["stack"]):
             raise UserError(
-                f"plan is for another model: its layer {number} has {self.count} experts, {folder} "
-                f"has {len(experts)}"
+                f"plan is for another model: its layer {number} has {self.n_experts} experts, "
+                f"{folder} has {len(experts)}"
             )
         projections = Counter(
             block_tensor.expert for block_tensor in block_tensors if block_tensor.axes is not None
@@ -197,9 +216,9 @@ class Block:
             )
 
 
-def pieces(
+def exported_tensors(
     checkpoint: Checkpoint, family: Family, plan: Plan, form: Form
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[ExportedTensor]]:
     """File name -> tensors of this file of the export: first packed experts, then all other tensors
     in the order of the original's bytes.
 
@@ -220,18 +239,18 @@ def pieces(
     for number, layer in plan.layers.items():
         block = blocks[number] = Block(tensors[number], form[number], layer.n_experts)
         block.read_matrices(family, layer.width)
-    by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
+    by_shard: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
         if name.startswith(left_out_prefixes):
             continue
-        piece: Piece | None = unchanged(name, entry)
+        tensor: ExportedTensor | None = unchanged(name, entry)
         if name in block_tensors:
-            piece = blocks[block_tensors[name].layer].piece(name)
-        if piece is not None:
-            by_shard[entry.shard].append(piece)
+            tensor = blocks[block_tensors[name].layer].exported_tensor(name)
+        if tensor is not None:
+            by_shard[entry.shard].append(tensor)
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
-        if block.layer.widths is not None:
+        if block.form.widths is not None:
             # the file that has the last of the block's tensors of experts
             shard = [entry.shard for entry, _ in block.expert_tensors.values()][-1]
             # at the start of a file, packed tensors are aligned whatever size other tensors have
@@ -240,11 +259,11 @@ def pieces(
 
 
 def _matrices(
-    name: str, entry: Entry, block_tensor: BlockTensor, count: int, width: int
+    name: str, entry: Entry, block_tensor: BlockTensor, n_experts: int, width: int
 ) -> Iterator[tuple[str, int, Matrix]]:
     """(role, expert, matrix) for each projection in the tensor `name`. The tensor holds one expert
-    or all `count` experts, each of `width` channels. UserError for biases, for tensors that do not
-    hold plain projections, and for types that are not in UNSIGNED."""
+    or all `n_experts` experts, each of `width` channels. UserError for biases, for tensors that do
+    not hold plain projections, and for types that are not in UNSIGNED."""
     if block_tensor.axes is None or block_tensor.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down "
@@ -253,15 +272,15 @@ def _matrices(
         )
     roles = block_tensor.axes.roles
     is_down = block_tensor.axes.channels == -1  # down is (H, I), gate and up are (I, H)
-    expert_axes = (count,) if block_tensor.kind == "stack" else ()
+    expert_axes = (n_experts,) if block_tensor.kind == "stack" else ()
     if entry.shape[:-2] != expert_axes or entry.shape[-1 if is_down else -2] != width * len(roles):
         raise UserError(
-            f"plan is for another model: it is about {count} experts of {width} channels, and "
+            f"plan is for another model: it is about {n_experts} experts of {width} channels, and "
             f"{name} has shape {entry.shape}"
         )
     rows = entry.shape[-2] // len(roles)
     columns = entry.shape[-1]
-    experts = range(count) if block_tensor.expert is None else (block_tensor.expert,)
+    experts = range(n_experts) if block_tensor.expert is None else (block_tensor.expert,)
     size = entry.size // len(experts) // len(roles)  # bytes of one projection
     for expert_position, expert in enumerate(experts):
         for role_position, role in enumerate(roles):
@@ -293,40 +312,48 @@ def can_bar(names: Iterable[str]) -> bool:
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
-def unchanged(name: str, entry: Entry) -> Piece:
+def unchanged(name: str, entry: Entry) -> ExportedTensor:
     """A tensor that is copied unchanged."""
-    return Piece(name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),))
+    return ExportedTensor(
+        name, entry.dtype, entry.shape, (Span(entry.shard, entry.start, entry.size),)
+    )
 
 
-def _rows(name: str, entry: Entry, axis: int, experts: tuple[int, ...], count: int) -> Piece:
+def _rows(
+    name: str, entry: Entry, axis: int, experts: tuple[int, ...], n_experts: int
+) -> ExportedTensor:
     """The tensor `name` with only the entries of `experts` along `axis`, in this order. UserError
-    unless `axis` has `count` entries, one for each expert, and all axes before it have size 1."""
+    unless `axis` has `n_experts` entries, one for each expert, and all axes before it have
+    size 1."""
     outer = entry.shape[:axis]
     size = entry.shape[axis] if entry.shape else 0
-    if size != count or any(side != 1 for side in outer) or entry.size % count:
+    if size != n_experts or any(side != 1 for side in outer) or entry.size % n_experts:
         raise UserError(
-            f"plan is for another model: it is about layers of {count} experts, and {name} has "
+            f"plan is for another model: it is about layers of {n_experts} experts, and {name} has "
             f"shape {entry.shape}"
         )
-    step = entry.size // count  # bytes of one expert
+    step = entry.size // n_experts  # bytes of one expert
     spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in experts)
-    return Piece(name, entry.dtype, (*outer, len(experts), *entry.shape[axis + 1 :]), spans)
+    return ExportedTensor(
+        name, entry.dtype, (*outer, len(experts), *entry.shape[axis + 1 :]), spans
+    )
 
 
-def _bar_dropped(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
-    """A copy of the routing vector `piece` in which the dropped experts of `layer` have the bias
-    NEVER, which is so low that the router never chooses them. `piece` itself if no expert is
-    dropped. UserError for a type that is not in NEVER. `entry`: the vector in the original."""
+def _bar_dropped(vector: ExportedTensor, entry: Entry, layer: LayerForm) -> ExportedTensor:
+    """A copy of the routing vector `vector` in which the dropped experts of `layer` have the bias
+    BARRING_BIAS, which is so low that the router never chooses them. `vector` itself if no expert
+    is dropped. UserError for a type that is not in BARRING_BIAS. `entry`: the vector in the
+    original."""
     if not layer.dropped:
-        return piece
-    if entry.dtype not in NEVER:
+        return vector
+    if entry.dtype not in BARRING_BIAS:
         raise UserError(
-            f"{piece.name} is of type {entry.dtype}: expected one of {', '.join(NEVER)} to mask "
-            "experts"
+            f"{vector.name} is of type {entry.dtype}: expected one of {', '.join(BARRING_BIAS)} to "
+            "mask experts"
         )
-    bias = bytes.fromhex(NEVER[entry.dtype])
+    bias = bytes.fromhex(BARRING_BIAS[entry.dtype])
     chunks = [
         Constant(bias, chunk.size) if expert in layer.dropped else chunk
-        for expert, chunk in zip(layer.experts, piece.chunks, strict=True)
+        for expert, chunk in zip(layer.experts, vector.chunks, strict=True)
     ]
-    return Piece(piece.name, piece.dtype, piece.shape, tuple(chunks))
+    return ExportedTensor(vector.name, vector.dtype, vector.shape, tuple(chunks))

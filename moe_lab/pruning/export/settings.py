@@ -35,7 +35,7 @@ def check_quantised(method: str | None, shape: str, channels: bool = False) -> N
         )
 
 
-def wrong(
+def export_conflicts(
     export: ExportConfig,
     model: ModelConfig,
     recovery: RecoveryConfig,

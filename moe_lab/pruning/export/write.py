@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, Checkpoint
 from moe_lab.models.files import files_of
-from moe_lab.pruning.export.chunks import Chunk, Piece, Span
+from moe_lab.pruning.export.chunks import Chunk, ExportedTensor, Span
 
 CARD = "README.md"
 NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
@@ -56,7 +56,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_weights(
-    checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path
+    checkpoint: Checkpoint, content: Mapping[str, Sequence[ExportedTensor]], folder: Path
 ) -> None:
     """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans
     are copied by the kernel where possible; all other chunks are computed one at a time."""
@@ -103,35 +103,35 @@ def copy_others(folder: Path, target: Path) -> None:
             shutil.copyfile(file, destination)
 
 
-def header_bytes(fields: Mapping[str, Any], least: int = 0) -> bytes:
+def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
     """The beginning of a safetensors file: the length of the header and the header `fields`. It is
-    at least `least` bytes long, and padded so that the data after it are aligned."""
+    at least `min_size` bytes long, and padded so that the data after it are aligned."""
     text = json.dumps(fields, separators=(",", ":")).encode()
-    size = max(least, 8 + len(text))
+    size = max(min_size, 8 + len(text))
     size += -size % ALIGNMENT
     # the first 8 bytes are the length of the header with its padding
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
-def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
     """The header of a safetensors file with these `tensors`, in order."""
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
-    for piece in tensors:
-        end = position + piece.size
-        fields[piece.name] = {
-            "dtype": piece.dtype,
-            "shape": piece.shape,
+    for tensor in tensors:
+        end = position + tensor.size
+        fields[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
             "data_offsets": [position, end],
         }
         position = end
     return header_bytes(fields)
 
 
-def _merge_spans(tensors: Sequence[Piece]) -> list[Chunk]:
+def _merge_spans(tensors: Sequence[ExportedTensor]) -> list[Chunk]:
     """All chunks of a file in order, with adjacent byte ranges merged."""
     chunks: list[Chunk] = []
-    for chunk in (chunk for piece in tensors for chunk in piece.chunks):
+    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
         last = chunks[-1] if chunks else None
         # `chunk` begins in the same file where `last` ends
         if isinstance(last, Span) and chunk == Span(last.shard, last.start + last.size, chunk.size):

@@ -209,7 +209,7 @@ class Timing(Step):
         from moe_lab.evaluation.timing import measure
         from moe_lab.models.discover import is_experts
         from moe_lab.models.load import device_name
-        from moe_lab.recovery.apply import storage
+        from moe_lab.recovery.apply import storage_bytes
 
         device = self.timed.device
         local_device = device_name(self.loaded.model.device)
@@ -232,7 +232,7 @@ class Timing(Step):
             "experts": sorted(
                 {type(module).__name__ for module in model.modules() if is_experts(module)}
             ),
-            "weight_bytes": storage(model)["total"],
+            "weight_bytes": storage_bytes(model)["total"],
         }
         write_json(files.out / "timing.json", conditions)
 

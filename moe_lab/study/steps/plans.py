@@ -263,8 +263,8 @@ def save_plan(
     plan: Any, model: Mapping[str, Any], files: Files, ties: Mapping[int, int] | None = None
 ) -> None:
     """Write a plan. UserError if the plan does not fit `model`, the facts of the model. `ties`:
-    layer -> number of experts or channels with tied scores, as from `pruning.selection.ties`; also
-    written unless it is empty."""
+    layer -> number of experts or channels with tied scores, as from
+    `pruning.selection.count_ties`; also written unless it is empty."""
     plan.check(model["layers"])
     plan.save(files.out / "plan.json")
     if ties:
@@ -314,7 +314,7 @@ class FromScores(CellPlan):
         layer's channels and scores the plan retains."""
         from safetensors.numpy import load
 
-        from moe_lab.pruning.selection import plan_from_scores, ties
+        from moe_lab.pruning.selection import count_ties, plan_from_scores
 
         facts = self.request.facts_of(self.facts, files)
         origin = {**self.request.origin(facts), "scores": Path(self.scores.folder).name}
@@ -330,7 +330,7 @@ class FromScores(CellPlan):
         else:
             scores = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scores, facts["layers"], evidence, provenance=origin)
-        tie_counts = ties(plan, scores, facts["layers"])
+        tie_counts = count_ties(plan, scores, facts["layers"])
         # from a plan in the file allocation.path, `plan_from_scores` takes only the numbers of
         # experts or channels, and so checks them
         if plan_of_file := plan_in(self.request.allocation):
@@ -485,7 +485,7 @@ class Sequential(CellPlan):
     def work(self, files: Files) -> None:
         """Prune the model layer by layer, and write the plan."""
         from moe_lab.models.streamed import open_streamed
-        from moe_lab.pruning.selection import plan_from_scores, ties
+        from moe_lab.pruning.selection import count_ties, plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import merge_passes
 
@@ -509,7 +509,7 @@ class Sequential(CellPlan):
             layer_facts = {layer: facts["layers"][layer]}
             scores = score(self, {layer: {**weights.get(layer, {}), **sums}}, layer_facts)
             plan = plan_from_scores(settings, scores, layer_facts, {}, provenance={})
-            tie_counts.update(ties(plan, scores, layer_facts))
+            tie_counts.update(count_ties(plan, scores, layer_facts))
             return plan
 
         plan = prune_sequentially(
