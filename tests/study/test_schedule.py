@@ -245,7 +245,7 @@ def worker_that(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> Non
     script.write_text(
         "import base64, json, os, pickle, signal, sys\n"
         "for line in sys.stdin:\n"
-        "    step, files = pickle.loads(base64.b64decode(json.loads(line)[1]['work']))\n"
+        "    step, files = pickle.loads(base64.b64decode(json.loads(line)[1]['pickled_step']))\n"
         f"    if step.kind == 'left': {does}\n"
         "    print(json.dumps({'done': {}}), flush=True)\n"
     )
@@ -274,7 +274,7 @@ def run_locally(
     monkeypatch.setattr(running, "WorkerProcess", FakeProcess)
     config = Config(launcher=LauncherConfig(name="local", processes=processes))
     study: Any = SimpleNamespace(config=config, store=Store(store).create())
-    assert running.local(schedule, study, None)  # type: ignore[arg-type]
+    assert running.run_in_workers(schedule, study, None)  # type: ignore[arg-type]
     return environments, executed
 
 
